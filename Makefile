@@ -1,0 +1,62 @@
+# make demo, make test: each makes .venv first, when it is missing or the pinned versions changed.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+# Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.PHONY: help demo test test-full lint format wheel clean
+
+help:
+	@echo "make demo       train the tiny chat model: three steps, offline, into output/demo"
+	@echo "make test       lint, layering, and the quick tests"
+	@echo "make test-full  the same and the slow tests"
+	@echo "make lint       ruff alone (make format mends what it can)"
+	@echo "make wheel      build the package into dist/"
+	@echo "make clean      remove .venv, builds and caches; output/ stays"
+
+demo: $(STAMP)
+	$(BIN)/python train.py
+
+test: lint
+	$(PYTEST)
+
+test-full: lint
+	$(PYTEST) -m "not gpu or gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The versions are pinned for Python 3.11 and later; on 3.10 pip resolves pyproject.toml's ranges.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: dschat needs Python 3.10 or later: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "error: $(PYTHON) cannot make a venv: apt install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+		sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+		{ echo "error: Python's headers are missing: apt install python3-dev" >&2; exit 2; }
+	@command -v g++ >/dev/null || \
+		{ echo "error: DeepSpeed compiles its CPU part and finds no g++: apt install g++" >&2; exit 2; }
+	@echo "setting up .venv (minutes the first time; pip downloads torch)"
+	@$(PYTHON) -m venv .venv
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+			--no-deps --no-build-isolation -e . ; \
+	else \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' ; \
+	fi
+	@touch $@

@@ -1,0 +1,26 @@
+"""dschat: RLHF training in one process, from a Hugging Face checkpoint to a chat model.
+
+Importing this package loads neither torch nor deepspeed; the names below load on first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "SFTConfig": "dschat.config",
+    "RewardConfig": "dschat.config",
+    "RLHFConfig": "dschat.config",
+    "SamplingParams": "dschat.rollout",
+    "DeepSpeedRLHFEngine": "dschat.rlhf.engine",
+    "DeepSpeedPPOTrainer": "dschat.rlhf.ppo",
+    "Experience": "dschat.rlhf.experience",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'dschat' has no attribute {name!r}")

@@ -1,0 +1,169 @@
+"""Hugging Face export: a stream of weights onto disk as a plain checkpoint folder.
+
+A weight stream, a configuration and a tokenizer come in; a folder that ``AutoModel*.from_pretrained`` loads
+goes out: sharded safetensors, complete or absent. No whole state dict is ever held. It must not know
+which step made the weights.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from dschat import dist
+from dschat.config import UserError
+
+MAX_FILE_BYTES = 4 * 2**30
+COMPLETE = "COMPLETE"
+
+
+def export_hf(
+    folder: str | Path,
+    stream: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    architecture: str,
+    stop_ids: tuple[int, ...] = (),
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Collective. Write ``stream`` to ``folder``: every rank walks the stream, rank 0 writes.
+
+    ``architecture`` is the class name that config.json announces. ``stop_ids``: what ends an answer, for the
+    generation config; empty for reward models. Files are written beside ``folder`` first and moved in last.
+    """
+    folder = Path(folder)
+    staging = folder.parent / f".{folder.name}.saving"
+    main = dist.is_main_process()
+    if main:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    files = _write_weights(stream, staging, max_file_bytes, main)
+    if main:
+        _write_index(staging, files)
+        _write_companions(staging, config, tokenizer, architecture, stop_ids)
+        _move_in(staging, folder)
+    dist.barrier()
+
+
+def _write_weights(
+    stream: Iterable[tuple[str, Tensor]], staging: Path, max_file_bytes: int, main: bool
+) -> list[dict[str, int]]:
+    """Write the stream in files of at most ``max_file_bytes``; per file, the byte size of each tensor."""
+    files: list[dict[str, int]] = []
+    waiting: dict[str, Tensor] = {}
+    used = 0
+
+    def flush() -> None:
+        if waiting:
+            path = staging / f"part-{len(files) + 1:05d}.safetensors"
+            save_file(waiting, path, metadata={"format": "pt"})
+            files.append({name: t.numel() * t.element_size() for name, t in waiting.items()})
+            waiting.clear()
+
+    for name, tensor in stream:
+        if not main:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if waiting and used + size > max_file_bytes:
+            flush()
+            used = 0
+        # NOTE: the stream reuses its buffers, so what waits to be written is copied out of them.
+        waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        used += size
+    flush()
+    return files
+
+
+def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
+    if len(files) == 1:
+        (staging / "part-00001.safetensors").rename(staging / "model.safetensors")
+        return
+    weight_map = {}
+    for number, sizes in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (staging / f"part-{number:05d}.safetensors").rename(staging / name)
+        weight_map |= dict.fromkeys(sizes, name)
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)},
+        "weight_map": weight_map,
+    }
+    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_companions(
+    staging: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    architecture: str,
+    stop_ids: tuple[int, ...],
+) -> None:
+    saved = type(config).from_dict(config.to_dict())
+    saved.architectures = [architecture]
+    saved.use_cache = True
+    saved.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    if stop_ids:
+        eos = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
+        GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
+        ).save_pretrained(staging)
+
+
+def _move_in(staging: Path, folder: Path) -> None:
+    """Put the finished files into ``folder``, which may hold metrics already; weights go last but for the index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    for path in sorted(staging.iterdir(), key=lambda p: p.suffix == ".safetensors"):
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    staging.rmdir()
+
+
+def export_adapter(
+    folder: str | Path, stream: Iterable[tuple[str, Tensor]], wrapped: PeftModel
+) -> None:
+    """Collective. Write a LoRA adapter in PEFT's format to ``folder``; ``stream`` carries adapters only."""
+    state = {}
+    for name, tensor in stream:
+        if dist.is_main_process():
+            state[name.replace(".default.", ".")] = tensor.detach().to("cpu", copy=True).contiguous()
+    if dist.is_main_process():
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        wrapped.peft_config["default"].save_pretrained(str(folder))
+    dist.barrier()
+
+
+def claim_output_dir(output_dir: str | Path, overwrite: bool) -> None:
+    """Collective. Make the folder and take any old mark away; ``UserError`` where a finished step is in it."""
+    folder = Path(output_dir)
+    if (folder / COMPLETE).exists() and not overwrite:
+        raise UserError(
+            f"--output_dir {folder} holds a finished step; choose another, or pass --overwrite_output_dir"
+        )
+    dist.barrier()
+    if dist.is_main_process():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
+        (folder / COMPLETE).unlink(missing_ok=True)
+    dist.barrier()
+
+
+def mark_complete(output_dir: str | Path) -> None:
+    """Collective. Leave the mark by which ``train.py`` knows that this step is done."""
+    dist.barrier()
+    if dist.is_main_process():
+        (Path(output_dir) / COMPLETE).write_text("")
+    dist.barrier()

@@ -1,0 +1,197 @@
+"""Flags and ``--config file.yaml`` become a dataclass; a user's mistake, one line and exit code 2.
+
+Comes in: a config dataclass (its fields are the flags) and an argv. Goes out: the validated
+dataclass, or the explicitly given values alone, and back again as an argv.
+This module must not know which knobs exist, nor torch: ``--help`` answers before anything heavy
+loads.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from dschat import dist
+from dschat.config import UserError
+
+Config = TypeVar("Config")
+
+# What argparse says -> what we say, after the flag's name.
+_REWORDINGS = (
+    (r"invalid int value: (.*)", r"\1 is not a whole number"),
+    (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"invalid choice: (.*?) \(choose from (.*)\)", r"\1 is not one of \2"),
+    (r"expected one argument", "needs a value"),
+    (r"expected at least one argument", "needs at least one value"),
+    (r"Truthy value expected: got (.*) but .*", r"'\1' is neither true nor false"),
+)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Call ``main`` and exit with its code; 2 and one line for a ``UserError``, 130 for Ctrl-C.
+
+    Only the main process speaks. Any other exception passes through: a traceback is a bug of ours.
+    """
+    try:
+        code = main() or 0
+    except UserError as error:
+        if dist.is_main_process():
+            sys.stderr.write(f"error: {' '.join(str(error).splitlines())}\n")
+        else:
+            # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
+            time.sleep(3)
+        code = 2
+    except KeyboardInterrupt:
+        if dist.is_main_process():
+            sys.stderr.write("interrupted\n")
+        code = 130
+    sys.exit(code)
+
+
+def parse(
+    config_class: type[Config], argv: Sequence[str] | None = None, takes_file: bool = True
+) -> Config:
+    """The validated ``config_class`` from ``argv`` (default: the command line).
+
+    A flag wins over the same key in ``--config``'s YAML file, and that over the field's default;
+    without ``takes_file`` there is no ``--config``.
+
+    Raises:
+        UserError: unknown flag or key (with the nearest name), a wrong type or choice, or what
+            ``validate()`` finds.
+    """
+    config = config_class(**given(config_class, argv, takes_file))
+    config.validate()
+    return config
+
+
+def given(
+    config_class: type, argv: Sequence[str] | None = None, takes_file: bool = True
+) -> dict[str, Any]:
+    """The fields that ``argv`` or its ``--config`` file sets, with their types; no defaults."""
+    flags = _Parser(config_class, takes_file).values(sys.argv[1:] if argv is None else argv)
+    path = flags.pop("config", None)
+    if path is None:
+        return flags
+    return values_of(config_class, read_yaml(path), where=path) | flags
+
+
+def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``mapping`` (YAML's keys and values) as typed fields; ``where`` opens every message."""
+    names = {f.name for f in fields(config_class)}
+    values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
+    for key, value in values.items():
+        if key not in names:
+            raise UserError(f"{where}: unknown key {key}{did_you_mean(key, names)}")
+        if isinstance(value, Mapping):
+            raise UserError(f"{where}: {key} takes a value, not a mapping")
+    try:
+        return _Parser(config_class).values(to_flags(values))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def to_flags(values: Mapping[str, Any]) -> list[str]:
+    """The argv that sets ``values``, the inverse of ``given``; None ("not set") is left out."""
+    argv = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        if value is True:
+            argv.append(f"--{name}")
+        elif isinstance(value, (list, tuple)):
+            argv += [f"--{name}", *map(str, value)]
+        elif str(value).startswith("-") or value == "":
+            argv.append(f"--{name}={value}")  # else argparse takes -1e-5 for a flag
+        else:
+            argv += [f"--{name}", str(value).lower() if value is False else str(value)]
+    return argv
+
+
+def flag_names(config_class: type) -> set[str]:
+    """Every spelling of every flag, with underscores and without the leading dashes."""
+    options = _Parser(config_class)._option_string_actions
+    return {option.lstrip("-").replace("-", "_") for option in options} - {"h", "help"}
+
+
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """``"; did you mean NAME?"`` for the nearest of ``names``, or nothing where none is near."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        UserError: no such file, broken YAML (with its line), or something other than a mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a UTF-8 text file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}: broken YAML{line}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(content or {}, dict):
+        raise UserError(f"{path}: must be a mapping of names to values")
+    return content or {}
+
+
+def underscored(token: str) -> str:
+    """``--some-flag=a-b`` as ``--some_flag=a-b``; anything but a long flag unchanged."""
+    if not token.startswith("--"):
+        return token
+    name, equals, value = token[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser that raises ``UserError`` and returns what was given, without defaults."""
+
+    def __init__(self, config_class: type, takes_file: bool = False):
+        description = (config_class.__doc__ or "").strip().splitlines()[0]
+        super().__init__(config_class, description=description, allow_abbrev=False)
+        if takes_file:
+            self.add_argument("--config", help="YAML file with these names as keys; flags win.")
+        for f in fields(config_class):
+            if f.default is False:  # HfArgumentParser gives --no_x to True defaults only
+                self.add_argument(
+                    f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS
+                )
+
+    def values(self, argv: Sequence[str]) -> dict[str, Any]:
+        if "-h" not in argv and "--help" not in argv:  # the help text alone shows the defaults
+            for action in self._actions:
+                action.default = argparse.SUPPRESS
+        namespace, extras = self.parse_known_args([underscored(token) for token in argv])
+        if extras:
+            self._refuse(extras[0], argv)
+        return vars(namespace)
+
+    def _refuse(self, extra: str, argv: Sequence[str]) -> NoReturn:
+        if not extra.startswith("--"):
+            raise UserError(f"unexpected argument {extra!r}; flags look like --name value")
+        typed = next(token for token in argv if underscored(token) == extra).partition("=")[0]
+        names = {option for option in self._option_string_actions if "-" not in option[2:]}
+        raise UserError(f"unknown flag {typed}{did_you_mean(underscored(typed), names)}")
+
+    def error(self, message: str) -> NoReturn:
+        match = re.fullmatch(r"argument ([^\s/:]+)[^:]*: (.*)", message, flags=re.DOTALL)
+        if not match:
+            raise UserError(message)
+        flag, problem = match.groups()
+        for pattern, wording in _REWORDINGS:
+            problem = re.sub(pattern, wording, problem)
+        raise UserError(f"{flag} {problem}")

@@ -1,0 +1,383 @@
+"""Every knob of the three steps, declared once: name, type, default, help, and what makes it valid.
+
+Comes in: keyword arguments, or any namespace that has some of the fields. Goes out: dataclasses whose ``validate()`` raises ``UserError`` with the flag and the remedy. This
+module must not know torch, argparse or the file system: the standard library is all it imports.
+
+Names are DeepSpeed-Chat's where DeepSpeed-Chat has one. Batch sizes are derived here and nowhere else.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Optional
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that carries its help text; mutable defaults are copied per instance."""
+    metadata["help"] = help
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: one line that names the flag or file and the remedy. Exit code 2."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass
+class CommonConfig:
+    """What all three steps share: data, numerics, DeepSpeed, logging."""
+
+    # data
+    data_path: list[str] = _flag(
+        ["builtin/chat"],
+        "Data sets: builtin/chat, hub names, or .json/.jsonl files; `PATH:WEIGHT` blends several.",
+    )
+    eval_data_path: Optional[list[str]] = _flag(
+        None, "Held-out data; by default the source's own eval split, or --eval_fraction of it."
+    )
+    eval_fraction: float = _flag(
+        0.05, "Share of a source without an eval split that is held out for evaluation."
+    )
+    max_eval_samples: int = _flag(500, "Evaluate on at most this many held-out examples.")
+    data_split: str = _flag(
+        "2,4,4",
+        "Proportions of the training data that go to steps 1, 2 and 3; the parts are disjoint.",
+    )
+    prompt_column: Optional[str] = _flag(None, "Column that holds the prompt.")
+    chosen_column: Optional[str] = _flag(None, "Column that holds the preferred answer.")
+    rejected_column: Optional[str] = _flag(None, "Column that holds the other answer.")
+    messages_column: Optional[str] = _flag(None, "Column that holds a chat `messages` list.")
+    seed: int = _flag(1234, "Seed of the data order, new weights, dropout and sampling.")
+    # where
+    output_dir: Optional[str] = _flag(None, "Folder for the model, metrics and log of this step.")
+    overwrite_output_dir: bool = _flag(
+        False, "Write into an output folder that already holds a finished step."
+    )
+    # numerics and DeepSpeed
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = _flag(
+        "auto", "Training precision; auto is bf16 on an accelerator and fp32 on a CPU."
+    )
+    max_grad_norm: float = _flag(1.0, "Clip the gradient's global 2-norm to this; 0 turns it off.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = _flag(
+        "cosine", "Learning-rate schedule, by optimizer step."
+    )
+    num_warmup_steps: int = _flag(0, "Optimizer steps of linear warm-up.")
+    adam_betas: list[float] = _flag([0.9, 0.95], "AdamW's two decay rates.")
+    gradient_accumulation_steps: int = _flag(
+        1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
+    )
+    num_train_epochs: int = _flag(1, "Passes over this step's part of the data.")
+    max_steps: int = _flag(
+        0, "Stop after this many optimizer steps (step 3: iterations); 0: all epochs."
+    )
+    max_bad_steps: int = _flag(
+        20, "Stop with an error after this many steps in a row with a non-finite loss or gradient."
+    )
+    attn_implementation: Optional[str] = _flag(
+        None,
+        "Attention of the training form: sdpa, eager, flash_attention_2. Default: transformers' choice.",
+    )
+    trust_remote_code: bool = _flag(False, "Let a checkpoint bring and run its own Python code.")
+    # logging
+    logging_steps: int = _flag(1, "Print and record metrics every N steps.")
+    enable_tensorboard: bool = _flag(True, "Write TensorBoard events into OUTPUT_DIR/tensorboard.")
+    enable_wandb: bool = _flag(False, "Report to Weights & Biases (needs the [wandb] extra).")
+    log_level: Literal["debug", "info", "warning", "error"] = _flag("info", "Verbosity of the log.")
+    disable_tqdm: bool = _flag(False, "No progress bars, even on a terminal.")
+    local_rank: int = _flag(-1, "Set by the launcher; not read.")
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        parts = tuple(float(p) for p in self.data_split.split(","))
+        return parts  # type: ignore[return-value]
+
+    def validate(self) -> None:
+        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        _require(
+            bool(self.data_path),
+            "--data_path is empty; name a file, a hub data set or builtin/chat",
+        )
+        try:
+            parts = self.split_weights
+        except ValueError:
+            parts = ()
+        _require(
+            len(parts) == 3 and min(parts) >= 0 and sum(parts) > 0,
+            f"--data_split {self.data_split!r} is not three numbers such as 2,4,4 (steps 1, 2 and 3)",
+        )
+        _require(
+            0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
+        )
+        _require(
+            len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
+            f"--adam_betas {self.adam_betas} must be two numbers in [0, 1)",
+        )
+        for name in (
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_bad_steps",
+            "logging_steps",
+        ):
+            value = getattr(self, name)
+            _require(value >= 1, f"--{name} {value} must be at least 1")
+        for name in ("max_grad_norm", "num_warmup_steps", "max_steps", "max_eval_samples"):
+            value = getattr(self, name)
+            _require(value >= 0, f"--{name} {value} must not be negative")
+        for f in fields(self):
+            allowed = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
+            value = getattr(self, f.name)
+            _require(
+                not allowed or value in allowed,
+                f"--{f.name} {value!r} is not one of {', '.join(map(str, allowed))}",
+            )
+            if f.name.endswith("zero_stage"):
+                _require(
+                    value in (0, 1, 2, 3),
+                    f"--{f.name} {value} does not exist; ZeRO has stages 0, 1, 2 and 3",
+                )
+            if f.name.endswith("learning_rate") and value is not None:
+                _require(value >= 0, f"--{f.name} {value} must not be negative")
+
+    @classmethod
+    def from_namespace(cls, args: Any):
+        """This dataclass from ``args``: one of ours, a dict, or any object with some of the fields."""
+        if isinstance(args, cls):
+            return args
+        given = args if isinstance(args, dict) else vars(args)
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+
+@dataclass
+class SupervisedConfig(CommonConfig):
+    """What steps 1 and 2 share. Global batch = micro-batch x accumulation x processes, in examples."""
+
+    model_name_or_path: str = _flag(
+        "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny."
+    )
+    tokenizer_name_or_path: Optional[str] = _flag(
+        None, "Tokenizer, where it is not the model's own."
+    )
+    max_seq_len: int = _flag(
+        512, "Longest sequence in tokens; longer ones lose the prompt's beginning."
+    )
+    per_device_train_batch_size: int = _flag(16, "Examples per micro-batch and process.")
+    per_device_eval_batch_size: int = _flag(16, "Examples per evaluation micro-batch and process.")
+    learning_rate: float = _flag(1e-5, "Peak learning rate.")
+    weight_decay: float = _flag(0.0, "AdamW's decoupled weight decay (not on biases and norms).")
+    dropout: Optional[float] = _flag(
+        None, "Dropout everywhere in the model; default: the model's own."
+    )
+    eval_steps: int = _flag(
+        0,
+        "Evaluate every N optimizer steps, besides before and after.",
+        aliases=["--eval_interval"],
+    )
+    zero_stage: int = _flag(0, "ZeRO stage: 0, 1, 2 or 3.")
+    offload: bool = _flag(
+        False, "Keep optimizer states (and, under ZeRO-3, parameters) in CPU memory."
+    )
+    gradient_checkpointing: bool = _flag(False, "Recompute activations in the backward pass.")
+    lora_dim: int = _flag(0, "Rank of LoRA adapters; 0: train the whole model.")
+    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    lora_modules: list[str] = _flag(
+        ["all-linear"],
+        "Modules that get adapters: names as PEFT takes them, or all-linear.",
+        aliases=["--lora_module_name"],
+    )
+    only_optimize_lora: bool = _flag(
+        True, "Freeze everything but the adapters (and the score head)."
+    )
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Examples per optimizer step, over all processes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("max_seq_len", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"--{name} {value} must be at least 1")
+        _require(self.lora_dim >= 0, f"--lora_dim {self.lora_dim} must not be negative")
+        _require(self.eval_steps >= 0, f"--eval_steps {self.eval_steps} must not be negative")
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """Step 1."""
+
+    train_on_prompt: bool = _flag(False, "Put the loss on prompt tokens too, not on answers only.")
+
+
+@dataclass
+class RewardConfig(SupervisedConfig):
+    """Step 2."""
+
+    shuffle_labels: bool = _flag(
+        False,
+        "Swap chosen and rejected at random in training: the control that must learn nothing.",
+    )
+
+
+@dataclass
+class RLHFConfig(CommonConfig):
+    """Step 3. All counts of prompts and samples are of the whole rollout, unless the name says per_device."""
+
+    actor_model_name_or_path: str = _flag(
+        "", "The policy to start from: step 1's folder, or any causal LM."
+    )
+    critic_model_name_or_path: str = _flag(
+        "",
+        "The reward model (step 2's folder); the critic starts from it too.",
+        aliases=["--reward_model_name_or_path"],
+    )
+    # rollout
+    max_prompt_seq_len: int = _flag(
+        256, "Longest prompt in tokens; longer ones are dropped and counted."
+    )
+    max_answer_seq_len: int = _flag(256, "Longest answer in tokens.")
+    per_device_generation_batch_size: int = _flag(16, "Prompts per rollout batch and process.")
+    generation_batches: int = _flag(1, "Rollout batches per update; they form one experience.")
+    num_samples_per_prompt: int = _flag(1, "Answers sampled for each prompt.")
+    temperature: float = _flag(1.0, "Sampling temperature; 0 is greedy.")
+    top_p: float = _flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
+    top_k: int = _flag(0, "Keep the k likeliest tokens; 0: all.")
+    min_p: float = _flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    # learning
+    per_device_training_batch_size: int = _flag(
+        16, "Sequences per training micro-batch and process."
+    )
+    ppo_epochs: int = _flag(1, "Passes over each experience.")
+    actor_learning_rate: float = _flag(9.65e-6, "Peak learning rate of the actor.")
+    critic_learning_rate: float = _flag(5e-6, "Peak learning rate of the critic.")
+    actor_weight_decay: float = _flag(0.0, "Weight decay of the actor.")
+    critic_weight_decay: float = _flag(0.0, "Weight decay of the critic.")
+    actor_dropout: Optional[float] = _flag(
+        None, "Dropout of the actor; default 0. Above 0, the first ratio is no longer 1."
+    )
+    critic_dropout: Optional[float] = _flag(None, "Dropout of the critic; default 0.")
+    kl_coef: float = _flag(0.1, "Weight of the KL penalty in the reward.", aliases=["--kl_ctl"])
+    kl_estimator: Literal["k1", "k2", "k3"] = _flag(
+        "k1", "Estimator of the per-token KL (Schulman 2020)."
+    )
+    kl_target: Optional[float] = _flag(
+        None, "Adapt --kl_coef towards this KL per sequence, in nats."
+    )
+    kl_horizon: int = _flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
+    clip_reward: float = _flag(
+        5.0, "Clip the reward model's score to +- this.", aliases=["--clip_reward_value"]
+    )
+    cliprange: float = _flag(0.2, "PPO's clip range of the probability ratio.")
+    cliprange_value: float = _flag(0.2, "Clip range of the value function around its old value.")
+    gamma: float = _flag(1.0, "Discount factor.")
+    lam: float = _flag(0.95, "GAE's lambda.")
+    whiten_advantages: bool = _flag(True, "Whiten advantages over the whole experience.")
+    missing_eos_penalty: float = _flag(0.0, "Subtracted from the score of an answer without EOS.")
+    critic_warmup_steps: int = _flag(0, "First iterations that train the critic only.")
+    enable_ema: bool = _flag(False, "Keep an exponential moving average of the actor.")
+    ema_decay: float = _flag(0.992, "Decay of the moving average, per optimizer step.")
+    unsupervised_dataset_name: Optional[str] = _flag(
+        None, "Text for the pretraining loss (ptx): a hub name or a local file."
+    )
+    unsupervised_dataset_config_name: Optional[str] = _flag(
+        None, "Configuration of that hub data set."
+    )
+    unsup_column: str = _flag("text", "Its text column.")
+    unsup_coef: float = _flag(27.8, "Weight of the pretraining loss.")
+    # DeepSpeed and memory
+    actor_zero_stage: int = _flag(0, "ZeRO stage of the actor (and of the reference).")
+    critic_zero_stage: int = _flag(0, "ZeRO stage of the critic (and of the reward model).")
+    offload: bool = _flag(False, "Keep optimizer states of actor and critic in CPU memory.")
+    offload_reference_model: bool = _flag(
+        False, "Keep the reference model's weights in CPU memory."
+    )
+    offload_reward_model: bool = _flag(False, "Keep the reward model's weights in CPU memory.")
+    actor_gradient_checkpointing: bool = _flag(False, "Recompute the actor's activations.")
+    critic_gradient_checkpointing: bool = _flag(False, "Recompute the critic's activations.")
+    # LoRA
+    actor_lora_dim: int = _flag(0, "Rank of the actor's LoRA adapters; 0: train the whole actor.")
+    critic_lora_dim: int = _flag(
+        0, "Rank of the critic's LoRA adapters; 0: train the whole critic."
+    )
+    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    actor_lora_modules: list[str] = _flag(
+        ["all-linear"],
+        "Modules of the actor that get adapters.",
+        aliases=["--actor_lora_module_name"],
+    )
+    critic_lora_modules: list[str] = _flag(
+        ["all-linear"],
+        "Modules of the critic that get adapters.",
+        aliases=["--critic_lora_module_name"],
+    )
+    only_optimize_lora: bool = _flag(
+        True, "Freeze everything but the adapters (and the score head)."
+    )
+    # evaluation and printing
+    eval_steps: int = _flag(0, "Evaluate every N iterations, besides before and after.")
+    eval_batch_size: int = _flag(32, "Held-out prompts per evaluation batch and process.")
+    print_answers: bool = _flag(False, "Log a few sampled answers every --print_answers_interval.")
+    print_answers_interval: int = _flag(10, "Iterations between printed answers.")
+
+    def rollout_prompts(self, world_size: int) -> int:
+        """Prompts in one experience, over all processes."""
+        return self.per_device_generation_batch_size * self.generation_batches * world_size
+
+    def rollout_samples(self, world_size: int) -> int:
+        """Sequences in one experience, over all processes."""
+        return self.rollout_prompts(world_size) * self.num_samples_per_prompt
+
+    def mini_batch_size(self, world_size: int) -> int:
+        """Sequences in one optimizer step, over all processes."""
+        return self.per_device_training_batch_size * self.gradient_accumulation_steps * world_size
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps in one PPO epoch. The number of processes cancels out."""
+        return self.rollout_samples(1) // self.mini_batch_size(1)
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("actor_model_name_or_path", "critic_model_name_or_path"):
+            _require(
+                bool(getattr(self, name)), f"--{name} is missing; name a folder or a hub model"
+            )
+        for name in (
+            "max_prompt_seq_len",
+            "max_answer_seq_len",
+            "per_device_generation_batch_size",
+            "generation_batches",
+            "num_samples_per_prompt",
+            "per_device_training_batch_size",
+            "ppo_epochs",
+            "kl_horizon",
+            "eval_batch_size",
+            "print_answers_interval",
+        ):
+            value = getattr(self, name)
+            _require(value >= 1, f"--{name} {value} must be at least 1")
+        _require(self.temperature >= 0, f"--temperature {self.temperature} must not be negative")
+        _require(0 < self.top_p <= 1, f"--top_p {self.top_p} must be in (0, 1]; 1 turns it off")
+        _require(self.top_k >= 0, f"--top_k {self.top_k} must not be negative; 0 turns it off")
+        _require(0 <= self.min_p < 1, f"--min_p {self.min_p} must be in [0, 1); 0 turns it off")
+        _require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
+        _require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
+        _require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
+        _require(self.cliprange > 0, f"--cliprange {self.cliprange} must be positive")
+        _require(
+            self.cliprange_value > 0, f"--cliprange_value {self.cliprange_value} must be positive"
+        )
+        _require(self.clip_reward > 0, f"--clip_reward {self.clip_reward} must be positive")
+        samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
+        _require(
+            samples % mini == 0,
+            f"--per_device_training_batch_size x --gradient_accumulation_steps = {mini} does not divide the "
+            f"{samples} sequences of a rollout (--per_device_generation_batch_size x --generation_batches x "
+            f"--num_samples_per_prompt); choose numbers that divide",
+        )

@@ -1,0 +1,123 @@
+"""Seam 2 on a live model: whole weights, under their Hugging Face names, out of ZeRO's own shards.
+
+A training module comes in (ZeRO 0-3, offloaded or not, LoRA or not); an iterator of
+``(hf_parameter_name, full_tensor)`` goes out. Under ZeRO-3 the ranks' shards are joined by one flat
+all-gather per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank already holds
+whole weights nothing moves. It must not know who reads the stream.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.models.lora import Adapter, adapters, merge, unwrapped_name
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass
+class Shard:
+    """This rank's part of one tensor. ``partitioned``: rank r holds elements [r * n, (r + 1) * n) of it, padded."""
+
+    name: str
+    shape: torch.Size
+    tensor: Tensor  # (n,) if partitioned, else of `shape`
+    partitioned: bool
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+def module_shards(module: nn.Module) -> list[Shard]:
+    """Every parameter and saved buffer of ``module``, by its own name, as this rank holds it."""
+    shards = []
+    for name, p in module.named_parameters():
+        if hasattr(p, "ds_tensor"):
+            shards.append(Shard(name, torch.Size(p.ds_shape), p.ds_tensor.data, partitioned=True))
+        else:
+            shards.append(Shard(name, p.shape, p.data, partitioned=False))
+    saved = module.state_dict(keep_vars=True).keys()
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            shards.append(Shard(name, buffer.shape, buffer, partitioned=False))
+    return shards
+
+
+def whole_tensors(
+    shards: list[Shard], device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yield every shard's whole tensor in order; all ranks must walk the stream to its end.
+
+    Extra memory: one bucket. A yielded tensor of a partitioned parameter is valid until the next one is asked for.
+    """
+    bucket: list[Shard] = []
+    used = 0
+    for shard in shards:
+        if not shard.partitioned:
+            yield from _gather(bucket, device)
+            bucket, used = [], 0
+            yield shard.name, shard.tensor
+            continue
+        same = not bucket or bucket[0].tensor.dtype == shard.tensor.dtype
+        size = shard.numel * shard.tensor.element_size()
+        if bucket and (used + size > bucket_bytes or not same):
+            yield from _gather(bucket, device)
+            bucket, used = [], 0
+        bucket.append(shard)
+        used += size
+    yield from _gather(bucket, device)
+
+
+def _gather(bucket: list[Shard], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Collective. One all-gather of the ranks' parts, laid end to end, for all tensors of a bucket."""
+    if not bucket:
+        return
+    sizes = [shard.tensor.numel() for shard in bucket]
+    mine = torch.cat([shard.tensor.detach().to(device).reshape(-1) for shard in bucket])
+    everyone = mine.new_empty(dist.world_size() * mine.numel())
+    dist.all_gather_flat(everyone, mine)
+    by_rank = everyone.view(dist.world_size(), -1)
+    offset = 0
+    for shard, size in zip(bucket, sizes, strict=True):
+        flat = by_rank[:, offset : offset + size].reshape(-1)
+        yield shard.name, flat[: shard.numel].view(shard.shape)
+        offset += size
+
+
+def weight_stream(
+    module: nn.Module,
+    device: torch.device,
+    replace: dict[str, Shard] | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective. The weights of ``module`` as its plain Hugging Face checkpoint names them, adapters merged.
+
+    ``replace`` puts other shards in the place of parameters of the same name: the moving average's.
+    """
+    replace = replace or {}
+    own = module_shards(module)
+    dtypes = {shard.name: shard.tensor.dtype for shard in own}
+    shards = [replace.get(shard.name, shard) for shard in own]
+    found = adapters(module)
+    parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
+    small = [shard for shard in shards if shard.name in parts]
+    factors = {name: t.clone() for name, t in whole_tensors(small, device, bucket_bytes)} if small else {}
+    rest = [shard for shard in shards if shard.name not in parts]
+    for name, tensor in whole_tensors(rest, device, bucket_bytes):
+        target = unwrapped_name(name)
+        if target is None:
+            continue
+        adapter: Adapter | None = found.get(target)
+        if adapter is not None:
+            tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)
+        yield target, tensor.to(dtypes[name])
+
+
+def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Collective. The adapters alone (and a trained score head), under the wrapped module's names."""
+    wanted = [s for s in module_shards(module) if ".lora_" in s.name or ".score." in f".{s.name}"]
+    yield from whole_tensors(wanted, device)

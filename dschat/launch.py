@@ -1,0 +1,301 @@
+"""Which steps run, with which commands; and running one, so that nothing of it is left behind.
+
+Comes in: a ``TrainConfig`` with the steps' flags, and the folder that holds the step scripts and
+``training/recipes``. Goes out: a ``Plan`` (what can be wrong without loading a model has been
+checked by then, and nothing was written), and the exit code of each command.
+This module must not know torch, DeepSpeed or what a step does: a step is a script, flags and a
+folder.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from dschat import cli
+from dschat.config import UserError
+from dschat.recipe import STEPS, Recipe, Step, TrainConfig, flag_name, load_recipe, step_values
+
+COMPLETE = "COMPLETE"  # the file that marks a finished step
+GRACE_S = 20.0  # what a step gets between SIGTERM and SIGKILL
+FIRST_PORT = 29500
+
+
+@dataclass
+class Plan:
+    """What will run, in order, and what the user should know about it."""
+
+    output_dir: Path
+    commands: list[tuple[Step, list[str]]]
+    notes: list[str]
+    environment: dict[str, str]
+    summary: bool
+
+    def finished(self, step: Step) -> bool:
+        return _finished(self.output_dir, step.number)
+
+
+def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Plan:
+    """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
+
+    Raises:
+        UserError: whatever is wrong with a flag, the recipe, a data file or a model folder.
+    """
+    names_model = any("model_name_or_path" in flag_name(group) for group in groups)
+    recipe = Recipe()
+    if config.recipe or not (config.actor_model or config.reward_model or names_model):
+        recipe = load_recipe(config.recipe or "demo", root / "training" / "recipes")
+    base = Path(config.actor_model or config.reward_model or "run").name
+    out = Path(config.output_dir or Path("output", recipe.name or base))
+    _check_model("--actor_model", config.actor_model)
+    _check_model("--reward_model", config.reward_model)
+
+    values = step_values(config, groups, recipe, sft_folder=_folder(out, 1))
+    numbers, notes = _choose(config, values, out)
+    for n in numbers:
+        values[n]["output_dir"] = _folder(out, n)
+        STEPS[n].config_class(**values[n]).validate()
+        _check_inputs(values[n], made_here={_folder(out, earlier) for earlier in numbers})
+
+    num_gpus = _num_gpus()
+    num_processes = config.num_gpus or recipe.num_gpus or max(num_gpus, 1)
+    if 0 < num_gpus < num_processes and not config.dry_run:
+        raise UserError(
+            f"--num_gpus {num_processes}: this machine shows {num_gpus}; for several machines give "
+            "the commands that --dry_run prints a --hostfile"
+        )
+    prefix = _launcher(num_processes, num_gpus)
+    commands = []
+    for n in numbers:
+        script = os.path.relpath(root / STEPS[n].name / "main.py")
+        commands.append((STEPS[n], [*prefix, script, *cli.to_flags(values[n])]))
+    return Plan(out, commands, notes, _environment(root, num_processes, num_gpus), recipe.summary)
+
+
+def _choose(
+    config: TrainConfig, values: dict[int, dict[str, Any]], out: Path
+) -> tuple[list[int], list[str]]:
+    """The steps to run, in order, and a line for each choice that was not spelled out.
+
+    Completes ``values[3]`` with the models that step 3 starts from.
+    """
+    asked = set(config.step or STEPS)
+    needed, notes = _connect(config, values, out)
+    if not config.step:  # a model that is trained already needs no training step, unless asked for
+        asked -= {1, 2} - needed
+    finished = {n for n in STEPS if _finished(out, n)}
+    runs = {n for n in asked if n not in finished or values[n].get("overwrite_output_dir")}
+    before = needed - finished if 3 in runs else set()
+    if 2 in runs | before and values[2].get("model_name_or_path") == _folder(out, 1):
+        before |= {1} - finished  # a recipe's {step1}
+
+    for n in sorted(asked | needed):
+        if n in asked - runs:
+            notes.append(
+                f"step {n} is finished in {_folder(out, n)}: skipped "
+                "(--overwrite_output_dir runs it again)"
+            )
+        elif n in before - asked:
+            notes.append(f"step {n} runs first: a later step needs its model, which {out} lacks")
+        elif n in needed - asked and 3 in runs:
+            notes.append(f"step 3 starts from {_folder(out, n)}, finished earlier")
+    runs |= before
+    if 3 in asked - runs and needed & runs:
+        raise UserError(
+            f"{_folder(out, 3)} is finished, but what it started from would be trained again; "
+            "choose another --output_dir, or --overwrite_output_dir"
+        )
+    for n, flag in ((1, "--actor_model"), (2, "--reward_model")):
+        if n in runs and not values[n].get("model_name_or_path"):
+            raise UserError(
+                f"{flag} is missing: name the base model of step {n}, a folder or a hub model"
+            )
+    return sorted(runs), notes
+
+
+def _connect(
+    config: TrainConfig, values: dict[int, dict[str, Any]], out: Path
+) -> tuple[set[int], list[str]]:
+    """Give step 3 its two models; return the steps whose product it takes from OUT, and notes."""
+    needed: set[int] = set()
+    notes: list[str] = []
+    if 3 not in (config.step or STEPS):
+        return needed, notes
+    for n, key, trained in (
+        (1, "actor_model_name_or_path", _is_finished_sft),
+        (2, "critic_model_name_or_path", _is_score_model),
+    ):
+        base = values[n].get("model_name_or_path")
+        if key in values[3]:
+            continue
+        if base and n not in (config.step or ()) and trained(Path(base)):
+            values[3][key] = base
+            notes.append(f"step 3 starts from {base}, which is trained already")
+        else:
+            values[3][key] = _folder(out, n)
+            needed.add(n)
+    return needed, notes
+
+
+def _folder(out: Path, number: int) -> str:
+    return str(out / STEPS[number].name)
+
+
+def _finished(out: Path, number: int) -> bool:
+    return (out / STEPS[number].name / COMPLETE).exists()
+
+
+def _is_score_model(folder: Path) -> bool:
+    """Whether the folder holds a trained reward model."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return any(
+        str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or ()
+    )
+
+
+def _is_finished_sft(folder: Path) -> bool:
+    return (folder / COMPLETE).exists() and not _is_score_model(folder)
+
+
+def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None:
+    """Every local file and folder that the fields name exists, or an earlier step makes it."""
+    for key, value in values.items():
+        if key.endswith("model_name_or_path") and value not in made_here:
+            _check_model(f"--{key}", value)
+    for key in ("data_path", "eval_data_path", "unsupervised_dataset_name"):
+        given = values.get(key) or []
+        for name in [given] if isinstance(given, str) else given:
+            path = re.sub(r":[0-9.]+$", "", name)  # PATH:WEIGHT
+            is_file_name = path.endswith((".json", ".jsonl", ".txt")) or _is_local(path)
+            if is_file_name and not Path(path).expanduser().exists():
+                raise UserError(f"--{key}: no such data file: {path}; check the path")
+
+
+def _check_model(flag: str, name: Optional[str]) -> None:
+    """A local model folder must be one; anything else is the hub's (or a builtin's) to find."""
+    if not name or not (_is_local(name) or Path(name).is_dir()):
+        return
+    if not Path(name).expanduser().is_dir():
+        raise UserError(f"{flag} {name}: no such folder; check the path")
+    if not (Path(name).expanduser() / "config.json").is_file():
+        raise UserError(
+            f"{flag} {name}: no config.json there, so no model; name the folder that has it"
+        )
+
+
+def _is_local(name: str) -> bool:
+    """Whether ``name`` can only be a path: a hub name is NAME or OWNER/NAME."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def _num_gpus() -> int:
+    """GPUs that torch sees; asked in a process of its own, and only where there is a driver."""
+    if not (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
+        return 0
+    question = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    return int(answer.stdout) if answer.returncode == 0 else 0
+
+
+def _launcher(num_processes: int, num_gpus: int) -> list[str]:
+    """What stands before the script: plain Python for one process, else DeepSpeed's launcher."""
+    if num_processes == 1:
+        return [sys.executable]
+    devices = ["--num_gpus", str(num_processes)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if num_gpus and visible != [""]:
+        # NOTE beside --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes the first GPUs.
+        devices = ["--include", f"localhost:{','.join(visible[:num_processes])}"]
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+    return [*runner, *devices, "--master_port", str(_free_port())]
+
+
+def _free_port() -> int:
+    """The first free port from ``FIRST_PORT``: the same each time, unless another run is on."""
+    for port in range(FIRST_PORT, FIRST_PORT + 200):
+        with socket.socket() as s, suppress(OSError):
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(("", port))
+            return port
+    raise UserError(
+        f"no free port from {FIRST_PORT} to {port}; end some of the runs on this machine"
+    )
+
+
+def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str]:
+    """This process's environment, with what the steps should find in it."""
+    ours = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the bars of loading weights too
+    }
+    if not num_gpus:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ours["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // num_processes))
+    environment = ours | dict(os.environ)
+    # The launcher, pdsh and the ninja that compiles DeepSpeed's kernels are found beside Python.
+    for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):
+        environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
+    return environment
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run ``command`` in a process group of its own, wait for it, and return its exit code.
+
+    SIGINT or SIGTERM to this process ends the whole group (a second one kills it); the code is then
+    130 or 143. However the command ends, no process of its group is left.
+    """
+    caught: list[int] = []
+    before = {
+        signum: signal.signal(signum, lambda number, _frame: caught.append(number))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        while process.poll() is None and not caught:
+            time.sleep(0.05)
+        _end_group(process, caught)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if caught:
+        return 128 + caught[0]
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _end_group(process: subprocess.Popen, caught: list[int]) -> None:
+    """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
+    # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.
+    _signal_group(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while _signal_group(process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
+        if process.poll() is not None:  # then only: Popen must be the one to reap its own process
+            with suppress(
+                ChildProcessError
+            ):  # orphans are ours to reap where we are a container's init
+                os.waitpid(-process.pid, os.WNOHANG)
+        time.sleep(0.05)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(group: int, signum: int) -> bool:
+    """Send a signal; whether the process group exists."""
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return False
+    return True

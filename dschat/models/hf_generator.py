@@ -1,0 +1,238 @@
+"""Seam 3 for any architecture: generation with a Hugging Face module.
+
+Ragged prompts and a module come in, a `Rollout` goes out. The module is either training's own (ZeRO 0-2:
+its weights are whole on every rank) or a copy filled from a weight stream (ZeRO-3). It must not know which,
+nor anything of DeepSpeed, rewards or text.
+
+Prompts are padded on the right and answers start in the next column, so a row has a gap that its mask hides;
+positions are explicit, and no row begins with padding. Architectures that take no explicit positions, or
+whose cache is not plain attention over all tokens, get batches of prompts of one length instead: no gap.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from dschat.config import UserError
+from dschat.rollout import Rollout, SamplingParams
+from dschat.sampling import sample, uniforms
+
+
+
+class HuggingFaceGenerator:
+    """Generates with ``module``, a causal LM whose weights are whole on this process.
+
+    ``stop_ids`` end an answer. ``max_num_seqs`` bounds the rows that decode together.
+    """
+
+    def __init__(
+        self, module: nn.Module, stop_ids: tuple[int, ...], pad_id: int, max_num_seqs: int = 256
+    ) -> None:
+        self.module = module
+        self._stop_ids = stop_ids
+        self._pad_id = pad_id
+        self._max_num_seqs = max_num_seqs
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        self._config = base.config
+        parameters = inspect.signature(base.forward).parameters
+        if "past_key_values" not in parameters:
+            raise UserError(
+                f"{type(base).__name__} cannot generate here: its forward takes no key-value cache (past_key_values)"
+            )
+        self._keeps_logits = "logits_to_keep" in parameters
+        cache = DynamicCache(config=base.config)
+        plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        self._gaps_allowed = plain and "position_ids" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model has positions for; None where nothing bounds it."""
+        return getattr(self._config, "max_position_embeddings", None)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+    ) -> Rollout:
+        """Answer every prompt ``sampling.n`` times; see `Generator`."""
+        indices = list(range(len(prompts))) if indices is None else indices
+        self._check(prompts, sampling)
+        answers: dict[int, tuple[list[int], list[float], str]] = {}
+        with _evaluation_mode(self.module):
+            for batch in self._batches(prompts, sampling.n):
+                rows = [(p, s) for p in batch for s in range(sampling.n)]
+                ids: list[list[int]] = [[] for _ in rows]
+                logprobs: list[list[float]] = [[] for _ in rows]
+                for live, tokens, values in self._decode(prompts, batch, indices, sampling):
+                    for row, token, value in zip(live, tokens, values, strict=True):
+                        ids[row].append(token)
+                        logprobs[row].append(value)
+                for (p, s), row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
+                    stopped = self._stops(row_ids[-1], sampling)
+                    key = p * sampling.n + s
+                    answers[key] = (row_ids, row_logprobs, "stop" if stopped else "length")
+        ordered = [answers[key] for key in range(len(prompts) * sampling.n)]
+        return Rollout(*([answer[i] for answer in ordered] for i in range(3)))
+
+    @torch.no_grad()
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
+        """The tokens of one answer, each as soon as it is decoded."""
+        self._check([prompt], sampling)
+        with _evaluation_mode(self.module):
+            for _, tokens, _ in self._decode([prompt], [0], [0], sampling):
+                yield tokens[0]
+
+    def _check(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise UserError(f"prompt {i} is empty; a prompt needs at least one token")
+            if self.max_positions and len(prompt) + sampling.max_new_tokens > self.max_positions:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens {sampling.max_new_tokens} that "
+                    f"exceeds the model's {self.max_positions} positions"
+                )
+
+    def _stops(self, token: int, sampling: SamplingParams) -> bool:
+        return token in sampling.stop_token_ids or (
+            not sampling.ignore_eos and token in self._stop_ids
+        )
+
+    def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
+        """Numbers of prompts that decode together: longest first, of one length where gaps are not allowed."""
+        size = max(1, self._max_num_seqs // samples)
+        batch: list[int] = []
+        for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
+            same_length = not batch or len(prompts[batch[0]]) == len(prompts[p])
+            if batch and (len(batch) == size or not (same_length or self._gaps_allowed)):
+                yield batch
+                batch = []
+            batch.append(p)
+        if batch:
+            yield batch
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache]:
+        """Logits after each prompt (B, V), and the cache of the whole right-padded block."""
+        lengths = torch.tensor([len(p) for p in prompts])
+        longest = int(lengths.max())
+        ids = torch.full((len(prompts), longest), self._pad_id)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        cache = DynamicCache(config=self._config)
+        last, options = lengths - 1, {}
+        if self._keeps_logits:  # only the columns where some prompt ends
+            columns, last = torch.unique(last, return_inverse=True)
+            options["logits_to_keep"] = columns.to(self.device)
+        output = self.module(
+            input_ids=ids.to(self.device), past_key_values=cache, use_cache=True, **options
+        )
+        rows = torch.arange(len(prompts), device=self.device)
+        return output.logits[rows, last.to(self.device)], cache
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        batch: list[int],
+        indices: list[int],
+        sampling: SamplingParams,
+    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
+        """Per step: the rows still running (numbered prompt-major within ``batch``), their tokens and log-probs."""
+        n, device = sampling.n, self.device
+        logits, cache = self._prefill([prompts[p] for p in batch])
+        lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
+        prompt_index = torch.tensor([indices[p] for p in batch], device=device).repeat_interleave(n)
+        sample_index = torch.arange(n, device=device).repeat(len(batch))
+        if n > 1:
+            logits = logits.repeat_interleave(n, dim=0)
+            cache.reorder_cache(torch.arange(len(batch), device=device).repeat_interleave(n))
+        longest = int(lengths.max())
+        mask = torch.arange(longest, device=device) < lengths.unsqueeze(1)
+        has_gaps = bool((lengths != longest).any())
+        rows = torch.arange(len(batch) * n, device=device)
+        for position in range(sampling.max_new_tokens):
+            uniform = None
+            if sampling.temperature > 0:
+                here = torch.full_like(prompt_index, position)
+                uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
+            tokens, logprobs = sample(logits, sampling, uniform)
+            drawn = tokens.tolist()
+            yield rows.tolist(), drawn, logprobs.tolist()
+            if position + 1 == sampling.max_new_tokens:
+                return
+            running = torch.tensor([not self._stops(t, sampling) for t in drawn], device=device)
+            if not running.any():
+                return
+            # A finished row leaves at once: rows are few enough that copying the cache beats decoding on.
+            if running.float().mean() < 1:
+                keep = running.nonzero().squeeze(1)
+                cache.reorder_cache(keep)
+                tokens, rows, lengths, mask = tokens[keep], rows[keep], lengths[keep], mask[keep]
+                prompt_index, sample_index = prompt_index[keep], sample_index[keep]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            options = {}
+            if has_gaps:
+                options = {"attention_mask": mask.long(), "position_ids": (lengths + position).unsqueeze(1)}
+            output = self.module(
+                input_ids=tokens.unsqueeze(1), past_key_values=cache, use_cache=True, **options
+            )
+            logits = output.logits[:, -1]
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Dropout and gradient checkpointing off; training's mode comes back afterwards."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy a weight stream into a whole module; every weight must arrive exactly once.
+
+    Raises ``RuntimeError`` naming what was missing, unknown or repeated: our own invariant.
+    """
+    targets = module.state_dict(keep_vars=True)
+    waiting = {name for name, p in module.named_parameters()}
+    for name, tensor in stream:
+        if name not in targets:
+            raise RuntimeError(f"the weight stream brought {name}, which the module does not have")
+        targets[name].data.copy_(tensor)
+        waiting.discard(name)
+    if waiting:
+        raise RuntimeError(f"the weight stream lacked {sorted(waiting)[:3]}")
+
+
+def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module of ``config`` to be filled, refused with the figure where it does not fit in memory."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    free = _free_bytes(device)
+    if needed > 0.9 * free:
+        raise UserError(
+            f"a whole copy of the actor for generation takes {needed / 2**30:.1f} GiB per process and "
+            f"{free / 2**30:.1f} GiB are free; use a smaller --actor_zero_stage or a smaller model"
+        )
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available

@@ -1,0 +1,103 @@
+"""LoRA through PEFT: adding adapters, switching them off, and merging them into a stream of weights.
+
+A transformers module comes in; a ``PeftModel`` around it goes out. It must not know ZeRO: whoever
+gathers the weights hands `merge` whole tensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from dschat.config import UserError
+
+
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, modules: list[str], only_optimize_lora: bool, flag: str
+) -> PeftModel:
+    """Wrap ``model`` in adapters of ``rank`` on ``modules`` (PEFT's names or all-linear).
+
+    The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the rest
+    of the model is trained besides, as DeepSpeed-Chat did.
+    """
+    targets: str | list[str] = modules[0] if len(modules) == 1 else modules
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [targets]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        target_modules=targets,
+        exclude_modules=["score", "lm_head", "embed_out"],
+        lora_dropout=0.0,
+        bias="none",
+    )
+    try:
+        wrapped = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"{flag} {' '.join(modules)}: {str(error).splitlines()[0]}") from error
+    for name, parameter in wrapped.named_parameters():
+        if not only_optimize_lora or ".score." in f".{name}":
+            parameter.requires_grad_(True)
+    return wrapped
+
+
+def adapters_off(module: nn.Module):
+    """A scope in which ``module`` computes without its adapters; a no-op where it has none."""
+    for child in module.modules():
+        if isinstance(child, PeftModel):
+            return _quiet_disable(child)
+    return nullcontext()
+
+
+@contextmanager
+def _quiet_disable(model: PeftModel) -> Iterator[None]:
+    # NOTE: PEFT's disable_adapter() also flips requires_grad, which ZeRO's hooks must not see.
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@dataclass
+class Adapter:
+    """One LoRA layer: the names of its parts in the wrapped module, and how they add up."""
+
+    a_name: str
+    b_name: str
+    scaling: float
+    transposed: bool  # GPT-2's Conv1D stores (in, out)
+
+
+def unwrapped_name(name: str) -> str | None:
+    """The checkpoint's name of a parameter of a PEFT-wrapped module; None for the adapters themselves."""
+    if ".lora_A." in name or ".lora_B." in name:
+        return None
+    return name.replace("base_model.model.", "").replace(".base_layer.", ".")
+
+
+def adapters(module: nn.Module, prefix: str = "") -> dict[str, Adapter]:
+    """Every LoRA layer below ``module``: checkpoint name of its weight -> its adapter."""
+    found = {}
+    for name, layer in module.named_modules(prefix=prefix):
+        if isinstance(layer, LoraLayer):
+            (key,) = layer.active_adapters
+            found[unwrapped_name(f"{name}.base_layer.weight")] = Adapter(
+                a_name=f"{name}.lora_A.{key}.weight",
+                b_name=f"{name}.lora_B.{key}.weight",
+                scaling=layer.scaling[key],
+                transposed=bool(getattr(layer, "fan_in_fan_out", False)),
+            )
+    return found
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
+    """``weight + scaling * B A`` as a new tensor (Hu et al. 2021, eq. 3), summed in fp32."""
+    delta = b.float() @ a.float() * adapter.scaling
+    return (weight.float() + (delta.T if adapter.transposed else delta)).to(weight.dtype)

@@ -1,0 +1,201 @@
+"""train.py's words: its flags, a recipe file and the steps' flags become the fields of each step.
+
+Comes in: an argv, and the folder of recipes. Goes out: a ``TrainConfig`` and, per step, the fields
+that were given, converted to their types (defaults are left to the step itself).
+This module must not know which steps will run, nor how: launch.py decides that.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Optional
+
+from dschat import cli
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's script is ROOT/name/main.py and its folder OUT/name."""
+
+    number: int
+    name: str
+    title: str
+    config_class: type[CommonConfig]
+
+    @property
+    def fields(self) -> set[str]:
+        """What a recipe or a flag may set; the folder follows from OUT."""
+        return {f.name for f in fields(self.config_class)} - {"output_dir"}
+
+    @property
+    def flags(self) -> set[str]:
+        """The same with every other spelling: aliases and ``no_*``."""
+        return cli.flag_names(self.config_class) - {"output_dir"}
+
+
+STEPS = {
+    1: Step(1, "step1_sft", "supervised fine-tuning", SFTConfig),
+    2: Step(2, "step2_reward", "reward model", RewardConfig),
+    3: Step(3, "step3_rlhf", "PPO", RLHFConfig),
+}
+_SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
+
+
+def _flag(help: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
+
+    step: Optional[list[int]] = _flag("Steps to run, any of 1 2 3; default: all.")
+    actor_model: Optional[str] = _flag(
+        "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
+    )
+    reward_model: Optional[str] = _flag(
+        "Base model of step 2, or a folder with a trained reward model; one from the hub goes to "
+        "step 3 as it is with --critic_model_name_or_path."
+    )
+    num_gpus: Optional[int] = _flag(
+        "Processes, one per GPU; default: every visible GPU, or one process on the CPU."
+    )
+    output_dir: Optional[str] = _flag("OUT; default: output/ and the recipe's or model's name.")
+    recipe: Optional[str] = _flag(
+        "A name in training/recipes, or a YAML file; default: demo where no model is named."
+    )
+    dry_run: bool = _flag("Print the commands and run nothing.", default=False)
+
+    def validate(self) -> None:
+        """Raise ``UserError`` for a step or a number of processes that does not exist."""
+        for number in self.step or ():
+            if number not in STEPS:
+                raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
+        if self.num_gpus is not None and self.num_gpus < 1:
+            raise UserError(f"--num_gpus {self.num_gpus} must be at least 1")
+
+
+@dataclass
+class Recipe:
+    """A recipe file, checked; ``values[n]`` are step n's fields."""
+
+    name: str = ""
+    values: dict[int, dict[str, Any]] = field(default_factory=lambda: {n: {} for n in STEPS})
+    num_gpus: Optional[int] = None
+    summary: bool = False  # print the table of all three steps at the end
+
+
+def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
+    """train.py's own flags, and the steps' flags as groups ``[flag, value, ...]``.
+
+    Raises:
+        UserError: a value before any flag, or a wrong value of train.py's own flags.
+    """
+    groups: list[list[str]] = []
+    for token in argv:
+        if token.startswith("--") or token == "-h":
+            groups.append([token])
+        elif groups:
+            groups[-1].append(token)
+        else:
+            raise UserError(f"unexpected argument {token!r}; flags look like --name value")
+    names = cli.flag_names(TrainConfig) | {"h", "help"}
+    own = [group for group in groups if flag_name(group) in names]
+    argv_own = [token for group in own for token in group]
+    config = cli.parse(TrainConfig, argv_own, takes_file=False)
+    return config, [group for group in groups if flag_name(group) not in names]
+
+
+def flag_name(group: Sequence[str]) -> str:
+    """``kl_coef`` for ``["--kl-coef=0.1"]``; a step's prefix stays on."""
+    return cli.underscored(group[0]).lstrip("-").partition("=")[0]
+
+
+def load_recipe(name: str, folder: Path) -> Recipe:
+    """The recipe called ``name`` in ``folder``, or in the YAML file ``name``.
+
+    Raises:
+        UserError: no such recipe; a key or value that no step takes (naming the nearest key).
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
+        raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {there}")
+    content = cli.read_yaml(path)
+    _check_keys(content, _SECTIONS, str(path))
+    sections = {key: content.get(key) or {} for key in _SECTIONS if key != "summary"}
+    for key, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise UserError(f"{path}: {key} must be a mapping of names to values")
+    _check_keys(sections["model"], ("actor_model", "reward_model"), f"{path}: model")
+    _check_keys(sections["launch"], ("num_gpus",), f"{path}: launch")
+    _check_keys(
+        sections["common"], set().union(*(s.fields for s in STEPS.values())), f"{path}: common"
+    )
+
+    values = {}
+    for n, step in STEPS.items():
+        where, section = f"{path}: step{n}", sections[f"step{n}"]
+        _check_keys(section, step.fields, where)
+        shared = {key: value for key, value in sections["common"].items() if key in step.fields}
+        values[n] = cli.values_of(step.config_class, shared | section, where)
+    for n, key in ((1, "actor_model"), (2, "reward_model")):
+        if key in sections["model"]:
+            values[n].setdefault("model_name_or_path", str(sections["model"][key]))
+    launch = cli.values_of(TrainConfig, sections["launch"], f"{path}: launch")
+    return Recipe(path.stem, values, launch.get("num_gpus"), content.get("summary") is True)
+
+
+def step_values(
+    config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
+) -> dict[int, dict[str, Any]]:
+    """Each step's given fields: the recipe's, then --actor_model and --reward_model, then flags.
+
+    ``{step1}`` in a recipe's value means ``sft_folder``.
+
+    Raises:
+        UserError: a flag that no step has (naming the nearest), that only a step outside ``--step``
+            has, or a value of the wrong type.
+    """
+    flags = _route(config, groups)
+    values = {}
+    for n, step in STEPS.items():
+        values[n] = {
+            key: value.replace("{step1}", sft_folder) if isinstance(value, str) else value
+            for key, value in recipe.values[n].items()
+        }
+        base = {1: config.actor_model, 2: config.reward_model}.get(n)
+        if base:
+            values[n]["model_name_or_path"] = base
+        values[n] |= cli.given(step.config_class, flags[n])
+    return values
+
+
+def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, list[str]]:
+    """Which step gets which flag: every step that has it, or the one that its prefix names."""
+    known = {n: step.flags for n, step in STEPS.items()}
+    # Step 3 may have to run the steps before it, so their flags make sense beside --step 3.
+    running = set(config.step or STEPS)
+    running |= set(STEPS) if 3 in running else set()
+    argv: dict[int, list[str]] = {n: [] for n in STEPS}
+    for group in groups:
+        prefix, dot, name = flag_name(group).rpartition(".")
+        typed, equals, value = group[0].partition("=")
+        takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
+        if not takers:
+            names = set().union(*known.values(), cli.flag_names(TrainConfig))
+            hint = cli.did_you_mean(name, names, prefix=f"--{prefix}{dot}")
+            raise UserError(f"unknown flag {typed}{hint}")
+        if not running.intersection(takers):
+            steps = " and ".join(map(str, takers))
+            raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
+        for n in takers:
+            argv[n] += [f"--{name}{equals}{value}", *group[1:]]
+    return argv
+
+
+def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
+    for key in mapping:
+        if key not in names:
+            raise UserError(f"{where}: unknown key {key}{cli.did_you_mean(str(key), names)}")

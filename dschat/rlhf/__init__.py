@@ -1,0 +1,1 @@
+"""Step 3: four models in one engine, experience, PPO, the moving average, evaluation."""

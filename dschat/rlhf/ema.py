@@ -1,0 +1,47 @@
+"""An exponential moving average of the actor, in fp32, each rank keeping its own shard.
+
+A training module comes in; shards that a weight stream can put in place of the actor's go out. It must not
+know optimizers or generation.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.hybrid.stream import Shard, module_shards
+
+
+def _own_part(shard: Shard) -> Tensor:
+    """This rank's flat part of a tensor, fp32: ZeRO-3's own, or an equal slice (padded) of a whole one."""
+    if shard.partitioned:
+        return shard.tensor.float().reshape(-1)
+    size = -(-shard.numel // dist.world_size())
+    flat = shard.tensor.detach().reshape(-1)
+    part = flat[dist.rank() * size : (dist.rank() + 1) * size].float()
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+class ShardedEMA:
+    """``average = decay * average + (1 - decay) * weights`` after every optimizer step; 1/N of it per rank."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module = module
+        self._decay = decay
+        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._average = {s.name: _own_part(s).clone() for s in self._shards()}
+
+    def _shards(self) -> list[Shard]:
+        return [s for s in module_shards(self._module) if s.name in self._trained]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now. No communication."""
+        for shard in self._shards():
+            self._average[shard.name].lerp_(_own_part(shard), 1 - self._decay)
+
+    def shards(self) -> dict[str, Shard]:
+        """The average as shards by parameter name, for `weight_stream`'s ``replace``."""
+        return {
+            s.name: Shard(s.name, s.shape, self._average[s.name], partitioned=True)
+            for s in self._shards()
+        }

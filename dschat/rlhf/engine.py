@@ -1,0 +1,293 @@
+"""The four models of RLHF in one process: actor, reference, critic, reward; and the actor's two modes.
+
+Model names and knobs come in; engines that train, modules that score and a scope that generates go out.
+It must not know PPO: losses, advantages and the order of things are the trainer's.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from dschat import dist
+from dschat.checkpoint import export_adapter, export_hf
+from dschat.config import RLHFConfig, UserError
+from dschat.deepspeed_setup import (
+    ZeroSettings,
+    initialize_frozen,
+    initialize_training,
+    resolve_dtype,
+    sharded_loading,
+    unwrap,
+)
+from dschat.hybrid.stream import adapter_stream, weight_stream
+from dschat.models.builtin import resolve_model
+from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
+from dschat.models.load import load_causal_lm, load_config, load_score_backbone
+from dschat.models.lora import add_lora, adapters_off
+from dschat.models.reward import ScoreModel, count_parameters
+from dschat.models.tokenizer import stop_ids
+from dschat.rlhf.ema import ShardedEMA
+
+logger = logging.getLogger("dschat")
+
+
+class DeepSpeedRLHFEngine:
+    """Actor, reference, critic and reward model.
+
+    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen (``ref`` is None
+    where the reference is the actor with its LoRA adapters off); ``ema`` is None unless ``enable_ema``.
+
+    Args:
+        actor_model_name_or_path: a causal LM, normally step 1's folder.
+        critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start as it.
+        tokenizer: the actor's; the reward model must share its vocabulary.
+        num_total_iters: rollouts of the whole run, for the learning-rate schedules.
+        args: an `RLHFConfig`, or any namespace or dict with some of its fields.
+
+    Raises ``UserError`` for a checkpoint that is missing, of the wrong kind or incomplete.
+    """
+
+    def __init__(
+        self,
+        actor_model_name_or_path: str,
+        critic_model_name_or_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        num_total_iters: int,
+        args: Any = None,
+    ) -> None:
+        dist.init()
+        self.args = RLHFConfig.from_namespace(args if args is not None else {})
+        self.tokenizer = tokenizer
+        self._actor_name = resolve_model(actor_model_name_or_path)
+        self._critic_name = resolve_model(critic_model_name_or_path)
+        self._check_models()
+        self._updates = max(1, num_total_iters * self.args.ppo_epochs * self.args.num_mini_batches)
+        dtype = resolve_dtype(self.args.dtype)
+        self._actor_zero = self._zero(self.args.actor_zero_stage, dtype)
+        self._critic_zero = self._zero(self.args.critic_zero_stage, dtype)
+        self.stop_ids = stop_ids(tokenizer, _generation_config(self._actor_name))
+
+        self.actor = self._build_actor()
+        self.ref = self._build_reference()
+        self.critic = self._build_critic()
+        self.reward = self._build_reward()
+        self.ema = (
+            ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
+        )
+        self._copy: nn.Module | None = None  # the whole module that ZeRO-3 generates with
+        self._copy_version = -1
+        self.version = 0  # optimizer steps the actor has taken
+        self._announce()
+
+    def _zero(self, stage: int, dtype: torch.dtype) -> ZeroSettings:
+        return ZeroSettings(
+            stage,
+            dtype,
+            offload_optimizer=self.args.offload,
+            max_grad_norm=self.args.max_grad_norm,
+        )
+
+    def _check_models(self) -> None:
+        """What can be wrong with the two checkpoints together, before any weight loads."""
+        actor = load_config(self._actor_name, "--actor_model_name_or_path", self.args.trust_remote_code)
+        critic = load_config(self._critic_name, "--critic_model_name_or_path", self.args.trust_remote_code)
+        if "ForSequenceClassification" in str(actor.architectures):
+            raise UserError(
+                f"--actor_model_name_or_path {self._actor_name} is a reward model; name a causal LM"
+            )
+        largest = max(self.tokenizer.get_vocab().values())
+        if critic.get_text_config().vocab_size <= largest:
+            raise UserError(
+                f"--critic_model_name_or_path {self._critic_name} knows {critic.get_text_config().vocab_size} token "
+                f"ids, but the actor's tokenizer uses ids up to {largest}; both must share one tokenizer"
+            )
+
+    def _load_actor(self, zero: ZeroSettings, dropout: float) -> nn.Module:
+        with sharded_loading(zero):
+            return load_causal_lm(
+                self._actor_name,
+                "--actor_model_name_or_path",
+                zero.dtype,
+                dropout,
+                self.args.attn_implementation,
+                self.args.trust_remote_code,
+            )
+
+    def _load_score(self, zero: ZeroSettings, dropout: float) -> nn.Module:
+        pad_id = load_config(self._critic_name, "--critic_model_name_or_path").pad_token_id
+        with sharded_loading(zero):
+            return load_score_backbone(
+                self._critic_name,
+                "--critic_model_name_or_path",
+                zero.dtype,
+                from_base=False,
+                pad_token_id=self.tokenizer.pad_token_id if pad_id is None else pad_id,
+                num_tokens=0,
+                dropout=dropout,
+                attn_implementation=self.args.attn_implementation,
+                trust_remote_code=self.args.trust_remote_code,
+            )
+
+    def _build_actor(self) -> Any:
+        args = self.args
+        model = self._load_actor(self._actor_zero, args.actor_dropout or 0.0)
+        if args.actor_gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.actor_lora_dim:
+            model = add_lora(
+                model,
+                args.actor_lora_dim,
+                args.lora_alpha,
+                args.actor_lora_modules,
+                args.only_optimize_lora,
+                "--actor_lora_modules",
+            )
+        return self._trained(model, self._actor_zero, args.actor_learning_rate, args.actor_weight_decay)
+
+    def _build_critic(self) -> Any:
+        args = self.args
+        model = self._load_score(self._critic_zero, args.critic_dropout or 0.0)
+        if args.critic_gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.critic_lora_dim:
+            model = add_lora(
+                model,
+                args.critic_lora_dim,
+                args.lora_alpha,
+                args.critic_lora_modules,
+                args.only_optimize_lora,
+                "--critic_lora_modules",
+            )
+        return self._trained(
+            ScoreModel(model), self._critic_zero, args.critic_learning_rate, args.critic_weight_decay
+        )
+
+    def _trained(self, module: nn.Module, zero: ZeroSettings, rate: float, decay: float) -> Any:
+        args = self.args
+        return initialize_training(
+            module,
+            zero,
+            rate,
+            decay,
+            args.adam_betas,
+            args.lr_scheduler_type,
+            args.num_warmup_steps,
+            self._updates,
+        )
+
+    def _frozen_zero(self, trained: ZeroSettings, offload: bool) -> ZeroSettings:
+        """A frozen model needs sharding only where its trained twin is sharded, or to live in CPU memory."""
+        stage = 3 if trained.shards_parameters or offload else 0
+        return ZeroSettings(stage, trained.dtype, offload_parameters=offload)
+
+    def _build_reference(self) -> nn.Module | None:
+        if self.args.actor_lora_dim and self.args.only_optimize_lora:
+            return None
+        zero = self._frozen_zero(self._actor_zero, self.args.offload_reference_model)
+        return initialize_frozen(self._load_actor(zero, 0.0), zero)
+
+    def _build_reward(self) -> nn.Module:
+        zero = self._frozen_zero(self._critic_zero, self.args.offload_reward_model)
+        return initialize_frozen(ScoreModel(self._load_score(zero, 0.0)), zero)
+
+    def _announce(self) -> None:
+        args = self.args
+        reference = "the actor without adapters" if self.ref is None else "a frozen copy"
+        logger.info(
+            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s; rollout: Hugging Face "
+            "generate loop on %s",
+            count_parameters(unwrap(self.actor)) / 1e6,
+            args.actor_zero_stage,
+            f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
+            count_parameters(unwrap(self.critic)) / 1e6,
+            args.critic_zero_stage,
+            f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
+            str(self._actor_zero.dtype).removeprefix("torch."),
+            reference,
+            "a whole copy" if self._actor_zero.shards_parameters else "training's own weights",
+        )
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """A scope with the model whose log-probs anchor the KL; call it under ``no_grad``."""
+        if self.ref is not None:
+            yield self.ref
+            return
+        with adapters_off(unwrap(self.actor)):
+            yield self.actor
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[HuggingFaceGenerator]:
+        """Collective. A scope in which the actor generates; refreshed once per optimizer version."""
+        if not self._actor_zero.shards_parameters:
+            yield self._generator(unwrap(self.actor))
+            return
+        if self._copy is None:
+            self._copy = self._empty_copy()
+        if self._copy_version != self.version:
+            fill(self._copy, weight_stream(unwrap(self.actor), dist.device()))
+            self._copy_version = self.version
+        yield self._generator(self._copy)
+
+    @contextmanager
+    def ema_mode(self) -> Iterator[HuggingFaceGenerator]:
+        """Collective. A scope in which the moving average generates, from a whole copy made for it."""
+        assert self.ema is not None, "there is no moving average; set enable_ema"
+        copy = self._empty_copy()
+        fill(copy, self._actor_stream(ema=True))
+        yield self._generator(copy)
+
+    def _empty_copy(self) -> nn.Module:
+        return empty_copy(self.actor_config, self._actor_zero.dtype, dist.device())
+
+    def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
+        return HuggingFaceGenerator(module, self.stop_ids, self.tokenizer.pad_token_id)
+
+    def _actor_stream(self, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
+        replace = self.ema.shards() if ema and self.ema is not None else None
+        return weight_stream(unwrap(self.actor), dist.device(), replace)
+
+    @property
+    def actor_config(self) -> PretrainedConfig:
+        return _config(self.actor)
+
+    @property
+    def critic_config(self) -> PretrainedConfig:
+        return _config(self.critic)
+
+    def save(self, output_dir: str | Path) -> None:
+        """Collective. Write actor, critic and (if kept) actor_ema as Hugging Face folders below ``output_dir``."""
+        output_dir = Path(output_dir)
+        actor, critic = unwrap(self.actor), unwrap(self.critic).model
+        architecture = load_config(self._actor_name, "").architectures[0]
+        for name, ema in (("actor", False), ("actor_ema", True)):
+            if ema and self.ema is None:
+                continue
+            stream = self._actor_stream(ema)
+            export_hf(output_dir / name, stream, self.actor_config, self.tokenizer, architecture, self.stop_ids)
+        critic_architecture = load_config(self._critic_name, "").architectures[0]
+        stream = weight_stream(critic, dist.device())
+        export_hf(output_dir / "critic", stream, self.critic_config, self.tokenizer, critic_architecture)
+        for name, module in (("actor", actor), ("critic", critic)):
+            if hasattr(module, "peft_config"):
+                folder = output_dir / name / "adapter"
+                export_adapter(folder, adapter_stream(module, dist.device()), module)
+
+
+def _config(engine: Any) -> PretrainedConfig:
+    module = unwrap(engine)
+    module = module.model if isinstance(module, ScoreModel) else module
+    return module.get_base_model().config if hasattr(module, "get_base_model") else module.config
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None

@@ -1,0 +1,159 @@
+"""Seam 4: what rollout and scoring hand to the learner, and the one place that says which token is which action.
+
+A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the token in
+column p + j; it is predicted by the logits of column p + j - 1, and the critic's value before it is taken
+is the score of that same column p + j - 1. All (S, A) tensors are indexed by action, not by column, so
+answers line up on the left. Masks come from lengths alone: pad may equal EOS.
+
+This module must not know models, rewards or ranks.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dschat.data.collate import pad_right
+from dschat.rollout import Rollout
+
+
+@dataclass
+class Experience:
+    """S sequences of this rank, T columns, at most A actions each. Tensors stay on the CPU until trained on."""
+
+    input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
+    lengths: Tensor  # (S,) int64, prompt + answer tokens
+    prompt_lengths: Tensor  # (S,) int64
+    answer_mask: Tensor  # (S, A) bool, True at real actions (EOS is one)
+    finished: Tensor  # (S,) bool, whether the answer ended by itself
+    rollout_logprobs: Tensor  # (S, A) fp32, as the generator reported them
+    logprobs: Tensor  # (S, A) fp32, the actor's, from the training form
+    ref_logprobs: Tensor  # (S, A) fp32, the reference model's
+    values: Tensor  # (S, A) fp32, the critic's, before each action
+    scores: Tensor  # (S,) fp32, the reward model's, neither clipped nor penalised
+    entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, nats
+    advantages: Tensor  # (S, A) fp32
+    returns: Tensor  # (S, A) fp32
+    first_index: int = 0  # number of the first sequence in the whole rollout, over ranks
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.shape[0]
+
+    def take(self, rows: list[int], device: torch.device) -> "Experience":
+        """These rows as a micro-batch on ``device``, columns trimmed to its longest; no rows: one masked dummy."""
+        if not rows:
+            return _dummy(device)
+        index = torch.tensor(rows)
+        longest = int(self.lengths[index].max())
+        actions = max(1, int(self.answer_mask[index].sum(1).max()))
+        picked = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = value[index]
+                if value.dim() == 2:
+                    value = value[:, : longest if f.name == "input_ids" else actions]
+                value = value.to(device)
+            picked[f.name] = value
+        return Experience(**picked)
+
+
+def _dummy(device: torch.device) -> Experience:
+    """One sequence without actions, so that a rank that has none can run the forwards all ranks must run."""
+    long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    row = flat.unsqueeze(1)
+    return Experience(
+        input_ids=long.new_zeros(1, 2),
+        lengths=long + 2,
+        prompt_lengths=long + 1,
+        answer_mask=row.bool(),
+        finished=flat.bool(),
+        rollout_logprobs=row,
+        logprobs=row,
+        ref_logprobs=row,
+        values=row,
+        scores=flat,
+        entropy=row,
+        advantages=row,
+        returns=row,
+    )
+
+
+def from_rollout(
+    prompts: list[list[int]], rollout: Rollout, pad_id: int, first_index: int = 0
+) -> Experience:
+    """An experience with everything that generation knows; scores, log-probs and values are still zero.
+
+    ``prompts`` has one entry per sequence of ``rollout`` (a prompt stands once for each of its samples).
+    """
+    sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
+    if not sequences:
+        return _empty(_dummy(torch.device("cpu")), first_index)
+    ids, _ = pad_right(sequences, pad_id)
+    num_actions = torch.tensor([len(a) for a in rollout.token_ids])
+    width = int(num_actions.max())
+    mask = torch.arange(width) < num_actions.unsqueeze(1)
+    logprobs = torch.zeros(len(sequences), width)
+    logprobs[mask] = torch.tensor([value for row in rollout.logprobs for value in row])
+    zeros, flat = torch.zeros_like(logprobs), torch.zeros(len(sequences))
+    return Experience(
+        input_ids=ids,
+        lengths=torch.tensor([len(s) for s in sequences]),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        answer_mask=mask,
+        finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
+        rollout_logprobs=logprobs,
+        logprobs=zeros.clone(),
+        ref_logprobs=zeros.clone(),
+        values=zeros.clone(),
+        scores=flat,
+        entropy=zeros.clone(),
+        advantages=zeros.clone(),
+        returns=zeros.clone(),
+        first_index=first_index,
+    )
+
+
+def _empty(like: Experience, first_index: int) -> Experience:
+    kept = {f.name: getattr(like, f.name) for f in fields(like)}
+    tensors = {name: v[:0] for name, v in kept.items() if isinstance(v, Tensor)}
+    return Experience(**(kept | tensors | {"first_index": first_index}))
+
+
+def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
+    """The column whose logits predict action j and whose score is the value before it: (S, A) int64.
+
+    Columns past the end of a sequence are those of masked actions; callers clamp them.
+    """
+    return prompt_lengths.unsqueeze(1) - 1 + torch.arange(num_actions, device=prompt_lengths.device)
+
+
+def gather_actions(per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0) -> Tensor:
+    """Reorder (S, columns) by action: (S, A). ``first`` is the column that ``per_column`` begins with."""
+    columns = action_columns(prompt_lengths, num_actions) - first
+    return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
+
+
+def mini_batch_of(num_rows: int, first_index: int, num_mini_batches: int, seed: list[int]) -> np.ndarray:
+    """Which mini-batch each of ``num_rows`` sequences, numbered from ``first_index``, belongs to: (num_rows,).
+
+    The rollout is cut into blocks of ``num_mini_batches`` consecutive sequences, and a permutation drawn for
+    each block deals one of them to every mini-batch. So the assignment does not depend on the number of
+    ranks, and each rank that holds whole blocks has the same share of every mini-batch.
+    """
+    numbers = np.arange(first_index, first_index + num_rows)
+    blocks, places = numbers // num_mini_batches, numbers % num_mini_batches
+    permutations = {
+        block: np.random.default_rng([*seed, int(block)]).permutation(num_mini_batches)
+        for block in np.unique(blocks)
+    }
+    return np.array([permutations[b][p] for b, p in zip(blocks, places, strict=True)], dtype=np.int64)
+
+
+def chunks(rows: list[int], size: int, count: int) -> list[list[int]]:
+    """``rows`` in ``count`` micro-batches of at most ``size``; the last ones may be empty."""
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    assert len(parts) <= count
+    return parts + [[] for _ in range(count - len(parts))]

@@ -1,0 +1,123 @@
+"""What an iteration of RLHF reports: means over the rollout, means over the updates, and how fast it went.
+
+Sums of this rank come in; the numbers of metrics.jsonl, over all ranks, go out. TRL's names where TRL has
+one. It must not know how anything was computed.
+"""
+
+import math
+
+from torch import Tensor
+
+from dschat import dist
+from dschat.metrics import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import Experience
+
+# Already the same on every rank; everything else in the sums of an update is this rank's own.
+_GLOBAL = ("actor_grad_norm", "actor_steps", "critic_grad_norm", "critic_steps", "bad_steps")
+
+
+def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
+    """Collective. Means over all sequences or all actions of a rollout; ``rewards`` (S, A)."""
+    mask = e.answer_mask
+    scores = e.scores.double()
+
+    def total(per_action: Tensor) -> float:
+        return float(per_action[mask].double().sum())
+
+    sums = {
+        "sequences": float(e.num_sequences),
+        "tokens": float(mask.sum()),
+        "prompt_tokens": float(e.prompt_lengths.sum()),
+        "kl": total(e.logprobs - e.ref_logprobs),
+        "scores": float(scores.sum()),
+        "scores_sq": float(scores.square().sum()),
+        "rewards": total(rewards),
+        "entropy": total(e.entropy),
+        "values": total(e.values),
+        "returns": total(e.returns),
+        "finished": float(e.finished.sum()),
+        "gap": total((e.rollout_logprobs - e.logprobs).abs()),
+    }
+    totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
+    n, tokens = max(totals["sequences"], 1.0), max(totals["tokens"], 1.0)
+    mean_score = totals["scores"] / n
+    return {
+        "objective/scores": mean_score,
+        "objective/scores_std": math.sqrt(max(totals["scores_sq"] / n - mean_score**2, 0.0)),
+        "objective/kl": totals["kl"] / n,
+        "objective/rlhf_reward": totals["rewards"] / n,
+        "objective/entropy": totals["entropy"] / tokens,
+        "val/values": totals["values"] / tokens,
+        "val/returns": totals["returns"] / tokens,
+        "rollout/answer_length": totals["tokens"] / n,
+        "rollout/prompt_length": totals["prompt_tokens"] / n,
+        "rollout/eos_share": totals["finished"] / n,
+        "rollout/logprob_gap": totals["gap"] / tokens,
+        "rollout/sequences": totals["sequences"],
+        "rollout/tokens": totals["tokens"],
+    }
+
+
+def training_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Collective. Means over every optimizer step of an iteration, from this rank's sums over micro-batches."""
+    local = sorted(set(sums) - set(_GLOBAL))
+    totals = sums | dict(zip(local, dist.sum_floats([sums[k] for k in local]), strict=True))
+
+    def mean(name: str, count: str) -> float:
+        return totals.get(name, 0.0) / max(totals.get(count, 0.0), 1.0)
+
+    metrics = {
+        "loss/policy_avg": mean("policy_loss", "policy_tokens"),
+        "loss/value_avg": mean("value_loss", "actions"),
+        "policy/approxkl_avg": mean("policy_approxkl", "policy_tokens"),
+        "policy/clipfrac_avg": mean("policy_clipped", "policy_tokens"),
+        "val/clipfrac_avg": mean("value_clipped", "actions"),
+        "val/ratio": mean("policy_ratio", "policy_tokens"),
+        "val/ratio_abs_dev": mean("policy_ratio_abs_dev", "policy_tokens"),
+        "policy/grad_norm": mean("actor_grad_norm", "actor_steps"),
+        "val/grad_norm": mean("critic_grad_norm", "critic_steps"),
+        "train/bad_steps": totals.get("bad_steps", 0.0),
+    }
+    if "ptx_loss" in totals:
+        metrics["loss/ptx_avg"] = mean("ptx_loss", "ptx_tokens")
+    return metrics
+
+
+def throughput(
+    metrics: dict[str, float], e: Experience, engine: DeepSpeedRLHFEngine, train_actor: bool
+) -> dict[str, float]:
+    """Collective. Seconds, tokens and model FLOPs per second of one iteration; scoring counts in the whole."""
+    args = engine.args
+    parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
+    generate_s, _, train_s = parts
+    iteration_s = sum(parts)
+    flops = rlhf_iteration_flops(
+        shape_of(engine.actor_config),
+        shape_of(engine.critic_config),
+        e.prompt_lengths.tolist(),
+        e.answer_mask.sum(1).tolist(),
+        num_samples_per_prompt=args.num_samples_per_prompt,
+        ppo_epochs=args.ppo_epochs,
+        train_actor=train_actor,
+        actor_gradient_checkpointing=args.actor_gradient_checkpointing,
+        critic_gradient_checkpointing=args.critic_gradient_checkpointing,
+        actor_frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,
+        critic_frozen_base=bool(args.critic_lora_dim) and args.only_optimize_lora,
+    )
+    generate, train, effective = dist.sum_floats(
+        [float(flops[name]) for name in ("generate", "train", "effective")]
+    )
+    sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
+    trained = args.ppo_epochs * (answer_tokens + sequences * metrics["rollout/prompt_length"])
+    devices = dist.world_size()
+    return {
+        "time/iteration_s": iteration_s,
+        "throughput/generate_tokens_per_s": answer_tokens / max(generate_s, 1e-9),
+        "throughput/train_tokens_per_s": trained / max(train_s, 1e-9),
+        "throughput/samples_per_s": sequences / max(iteration_s, 1e-9),
+        "throughput/generate_tflops": tflops_per_s(generate, generate_s, devices),
+        "throughput/train_tflops": tflops_per_s(train, train_s, devices),
+        "throughput/effective_tflops": tflops_per_s(effective, iteration_s, devices),
+        "memory/peak_gib": peak_memory_gib(dist.device()),
+    }

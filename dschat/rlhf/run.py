@@ -1,0 +1,115 @@
+"""What surrounds the loop of step 3: the line a step, the printed answers, the evaluations, the ptx data.
+
+A trainer comes in after each iteration; console, metrics.jsonl and sampled answers go out. It must not
+know how an iteration works.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat import dist
+from dschat.config import RLHFConfig
+from dschat.data.batches import StepBatches, endless
+from dschat.data.tokenize import text_dataset
+from dschat.log import MetricsLog, format_line, progress
+from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+
+logger = logging.getLogger("dschat")
+
+_COLUMNS = (
+    "objective/scores",
+    "objective/kl",
+    "objective/entropy",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "rollout/answer_length",
+    "time/generate_s",
+    "time/iteration_s",
+)
+_NUM_PRINTED = 3
+
+
+def unsupervised_steps(
+    args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[list[dict[str, Any]]]] | None:
+    """For every optimizer step, this rank's micro-batches of pretraining text; None without ptx data.
+
+    As many blocks of text as sequences in a mini-batch, each as long as prompt and answer at most are.
+    """
+    if args.unsupervised_dataset_name is None:
+        return None
+    blocks = text_dataset(
+        args.unsupervised_dataset_name,
+        args.unsupervised_dataset_config_name,
+        args.unsup_column,
+        tokenizer,
+        args.max_prompt_seq_len + args.max_answer_seq_len,
+    )
+    world = dist.world_size()
+    batches = StepBatches(
+        blocks,
+        args.mini_batch_size(world),
+        args.per_device_training_batch_size,
+        dist.rank(),
+        world,
+        args.seed,
+    )
+    return endless(batches)
+
+
+class Reporter:
+    """Logs iterations and evaluations of one run."""
+
+    def __init__(
+        self, trainer: DeepSpeedPPOTrainer, held_out: HeldOutPrompts, num_iters: int
+    ) -> None:
+        self._trainer = trainer
+        self._engine = trainer.engine
+        self._args = trainer.args
+        self._held_out = held_out
+        self._num_iters = num_iters
+        self._log = MetricsLog(self._args.output_dir, self._args)
+        self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
+
+    def step(self, experience: Experience) -> None:
+        """Collective. Report the iteration that just ended, and evaluate where one is due."""
+        done, args = self._trainer.iteration, self._args
+        self._bar.update()
+        if done % args.logging_steps == 0:
+            self._log.write(done, self._trainer.metrics)
+            logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
+        if args.print_answers and done % args.print_answers_interval == 0:
+            self._print_answers(experience)
+        if args.eval_steps and done % args.eval_steps == 0 and done < self._num_iters:
+            self.evaluate()
+
+    def evaluate(self, final: bool = False) -> None:
+        """Collective. Held-out prompts answered by the actor and, at the end, by its moving average."""
+        if self._held_out.total == 0:
+            return
+        with self._engine.rollout_mode() as generator:
+            metrics = evaluate_policy(self._engine, generator, self._held_out)
+        if final and self._engine.ema is not None:
+            with self._engine.ema_mode() as generator:
+                ema = evaluate_policy(self._engine, generator, self._held_out)
+            metrics |= {name.replace("eval/", "eval_ema/"): value for name, value in ema.items()}
+        self._log.write(self._trainer.iteration, metrics)
+        line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
+        logger.info("%s  (held out)", line)
+
+    def _print_answers(self, e: Experience) -> None:
+        tokenizer = self._engine.tokenizer
+        for i in range(min(_NUM_PRINTED, e.num_sequences)):
+            ids, prompt_len = e.input_ids[i].tolist(), int(e.prompt_lengths[i])
+            prompt = tokenizer.decode(ids[:prompt_len], skip_special_tokens=True)
+            answer = tokenizer.decode(ids[prompt_len : int(e.lengths[i])], skip_special_tokens=True)
+            logger.info("  %+.2f  %r -> %r", float(e.scores[i]), prompt[-80:], answer[:160])
+
+    def close(self) -> None:
+        self._bar.close()
+        self._log.close()

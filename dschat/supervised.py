@@ -1,0 +1,301 @@
+"""The loop that SFT and reward modelling share, and the two tasks that differ.
+
+An engine, batches and a task come in; a trained engine and a log of metrics go out. It must not know where
+the data came from, nor anything of RLHF.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.checkpoint import export_adapter, export_hf, mark_complete
+from dschat.config import SupervisedConfig
+from dschat.data.batches import StepBatches
+from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
+from dschat.deepspeed_setup import (
+    Step,
+    ZeroSettings,
+    initialize_training,
+    learning_rate,
+    resolve_dtype,
+)
+from dschat.hybrid.stream import adapter_stream, weight_stream
+from dschat.log import MetricsLog, format_line, progress
+from dschat.losses import lm_loss, pairwise_loss
+from dschat.models.lora import add_lora
+from dschat.models.reward import gather_last
+
+logger = logging.getLogger("dschat")
+
+Rows = list[dict[str, Any]]
+Sums = dict[str, float]
+
+
+class Task(Protocol):
+    """What a step trains on: how rows become a batch, what a batch weighs, its loss and its metrics."""
+
+    columns: tuple[str, ...]  # what the one line a step shows
+
+    def collate(self, rows: Rows) -> Any: ...
+
+    def weight(self, batch: Any) -> int:
+        """This batch's share of the step's denominator: its target tokens, or pairs."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Sums]:
+        """The sum of losses over the batch (0-d), and sums of what is reported."""
+        ...
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        """Means out of sums over all ranks and micro-batches."""
+        ...
+
+
+class SFTTask:
+    """Next-token cross entropy on the masked-in tokens."""
+
+    columns = ("loss", "perplexity")
+
+    def __init__(self, pad_id: int) -> None:
+        self._pad_id = pad_id
+
+    def collate(self, rows: Rows) -> SFTBatch:
+        return collate_sft(rows, self._pad_id)
+
+    def weight(self, batch: SFTBatch) -> int:
+        return int(batch.loss_mask[:, 1:].sum())  # the first token is predicted by nothing
+
+    def loss(self, model: nn.Module, batch: SFTBatch) -> tuple[Tensor, Sums]:
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        total, num_tokens = lm_loss(logits, batch.input_ids, batch.loss_mask)
+        sums = {"loss": float(total.detach()), "tokens": float(num_tokens)}
+        return total, sums
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        loss = sums["loss"] / max(sums["tokens"], 1.0)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
+
+
+class RewardTask:
+    """-log sigmoid of the difference between the two answers' last-token scores (InstructGPT eq. 1)."""
+
+    columns = ("loss", "accuracy", "margin")
+
+    def __init__(self, pad_id: int) -> None:
+        self._pad_id = pad_id
+
+    def collate(self, rows: Rows) -> PairBatch:
+        return collate_pairs(rows, self._pad_id)
+
+    def weight(self, batch: PairBatch) -> int:
+        return batch.num_real
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, Sums]:
+        # NOTE: both answers in one forward; two forwards before their backwards break ZeRO-3's gradients.
+        scores = gather_last(model(batch.input_ids), batch.lengths)
+        real = torch.arange(len(scores) // 2, device=scores.device) < batch.num_real
+        chosen, rejected = scores.chunk(2)
+        total, metrics = pairwise_loss(chosen[real], rejected[real])
+        sums = {name: float(value) for name, value in metrics.items()}
+        # The zero term keeps the graph whole on a rank that has no pair in this micro-batch.
+        return total + 0.0 * scores.sum(), sums | {"loss": float(total.detach())}
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        pairs = max(sums["pairs"], 1.0)
+        return {
+            "loss": sums["loss"] / pairs,
+            "accuracy": sums["correct"] / pairs,
+            "margin": sums["margin"] / pairs,
+            "chosen_score": sums["chosen"] / pairs,
+            "rejected_score": sums["rejected"] / pairs,
+        }
+
+
+def zero_settings(config: SupervisedConfig) -> ZeroSettings:
+    """How this configuration lays out and computes its one model."""
+    return ZeroSettings(
+        config.zero_stage,
+        resolve_dtype(config.dtype),
+        offload_optimizer=config.offload,
+        offload_parameters=config.offload and config.zero_stage == 3,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def build_engine(
+    model: nn.Module,
+    config: SupervisedConfig,
+    zero: ZeroSettings,
+    num_steps: int,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Any:
+    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` around it, an engine around that."""
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.lora_dim:
+        model = add_lora(
+            model,
+            config.lora_dim,
+            config.lora_alpha,
+            config.lora_modules,
+            config.only_optimize_lora,
+            "--lora_modules",
+        )
+    return initialize_training(
+        wrap(model),
+        zero,
+        config.learning_rate,
+        config.weight_decay,
+        config.adam_betas,
+        config.lr_scheduler_type,
+        config.num_warmup_steps,
+        num_steps,
+    )
+
+
+def step_batches(config: SupervisedConfig, train: Any, held_out: Any) -> tuple[StepBatches, StepBatches]:
+    """This rank's share of the training rows, shuffled, and of the held-out rows, in order."""
+    rank, world = dist.rank(), dist.world_size()
+    return (
+        StepBatches(
+            train,
+            config.global_batch_size(world),
+            config.per_device_train_batch_size,
+            rank,
+            world,
+            config.seed,
+        ),
+        StepBatches(
+            held_out,
+            config.per_device_eval_batch_size * world,
+            config.per_device_eval_batch_size,
+            rank,
+            world,
+            config.seed,
+            shuffle=False,
+        ),
+    )
+
+
+def save(module: nn.Module, config: SupervisedConfig, *companions: Any) -> None:
+    """Collective. Export ``module`` as a Hugging Face folder, its adapter besides, and mark it.
+
+    ``companions``: model configuration, tokenizer, architecture name and stop ids, as `export_hf` takes them.
+    """
+    assert config.output_dir is not None
+    export_hf(config.output_dir, weight_stream(module, dist.device()), *companions)
+    if config.lora_dim:
+        folder = Path(config.output_dir) / "adapter"
+        export_adapter(folder, adapter_stream(module, dist.device()), module)
+    mark_complete(config.output_dir)
+
+
+def _reduce(parts: list[Sums]) -> Sums:
+    """Collective. Sums over micro-batches and ranks; every rank has the same names."""
+    names = sorted(parts[0])
+    totals = dist.sum_floats([sum(part[name] for part in parts) for name in names])
+    return dict(zip(names, totals, strict=True))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, float]:
+    """Collective. ``eval/...`` metrics over every held-out row, each counted once."""
+    training = model.training
+    model.eval()
+    parts = []
+    for micro_batches in batches.epoch(0):
+        for rows in micro_batches:
+            parts.append(task.loss(model, task.collate(rows).to(dist.device()))[1])
+    model.train(training)
+    return {f"eval/{name}": value for name, value in task.summarise(_reduce(parts)).items()}
+
+
+def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
+    """Optimizer steps of the whole run."""
+    steps = config.num_train_epochs * len(batches)
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def train_step(
+    engine: Any, task: Task, micro_batches: list[Rows]
+) -> tuple[dict[str, float], float, bool]:
+    """Collective. One optimizer step on this rank's part of a global batch.
+
+    Returns the metrics of the global batch, its gradient norm, and whether the step was applied.
+    """
+    batches = [task.collate(rows) for rows in micro_batches]
+    (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
+    step = Step(engine, len(batches), denominator)
+    parts = []
+    for batch in batches:
+        loss, sums = task.loss(engine, batch.to(dist.device()))
+        step.backward(loss)
+        parts.append(sums)
+    applied = step.finish()
+    return task.summarise(_reduce(parts)), step.grad_norm, applied
+
+
+def train(
+    engine: Any,
+    task: Task,
+    config: SupervisedConfig,
+    train_batches: StepBatches,
+    eval_batches: StepBatches,
+    metrics_log: MetricsLog,
+) -> dict[str, float]:
+    """Collective. Evaluate, train, evaluate; returns the last evaluation's metrics.
+
+    Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient.
+    """
+    total = num_total_steps(config, train_batches)
+    result = _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
+    done, bad, epoch = 0, 0, 0
+    engine.train()
+    bar = progress(total, "training", config.disable_tqdm)
+    while done < total:
+        for micro_batches in train_batches.epoch(epoch):
+            rate, started = learning_rate(engine), time.perf_counter()
+            metrics, grad_norm, applied = train_step(engine, task, micro_batches)
+            done += 1
+            bad = 0 if applied else bad + 1
+            bar.update()
+            if not applied:
+                logger.warning("step %d skipped: its gradient is not finite (%d in a row)", done, bad)
+                if bad >= config.max_bad_steps:
+                    raise FloatingPointError(f"{bad} steps in a row had a gradient that is not finite")
+            metrics |= {
+                "grad_norm": grad_norm,
+                "learning_rate": rate,
+                "epoch": epoch,
+                "bad_steps": float(bad),
+                "time/step_s": time.perf_counter() - started,
+            }
+            if done % config.logging_steps == 0:
+                metrics_log.write(done, metrics)
+                columns = (*task.columns, "grad_norm", "learning_rate", "time/step_s")
+                logger.info(format_line(done, total, metrics, columns))
+            if config.eval_steps and done % config.eval_steps == 0 and done < total:
+                _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
+            if done == total:
+                break
+        epoch += 1
+    bar.close()
+    return _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total) or result
+
+
+def _evaluate_and_log(
+    engine: Any, task: Task, batches: StepBatches, metrics_log: MetricsLog, done: int, total: int
+) -> dict[str, float]:
+    if len(batches) == 0:
+        return {}
+    metrics = evaluate(engine, task, batches)
+    metrics_log.write(done, metrics)
+    logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
+    return metrics

@@ -1,0 +1,67 @@
+"""Step 1, supervised fine-tuning: a pretrained causal LM learns from demonstrations.
+
+    deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --data_path Dahoas/rm-static
+    python step1_sft/main.py --help
+"""
+
+from dschat import cli, dist
+from dschat.config import SFTConfig, UserError
+
+
+def main() -> None:
+    # Parse. Only then does torch load: --help and typing errors answer at once.
+    config = cli.parse(SFTConfig)
+
+    from transformers import GenerationConfig, set_seed
+
+    from dschat import log, supervised
+    from dschat.checkpoint import claim_output_dir
+    from dschat.data.tokenize import sft_dataset
+    from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.models.builtin import resolve_model
+    from dschat.models.load import load_causal_lm, load_config
+    from dschat.models.tokenizer import load_tokenizer, stop_ids
+
+    log.setup(config.log_level)
+    dist.init()
+    set_seed(config.seed)
+    config.output_dir = config.output_dir or "output/step1_sft"
+
+    # Load. What can be wrong with names and data is found before any weight.
+    with dist.main_process_first():
+        name = resolve_model(config.model_name_or_path)
+    trust = config.trust_remote_code
+    model_config = load_config(name, "--model_name_or_path", trust)
+    if "ForSequenceClassification" in str(model_config.architectures):
+        raise UserError(f"--model_name_or_path {name} is a reward model; name a causal LM")
+    tokenizer = load_tokenizer(config.tokenizer_name_or_path or name, "--model_name_or_path", trust)
+    with dist.main_process_first():
+        train_rows, held_out = sft_dataset(config, tokenizer, "both")
+    train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)
+    claim_output_dir(config.output_dir, config.overwrite_output_dir)
+
+    zero = supervised.zero_settings(config)
+    with sharded_loading(zero):
+        model = load_causal_lm(
+            name, "--model_name_or_path", zero.dtype, config.dropout, config.attn_implementation, trust
+        )
+    architecture = type(model).__name__
+    generation: GenerationConfig | None = model.generation_config
+    num_steps = supervised.num_total_steps(config, train_batches)
+    engine = supervised.build_engine(model, config, zero, num_steps)
+
+    # Loop.
+    metrics_log = log.MetricsLog(config.output_dir, config)
+    task = supervised.SFTTask(tokenizer.pad_token_id)
+    supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)
+    metrics_log.close()
+
+    # Save.
+    stops = stop_ids(tokenizer, generation)
+    supervised.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
+    log.logger.info("saved %s", config.output_dir)
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    cli.run(main)

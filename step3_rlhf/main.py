@@ -1,0 +1,81 @@
+"""Step 3, RLHF: the actor answers prompts, the reward model scores, PPO learns.
+
+    deepspeed step3_rlhf/main.py --actor_model_name_or_path output/step1_sft \\
+        --critic_model_name_or_path output/step2_reward --data_path Dahoas/rm-static
+    python step3_rlhf/main.py --help
+
+The loop below is the one the README shows for notebooks.
+"""
+
+from dschat import cli, dist
+from dschat.config import RLHFConfig
+
+
+def main() -> None:
+    # Parse. Only then does torch load: --help and typing errors answer at once.
+    args = cli.parse(RLHFConfig)
+
+    from transformers import set_seed
+
+    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
+    from dschat.checkpoint import claim_output_dir, mark_complete
+    from dschat.data.batches import PromptBatches
+    from dschat.data.tokenize import prompt_dataset
+    from dschat.models.builtin import resolve_model
+    from dschat.models.load import load_config
+    from dschat.models.tokenizer import load_tokenizer
+    from dschat.rlhf.evaluation import HeldOutPrompts
+    from dschat.rlhf.run import Reporter, unsupervised_steps
+
+    log.setup(args.log_level)
+    dist.init()
+    set_seed(args.seed)
+    args.output_dir = args.output_dir or "output/step3_rlhf"
+
+    # Load. What can be wrong with names and data is found before any weight.
+    with dist.main_process_first():
+        actor_name = resolve_model(args.actor_model_name_or_path)
+    load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
+    load_config(args.critic_model_name_or_path, "--critic_model_name_or_path", args.trust_remote_code)
+    tokenizer = load_tokenizer(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
+    with dist.main_process_first():
+        prompts, held_out = prompt_dataset(args, tokenizer, "both")
+        unsupervised = unsupervised_steps(args, tokenizer)
+    prompt_train_dataloader = PromptBatches(
+        prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
+    )
+    num_iters = args.num_train_epochs * len(prompt_train_dataloader)
+    num_iters = min(num_iters, args.max_steps) if args.max_steps else num_iters
+    claim_output_dir(args.output_dir, args.overwrite_output_dir)
+
+    engine = DeepSpeedRLHFEngine(
+        actor_model_name_or_path=actor_name,
+        critic_model_name_or_path=args.critic_model_name_or_path,
+        tokenizer=tokenizer,
+        num_total_iters=num_iters,
+        args=args,
+    )
+    trainer = DeepSpeedPPOTrainer(engine=engine, args=args, unsupervised=unsupervised)
+
+    # Loop.
+    report = Reporter(trainer, HeldOutPrompts.of(held_out, args), num_iters)
+    report.evaluate()
+    while trainer.iteration < num_iters:
+        for prompt_batch in prompt_train_dataloader:
+            out = trainer.generate_experience(prompt_batch)
+            actor_loss, critic_loss = trainer.train_rlhf(out)
+            report.step(out)
+            if trainer.iteration == num_iters:
+                break
+    report.evaluate(final=True)
+    report.close()
+
+    # Save.
+    engine.save(args.output_dir)
+    mark_complete(args.output_dir)
+    log.logger.info("saved %s/{actor,critic%s}", args.output_dir, ",actor_ema" if engine.ema else "")
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    cli.run(main)

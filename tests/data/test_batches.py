@@ -1,0 +1,148 @@
+"""Optimizer steps cut over ranks and micro-batches, and their padding."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.data.batches import StepBatches
+from dschat.data.collate import collate_pairs, collate_sft, pad_right
+
+
+def steps_of_all_ranks(rows, size, micro, world, epoch=0, **options):
+    """Per step, per rank: its micro-batches."""
+    ranks = [
+        list(StepBatches(rows, size, micro, rank, world, seed=7, **options).epoch(epoch))
+        for rank in range(world)
+    ]
+    return list(zip(*ranks, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_rows=st.integers(0, 40),
+    size=st.integers(1, 17),
+    micro=st.integers(1, 6),
+    world=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+def test_a_global_batch_is_the_same_rows_however_it_is_cut(
+    num_rows, size, micro, world, epoch, drop_last
+):
+    rows = list(range(num_rows))
+    whole = steps_of_all_ranks(rows, size, size, 1, epoch, drop_last=drop_last)
+    parts = steps_of_all_ranks(rows, size, micro, world, epoch, drop_last=drop_last)
+    assert len(parts) == len(whole) == len(StepBatches(rows, size, 1, 0, 1, 7, True, drop_last))
+    for (whole_rank,), ranks in zip(whole, parts, strict=True):
+        flat = sorted(row for rank in ranks for micro_batch in rank for row in micro_batch)
+        assert flat == sorted(row for micro_batch in whole_rank for row in micro_batch)
+        assert len({len(rank) for rank in ranks}) == 1, "ranks differ in their micro-batches"
+        assert all(len(micro_batch) <= micro for rank in ranks for micro_batch in rank)
+    seen = sorted(r for step in parts for rank in step for mb in rank for r in mb)
+    full = num_rows - num_rows % size
+    assert len(seen) == (full if drop_last else num_rows)
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_rank_with_fewer_rows_gets_empty_micro_batches():
+    ((rank_0, rank_1, rank_2),) = steps_of_all_ranks([10, 11], 6, 1, 3, shuffle=False)
+    assert sorted([rank_0, rank_1, rank_2]) == [[[]], [[10]], [[11]]]
+
+
+def test_full_steps_have_the_accumulation_they_were_built_for():
+    for ranks in steps_of_all_ranks(list(range(24)), 12, 2, 2):
+        assert [[len(micro_batch) for micro_batch in rank] for rank in ranks] == [[2, 2, 2]] * 2
+
+
+def test_epochs_and_seeds_shuffle_differently_and_repeatably():
+    rows = list(range(50))
+    orders = {
+        (seed, epoch): [r for s in StepBatches(rows, 50, 50, 0, 1, seed).epoch(epoch) for r in s[0]]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len({tuple(order) for order in orders.values()}) == 4
+    again = [r for s in StepBatches(rows, 50, 50, 0, 1, 1).epoch(1) for r in s[0]]
+    assert again == orders[1, 1]
+
+
+def test_without_shuffling_the_order_stays():
+    steps = StepBatches("abcdefg", 3, 2, 0, 1, seed=1, shuffle=False)
+    assert list(steps.epoch(0)) == [[["a", "b"], ["c"]], [["d", "e"], ["f"]], [["g"]]]
+
+
+def test_an_epoch_can_be_resumed_within():
+    steps = StepBatches(list(range(31)), 4, 3, 1, 2, seed=5)
+    assert list(steps.epoch(2, first_step=3)) == list(steps.epoch(2))[3:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=5),
+    st.integers(1, 8),
+    st.integers(0, 12),
+)
+def test_padding_masks_by_length_even_where_pad_is_a_real_token(sequences, multiple_of, length):
+    ids, mask = pad_right(sequences, pad_id=3, length=length, multiple_of=multiple_of)
+    width = max(length, max(map(len, sequences)))
+    assert ids.dtype == torch.int64
+    assert mask.dtype == torch.bool
+    assert ids.shape == mask.shape == (len(sequences), -(-width // multiple_of) * multiple_of)
+    for row, row_mask, sequence in zip(ids, mask, sequences, strict=True):
+        assert row[row_mask].tolist() == sequence
+        assert row_mask.tolist() == [i < len(sequence) for i in range(len(row))]
+        assert set(row[~row_mask].tolist()) <= {3}
+
+
+def test_sft_batch_keeps_the_trained_eos_although_it_is_the_pad_id():
+    eos = 2
+    rows = [
+        {"input_ids": [5, 6, 7, eos], "loss_mask": [False, False, True, True]},
+        {"input_ids": [5, eos], "loss_mask": [False, True]},  # an answer of one token
+    ]
+    batch = collate_sft(rows, pad_id=eos)
+    assert batch.input_ids.tolist() == [[5, 6, 7, eos], [5, eos, eos, eos]]
+    assert batch.loss_mask.tolist() == [[False, False, True, True], [False, True, False, False]]
+    assert batch.num_real == 2
+
+
+def test_pair_batch_stacks_chosen_over_rejected():
+    rows = [
+        {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 9]},
+        {"chosen_ids": [4], "rejected_ids": [4, 5, 6, 7]},
+    ]
+    batch = collate_pairs(rows, pad_id=9)
+    expected = [[1, 2, 3, 9], [4, 9, 9, 9], [1, 9, 9, 9], [4, 5, 6, 7]]
+    assert batch.input_ids.tolist() == expected
+    assert batch.lengths.tolist() == [3, 1, 2, 4]
+    assert batch.num_real == 2
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_no_rows_make_a_dummy_that_counts_for_nothing(multiple_of):
+    sft = collate_sft([], pad_id=0, multiple_of=multiple_of)
+    pairs = collate_pairs([], pad_id=0, multiple_of=multiple_of)
+    assert sft.num_real == pairs.num_real == 0
+    assert sft.input_ids.shape == sft.loss_mask.shape
+    assert sft.input_ids.shape[0] == 1
+    assert sft.input_ids.shape[1] >= 2  # a shifted loss still has a (masked) position
+    assert not sft.loss_mask.any()
+    assert sft.input_ids.dtype == pairs.input_ids.dtype == torch.int64
+    assert pairs.input_ids.shape[0] == 2
+    assert pairs.lengths.tolist() == [1, 1]
+
+
+def test_batches_move_to_a_device():
+    batch = collate_pairs([{"chosen_ids": [1], "rejected_ids": [2]}], pad_id=0).to("meta")
+    assert batch.input_ids.device.type == batch.lengths.device.type == "meta"
+    assert batch.num_real == 1
+
+
+def test_rows_of_a_table_come_as_dicts():
+    from datasets import Dataset
+
+    table = Dataset.from_dict({"x": np.arange(5).tolist()})
+    ((batch,),) = [list(step) for step in StepBatches(table, 5, 5, 0, 1, 0, False).epoch(0)]
+    assert batch == [{"x": i} for i in range(5)]

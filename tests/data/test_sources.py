@@ -1,0 +1,415 @@
+"""Reading, adapting, blending and parting data sets, and what is said of data that is of no use."""
+
+import json
+import logging
+from collections import Counter
+from hashlib import blake2b
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.config import CommonConfig, UserError
+from dschat.data.adapters import Adapter, normalise
+from dschat.data.sources import Example, cut, load_examples, parse_spec
+
+USER, REPLY, SYSTEM = (
+    lambda text, role=role: {"role": role, "content": text}
+    for role in ("user", "assistant", "system")
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows (or raw text or bytes) to a file and return its path."""
+
+    def write_rows(rows, name="data.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(rows, list):
+            rows = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(rows if isinstance(rows, bytes) else rows.encode())
+        return str(path)
+
+    return write_rows
+
+
+def pairs(num, prefix="p"):
+    return [
+        {"prompt": f"{prefix}{i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+        for i in range(num)
+    ]
+
+
+def load(path, purpose="sft", split="train", **knobs):
+    """Examples of one step that gets all the training data."""
+    paths = [path] if isinstance(path, str) else path
+    knobs = {"eval_fraction": 0.0, "data_split": "1,1,1", **knobs}
+    step = ("sft", "reward", "rlhf").index(purpose)
+    if knobs["data_split"] == "1,1,1":
+        knobs["data_split"] = ",".join("1" if i == step else "0" for i in range(3))
+    tables = load_examples(CommonConfig(data_path=paths, **knobs), purpose)
+    return [Example.from_row(row) for row in tables[split == "eval"]]
+
+
+# -- adapters
+
+
+@pytest.mark.parametrize(
+    ("row", "knobs"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}),
+        ({"prompt": "q", "completion": "a"}, {}),
+        ({"prompt": "q", "response": "a"}, {}),
+        ({"prompt": "q", "answer": "a", "id": 3}, {}),
+        ({"Frage": "q", "gut": "a"}, {"prompt_column": "Frage", "chosen_column": "gut"}),
+        ({"Frage": "q", "chosen": "a"}, {"prompt_column": "Frage"}),
+    ],
+)
+def test_text_columns(write, row, knobs):
+    path = write([row])
+    assert load(path, **knobs) == [Example("q", "a")]
+    prompt_only = load(path, "rlhf", **knobs)
+    assert [example.prompt for example in prompt_only] == ["q"]
+
+
+def test_named_columns_stand_in_for_the_usual_ones(write):
+    path = write([{"prompt": "no", "q": "q", "chosen": "a", "rejected": "no", "worse": "b"}])
+    found = load(path, "reward", prompt_column="q", rejected_column="worse")
+    assert found == [Example("q", "a", "b")]
+
+
+def test_json_may_be_a_list_or_lines_and_names_may_be_odd(write):
+    rows = pairs(3)
+    as_list = write(json.dumps(rows, indent=1), "list.json")
+    as_lines = write(rows, "a folder/data[1]:x*.json")
+    assert (
+        load(as_list, "reward")
+        == load(as_lines, "reward")
+        == [Example(row["prompt"], row["chosen"], row["rejected"]) for row in rows]
+    )
+
+
+def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
+    from dschat.data.builtin import builtin_rows
+
+    rows = {row["prompt"]: row for row in builtin_rows()["train"]}
+    held_out = {row["prompt"]: row for row in builtin_rows()["eval"]}
+    for split, source in (("train", rows), ("eval", held_out)):
+        for example in load("builtin/chat", split=split)[::9]:
+            ((turn,), (answer,)) = example.prompt, example.chosen
+            row = source[turn["content"]]
+            assert turn["role"] == "user"
+            assert answer == REPLY(row["demonstration"])
+    for example in load("builtin/chat", "reward")[:50]:
+        row = rows[example.prompt[0]["content"]]
+        assert (example.chosen, example.rejected) == (
+            [REPLY(row["chosen"])],
+            [REPLY(row["rejected"])],
+        )
+
+
+def test_preferences_between_dialogues(write):
+    start = [SYSTEM("s"), USER("u1"), REPLY("r1"), USER("u2")]
+    whole = {"chosen": [*start, REPLY("yes")], "rejected": [*start, REPLY("no")]}
+    expected = Example(start, [REPLY("yes")], [REPLY("no")])
+    assert load(write([whole]), "reward") == [expected]
+    # a text column that repeats the first turn does not double it
+    assert load(write([{"prompt": "u1", **whole}], "b.jsonl"), "reward") == [expected]
+    turns = {"prompt": start, "chosen": [REPLY("yes")], "rejected": [REPLY("no")]}
+    assert load(write([turns], "c.jsonl"), "reward") == [expected]
+    mixed = {"prompt": start, "chosen": "yes", "rejected": "no"}
+    assert load(write([mixed], "d.jsonl"), "reward") == [expected]
+    asked = {"prompt": "u1", "chosen": [REPLY("yes")], "rejected": [REPLY("no")]}
+    assert load(write([asked], "e.jsonl"), "reward") == [
+        Example([USER("u1")], [REPLY("yes")], [REPLY("no")])
+    ]
+
+
+def test_a_rejected_answer_to_another_prompt_is_no_pair(write, caplog):
+    rows = [
+        {"chosen": [USER("u"), REPLY("yes")], "rejected": [USER("other"), REPLY("no")]},
+        {"chosen": [USER("v"), REPLY("yes")], "rejected": [USER("v"), REPLY("no")]},
+    ]
+    assert [e.prompt for e in load(write(rows), "reward")] == [[USER("v")]]
+    assert len(load(write(rows))) == 2
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "sft", "asked"),
+    [
+        (
+            [SYSTEM("s"), USER("u"), REPLY("r")],
+            ([SYSTEM("s"), USER("u")], "r"),
+            [SYSTEM("s"), USER("u")],
+        ),
+        (
+            [USER("u"), REPLY("r"), USER("v"), REPLY("w")],
+            ([USER("u"), REPLY("r"), USER("v")], "w"),
+            [USER("u"), REPLY("r"), USER("v")],
+        ),
+        # one that ends with the user's turn: SFT learns up to the last answer, PPO answers it
+        (
+            [USER("u"), REPLY("r"), USER("v")],
+            ([USER("u")], "r"),
+            [USER("u"), REPLY("r"), USER("v")],
+        ),
+        ([REPLY("hi"), USER("u"), REPLY("r")], ([REPLY("hi"), USER("u")], "r"), None),
+        ([USER("u")], None, [USER("u")]),
+    ],
+)
+def test_messages(dialogue, sft, asked):
+    adapter, row = Adapter(messages="messages"), {"messages": dialogue}
+    learned = normalise(row, adapter, "sft")
+    assert bool(learned["problem"]) == (sft is None)
+    if sft:
+        assert Example.from_row(learned) == Example(sft[0], [REPLY(sft[1])])
+    prompt = normalise(row, adapter, "rlhf")
+    assert not prompt["problem"]
+    assert Example.from_row(prompt).prompt == (asked or dialogue[:-1])
+    assert prompt["key"] == learned["key"] != ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", [], [{"role": "user"}], [{"role": "user", "content": None}], [REPLY("r")], 3],
+)
+def test_what_is_no_dialogue_has_no_prompt(value):
+    row = normalise({"messages": value}, Adapter(messages="messages"), "rlhf")
+    assert (row["key"], row["problem"]) == ("", "no usable prompt")
+
+
+# -- bad rows and bad files
+
+
+def test_unusable_rows_are_dropped_and_the_first_is_named(write, caplog):
+    rows = pairs(6)
+    rows[1]["chosen"] = "  \n"
+    rows[3]["chosen"] = None
+    rows[4]["prompt"] = ""
+    lines = [json.dumps(row) for row in rows]
+    path = write(lines[0] + "\n\n" + "\n".join(lines[1:]) + "\n")
+    with caplog.at_level(logging.WARNING, "dschat"):
+        found = load(path)
+    assert [e.prompt for e in found] == ["p0", "p2", "p5"]
+    (record,) = caplog.records
+    assert "dropped 3 of 6 rows" in record.getMessage()
+    assert f"{path}:3" in record.getMessage()  # row 2 stands on line 3: a blank line is above
+
+
+def test_answers_that_are_not_text_are_dropped(write):
+    rows = pairs(4)
+    rows[0]["rejected"], rows[2]["rejected"] = 7, {"text": "x"}
+    assert [e.prompt for e in load(write(rows), "reward")] == ["p1", "p3"]
+    assert len(load(write(rows), "sft")) == 4
+
+
+GOOD = '{"prompt": "p", "chosen": "c"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", "", ["a.jsonl is empty"]),
+        ("a.jsonl", " \n\n", ["a.jsonl is empty"]),
+        ("a.json", "[]", ["a.json is empty"]),
+        ("a.jsonl", GOOD * 3 + '{"prompt": oops}\n', ["a.jsonl:4", "broken JSON", "column 12"]),
+        ("a.jsonl", GOOD + "\n" + '{"prompt": "p", "cho', ["a.jsonl:3", "broken JSON"]),
+        ("a.json", '[\n{"prompt": "p"},\n{"prompt": }]', ["a.json:3", "broken JSON"]),
+        ("a.json", GOOD + "{]", ["a.json:2", "broken JSON"]),
+        ("a.jsonl", GOOD + "[1, 2]\n", ["a.jsonl:2", "not a JSON object"]),
+        ("a.json", '[{"prompt": "p"}, "q"]', ["item 2", "not a JSON object"]),
+        ("a.jsonl", GOOD.encode() + '{"prompt": "é"}\n'.encode("latin-1"), ["a.jsonl:2", "UTF-8"]),
+        ("a.csv", "prompt,chosen\n", ["a.csv is not one of .json, .jsonl"]),
+        ("a.jsonl", '{"foo": "p", "bar": "c"}\n', ["foo, bar", "--prompt_column"]),
+        ("a.jsonl", '{"prompt": "p", "note": "c"}\n', ["--chosen_column", "prompt, note"]),
+        ("a.jsonl", '{"prompt": "p", "chosen": ""}\n', ["no usable row", "empty", "a.jsonl:1"]),
+    ],
+)
+def test_what_is_wrong_with_a_file_fits_in_one_line(write, name, text, words):
+    with pytest.raises(UserError) as caught:
+        load(write(text, name))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "--data_path" in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("path", "knobs", "words"),
+    [
+        ("nowhere/x.jsonl", {}, ["no such data file", "nowhere/x.jsonl"]),
+        ("/nowhere/x", {}, ["no such data file"]),
+        ("no-such/data", {}, ["no-such/data", "check the name"]),
+        ("builtin/chess", {}, ["builtin/chat"]),
+        ("builtin/chat:0", {}, ["weight", "above 0"]),
+        ("builtin/chat:-1", {}, ["weight", "above 0"]),
+        ("builtin/chat:nan", {}, ["weight", "above 0"]),
+        ("builtin/chat", {"prompt_column": "Q"}, ["--prompt_column 'Q'", "demonstration"]),
+        ("builtin/chat", {"eval_data_path": ["gone.json"]}, ["--eval_data_path", "gone.json"]),
+    ],
+)
+def test_what_is_wrong_with_a_name_fits_in_one_line(path, knobs, words, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        load(path, **knobs)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_step_2_says_that_it_needs_rejected_answers(write):
+    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--rejected_column"):
+        load(write([{"prompt": "p", "chosen": "c"}]), "reward")
+
+
+def test_a_part_without_rows_is_an_error(write):
+    with pytest.raises(UserError, match="--data_split 1,0,0 leaves step 3 none of the 4"):
+        load(write(pairs(4)), "rlhf", data_split="1,0,0")
+
+
+# -- weights
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("org/name", ("org/name", 1.0)),
+        ("org/name:0.5", ("org/name", 0.5)),
+        ("C:/data/x.jsonl", ("C:/data/x.jsonl", 1.0)),
+        ("a:b.jsonl:2", ("a:b.jsonl", 2.0)),
+        ("x.jsonl:1e-1", ("x.jsonl", 0.1)),
+        ("x.jsonl:", ("x.jsonl:", 1.0)),
+        (":3", (":3", 1.0)),
+        ("7", ("7", 1.0)),
+    ],
+)
+def test_weights_stand_after_the_last_colon(spec, expected):
+    assert parse_spec(spec) == expected
+
+
+def test_a_file_whose_name_ends_like_a_weight_is_a_file(write):
+    path = write("x", "data:2")
+    assert parse_spec(path) == (path, 1.0)
+    assert parse_spec(f"{path}:3") == (path, 3.0)
+
+
+@pytest.mark.parametrize(("weight", "rows"), [("0.25", 10), ("1", 40), ("2", 80), ("2.5", 100)])
+def test_a_weight_is_how_often_each_row_stands(write, weight, rows):
+    a, b = write(pairs(40, "a"), "a.jsonl"), write(pairs(10, "b"), "b.jsonl")
+    counts = Counter(example.prompt for example in load([f"{a}:{weight}", b]))
+    assert sum(n for prompt, n in counts.items() if prompt[0] == "a") == rows
+    assert [counts[f"b{i}"] for i in range(10)] == [1] * 10
+    times = {counts[f"a{i}"] for i in range(40)}
+    assert times == {"0.25": {0, 1}, "1": {1}, "2": {2}, "2.5": {2, 3}}[weight]
+    again = Counter(example.prompt for example in load([f"{a}:{weight}", b]))
+    assert again == counts
+
+
+# -- parts
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=60),
+    st.tuples(*[st.integers(0, 5)] * 3).filter(any),
+    st.randoms(use_true_random=False),
+)
+def test_cut_keeps_equal_keys_together_and_does_not_see_the_order(keys, shares, random):
+    parts = cut(keys, shares, "salt")
+    where = dict(zip(keys, parts, strict=True))
+    assert parts == [where[key] for key in keys]
+    largest = max(Counter(keys).values())
+    for part, share in enumerate(shares):
+        ideal = len(keys) * share / sum(shares)
+        assert abs(parts.count(part) - ideal) <= largest
+        assert share or not parts.count(part)
+    shuffled = random.sample(keys, len(keys))
+    assert cut(shuffled, shares, "salt") == [where[key] for key in shuffled]
+
+
+def test_cut_lays_keys_in_the_order_of_their_hashes():
+    keys = [f"prompt {i}" for i in range(20)]
+    order = sorted(keys, key=lambda key: blake2b(f"split:5:{key}".encode()).digest())
+    expected = {key: 0 if i < 4 else 1 if i < 12 else 2 for i, key in enumerate(order)}
+    assert cut(keys, (2, 4, 4), "split:5") == [expected[key] for key in keys]
+
+
+def test_three_steps_get_disjoint_prompts_and_together_all(write):
+    # prompts stand once to four times, text rows and the turns of a chat alike
+    rows = [row for i, row in enumerate(pairs(120)) for _ in range(1 + i % 4)]
+    chats = [{"messages": [USER(f"p{i}"), REPLY(f"hello {i}")]} for i in range(0, 240, 2)]
+    paths = [write(rows), write(chats, "chats.jsonl")]
+    parts = {}
+    # the steps may be loaded in any order
+    for purpose in ("rlhf", "sft"):
+        examples = load(paths, purpose, data_split="2,4,4")
+        parts[purpose] = {
+            e.prompt if isinstance(e.prompt, str) else e.prompt[0]["content"] for e in examples
+        }
+    assert not parts["sft"] & parts["rlhf"]
+    alone = {p: load(paths[0], p, data_split="2,4,4") for p in ("reward", "sft", "rlhf")}
+    prompts = {p: {e.prompt for e in examples} for p, examples in alone.items()}
+    assert sum(map(len, prompts.values())) == len(set.union(*prompts.values())) == 120
+    assert sum(map(len, alone.values())) == len(rows)
+    assert abs(len(alone["sft"]) - 0.2 * len(rows)) <= 4
+    other = {e.prompt for e in load(paths[0], "sft", data_split="2,4,4", seed=99)}
+    assert other != prompts["sft"]
+
+
+def test_a_bad_answer_does_not_move_other_rows_between_parts(write):
+    rows = pairs(60)
+    before = [e.prompt for e in load(write(rows), "rlhf", data_split="2,4,4")]
+    for row in rows[::7]:
+        row["rejected"] = ""
+    path = write(rows, "bad.jsonl")
+    assert [e.prompt for e in load(path, "rlhf", data_split="2,4,4")] == before
+    assert not set(before) & {e.prompt for e in load(path, "reward", data_split="2,4,4")}
+
+
+# -- evaluation
+
+
+def test_held_out_prompts_are_not_trained_on_in_any_step_or_source(write):
+    a, b = write(pairs(100) * 2, "a.jsonl"), write(pairs(50), "b.jsonl")
+    held, trained = {}, set()
+    for purpose in ("sft", "reward", "rlhf"):
+        knobs = {"eval_fraction": 0.1, "data_split": "2,4,4"}
+        trained |= {e.prompt for e in load([a, b], purpose, **knobs)}
+        held[purpose] = Counter(e.prompt for e in load([a, b], purpose, "eval", **knobs))
+    assert held["sft"] == held["reward"] == held["rlhf"]
+    assert not trained & set(held["sft"])
+    assert len(trained) + len(held["sft"]) == 100
+    assert abs(sum(held["sft"].values()) - 25) <= 2
+
+
+def test_a_source_brings_its_own_eval_split(write):
+    write(pairs(8), "folder/train.jsonl")
+    folder = write(pairs(3, "e"), "folder/test.jsonl").rpartition("/")[0]
+    knobs = {"eval_fraction": 0.5}
+    assert len(load(folder, **knobs)) == 8
+    assert [e.prompt for e in load(folder, split="eval", **knobs)] == ["e0", "e1", "e2"]
+
+
+def test_eval_data_path_takes_the_place_of_any_hold_out(write):
+    path, held = write(pairs(10)), write(pairs(4, "e"), "eval.jsonl")
+    knobs = {"eval_fraction": 0.5, "eval_data_path": [held]}
+    assert len(load(path, **knobs)) == 10
+    assert [e.prompt for e in load(path, split="eval", **knobs)] == ["e0", "e1", "e2", "e3"]
+
+
+def test_at_most_max_eval_samples_and_always_the_same(write):
+    path = write(pairs(40))
+    knobs = {"eval_fraction": 0.5, "split": "eval"}
+    some = load(path, max_eval_samples=7, **knobs)
+    everything = [e.prompt for e in load(path, **knobs)]
+    assert some == load(path, max_eval_samples=7, **knobs)
+    assert len(everything) == 20
+    assert {e.prompt for e in some} < set(everything)
+    assert len(some) == 7
+    assert load(path, max_eval_samples=0, **knobs) == []

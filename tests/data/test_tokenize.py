@@ -1,0 +1,373 @@
+"""From examples to ids: what is prompt, what is answer, what is trained, what is cut."""
+
+import json
+import logging
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.data.segments import _warn_once, encode_examples
+from dschat.data.sources import Example
+from dschat.data.tokenize import (
+    preference_dataset,
+    prompt_dataset,
+    prompt_text_ids,
+    sft_dataset,
+    text_dataset,
+)
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# drops the thoughts of earlier turns, as reasoning models' templates do
+FORGETFUL = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split(';')[-1] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    + CHATML
+)
+
+
+def byte_tokenizer(eos, template=None, frame="$A", **tokens):
+    """Bytes and a few merges; ``frame`` is what the tokenizer adds by itself around a text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    corpus = ["\n\nHuman: hello there\n\nAssistant: hello", "the answer the answer"] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single=frame, special_tokens=[(token, i) for i, token in enumerate(special)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, **tokens)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+PLAIN = byte_tokenizer("</s>", pad_token="</s>")  # pad == eos, no BOS, no template
+OPT_LIKE = byte_tokenizer("</s>", frame="</s> $A", bos_token="</s>", pad_token="<pad>")
+LLAMA_LIKE = byte_tokenizer("</s>", frame="<s> $A </s>", bos_token="<s>", pad_token="</s>")
+CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
+TOKENIZERS = {"plain": PLAIN, "opt": OPT_LIKE, "llama": LLAMA_LIKE, "chat": CHAT}
+every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+def USER(text):
+    return {"role": "user", "content": text}
+
+
+def REPLY(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    _warn_once.cache_clear()
+
+
+@pytest.fixture
+def knobs(tmp_path):
+    """Config arguments that give all of these rows to step 1, 2 or 3."""
+
+    def make(rows, step=1, **more):
+        path = tmp_path / f"rows{len(list(tmp_path.iterdir()))}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        split = ["0", "0", "0"]
+        split[step - 1] = "1"
+        base = {"data_path": [str(path)], "data_split": ",".join(split), "eval_fraction": 0.0}
+        return {**base, **more}
+
+    return make
+
+
+def trained(tokenizer, row):
+    """The text of each run of trained tokens."""
+    runs, previous = [], False
+    for token, target in zip(row["input_ids"], row["loss_mask"], strict=True):
+        if target:
+            runs = runs if previous else [*runs, []]
+            runs[-1].append(token)
+        previous = target
+    return [tokenizer.decode(run) for run in runs]
+
+
+# -- prompts and answers
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
+
+
+@every_tokenizer
+@settings(max_examples=40, deadline=None)
+@given(turns=st.lists(text, min_size=1, max_size=4), answer=text, opening=text)
+def test_training_and_generation_see_the_same_prompt_ids(tokenizer, turns, answer, opening):
+    dialogue = [USER(t) if i % 2 == 0 else REPLY(t) for i, t in enumerate(turns)]
+    dialogue = dialogue if dialogue[-1]["role"] == "user" else dialogue[:-1]
+    dialogue = [{"role": "system", "content": opening}, *dialogue]
+    examples = [Example(opening, answer), Example(dialogue, [REPLY(answer)])]
+    for example, encoded in zip(
+        examples, encode_examples(tokenizer, examples, ("chosen",)), strict=True
+    ):
+        assert not encoded.problem
+        assert encoded.prompt_ids == prompt_text_ids(tokenizer, example.prompt)
+        (ids,) = encoded.answers
+        assert ids.count(tokenizer.eos_token_id) == 1
+        assert ids[-1] == tokenizer.eos_token_id
+        written = tokenizer.decode(ids[:-1])
+        assert written.removeprefix(" ") == answer.removeprefix(" ")
+
+
+@every_tokenizer
+def test_text_is_trained_on_the_answer_and_its_eos_alone(tokenizer, knobs):
+    config = SFTConfig(
+        **knobs([{"prompt": "2+2? ", "chosen": "x"}, {"prompt": "é", "chosen": "日本"}])
+    )
+    for row, answer in zip(sft_dataset(config, tokenizer), ("x", "日本"), strict=True):
+        assert trained(tokenizer, row) == [answer + tokenizer.eos_token]
+    first = sft_dataset(config, tokenizer)[0]
+    assert sum(first["loss_mask"]) == 2  # one token and EOS
+    bos = [] if tokenizer in (PLAIN, CHAT) else [tokenizer.bos_token_id]
+    bare = tokenizer("2+2? ", add_special_tokens=False)["input_ids"]
+    end = [*tokenizer("x", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert first["input_ids"] == bos + bare + end
+
+
+def test_an_answer_ends_at_its_first_eos(knobs):
+    row = {"prompt": "p", "chosen": "yes</s>no</s>"}
+    assert trained(PLAIN, sft_dataset(SFTConfig(**knobs([row])), PLAIN)[0]) == ["yes</s>"]
+
+
+def test_an_answer_that_begins_with_eos_has_no_tokens(knobs, caplog):
+    rows = [{"prompt": "p", "chosen": "</s>no"}, {"prompt": "q", "chosen": "yes"}]
+    with caplog.at_level(logging.INFO, "dschat"):
+        assert len(sft_dataset(SFTConfig(**knobs(rows)), PLAIN)) == 1
+    assert "1 dropped (an answer without tokens)" in caplog.text
+
+
+def test_default_template_of_a_tokenizer_that_has_none():
+    dialogue = [USER("hi"), REPLY("yes"), USER("so?")]
+    ids = prompt_text_ids(OPT_LIKE, dialogue)
+    assert OPT_LIKE.decode(ids) == (
+        "</s>\n\nHuman: hi\n\nAssistant: yes</s>\n\nHuman: so?\n\nAssistant:"
+    )
+    assert PLAIN.decode(prompt_text_ids(PLAIN, dialogue[:1])) == "\n\nHuman: hi\n\nAssistant:"
+    ((answer,),) = [
+        e.answers for e in encode_examples(PLAIN, [Example(dialogue, [REPLY("no")])], ["chosen"])
+    ]
+    assert PLAIN.decode(answer) == " no</s>"
+
+
+def test_own_template_is_rendered_once_with_its_special_tokens():
+    ids = prompt_text_ids(CHAT, [USER("hi")])
+    assert CHAT.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(CHAT.convert_tokens_to_ids("<|im_start|>")) == 2
+
+
+def test_dialogues_are_trained_on_assistant_turns_only(knobs):
+    dialogue = [
+        {"role": "system", "content": "be kind"},
+        USER("hi"),
+        REPLY("hello"),
+        USER("and?"),
+        REPLY("the answer"),
+    ]
+    config = SFTConfig(**knobs([{"messages": dialogue}]))
+    assert trained(CHAT, sft_dataset(config, CHAT)[0]) == [
+        "hello<|im_end|>",
+        "the answer<|im_end|>",
+    ]
+    assert trained(LLAMA_LIKE, sft_dataset(config, LLAMA_LIKE)[0]) == [
+        " hello</s>",
+        " the answer</s>",
+    ]
+    # what stands between the turns is what the template renders, no more and no less
+    ids = sft_dataset(config, CHAT)[0]["input_ids"]
+    rendered = CHAT.apply_chat_template(dialogue, tokenize=False)
+    assert CHAT.decode(ids) + "\n" == rendered
+
+
+def test_a_dialogue_that_ends_with_the_user_is_trained_up_to_its_last_answer(knobs):
+    rows = [{"messages": [USER("hi"), REPLY("hello"), USER("bye")]}]
+    (row,) = sft_dataset(SFTConfig(**knobs(rows)), CHAT)
+    assert trained(CHAT, row) == ["hello<|im_end|>"]
+    assert "bye" not in CHAT.decode(row["input_ids"])
+    config = RLHFConfig(**knobs(rows, step=3))
+    (row,) = prompt_dataset(config, CHAT)
+    assert row["prompt_text"] == "bye"
+    assert row["prompt_ids"] == prompt_text_ids(CHAT, rows[0]["messages"])
+
+
+def test_train_on_prompt_trains_all_but_the_first_token(knobs):
+    rows = [{"prompt": "question", "chosen": "a"}, {"messages": [USER("u"), REPLY("r")]}]
+    for row in rows:
+        (made,) = sft_dataset(SFTConfig(**knobs([row]), train_on_prompt=True), CHAT)
+        assert made["loss_mask"] == [False] + [True] * (len(made["input_ids"]) - 1)
+
+
+def test_a_template_that_rewrites_history_is_trained_on_the_last_answer(knobs, caplog):
+    tokenizer = byte_tokenizer("</s>", FORGETFUL)
+    dialogue = [USER("hi"), REPLY("hmm;hello"), USER("and?"), REPLY("aha;bye")]
+    with caplog.at_level(logging.WARNING, "dschat"):
+        (row,) = sft_dataset(SFTConfig(**knobs([{"messages": dialogue}])), tokenizer)
+        prompt_text_ids(tokenizer, dialogue[:3])
+    assert caplog.text.count("rewrites earlier turns") == 1
+    assert trained(tokenizer, row) == ["aha;bye</s>"]
+    assert tokenizer.decode(row["input_ids"]) == (
+        "<user>hi</s><assistant>hello</s><user>and?</s><assistant>aha;bye</s>"
+    )
+
+
+def test_chats_that_the_template_refuses_are_dropped_and_counted(knobs, caplog):
+    tokenizer = byte_tokenizer("<|im_end|>", STRICT)
+    system = {"role": "system", "content": "s"}
+    rows = [{"messages": [system, USER("u"), REPLY("r")]}, {"messages": [USER("v"), REPLY("r")]}]
+    with caplog.at_level(logging.INFO, "dschat"):
+        assert len(sft_dataset(SFTConfig(**knobs(rows)), tokenizer)) == 1
+    assert (
+        "1 dropped (a chat that the tokenizer's template refuses (no system role))" in caplog.text
+    )
+    with pytest.raises(UserError, match="no system role"):
+        prompt_text_ids(tokenizer, [system, USER("u")])
+
+
+def test_a_tokenizer_without_eos_is_refused(knobs):
+    tokenizer = byte_tokenizer(None)
+    with pytest.raises(UserError, match="no EOS token"):
+        sft_dataset(SFTConfig(**knobs([{"prompt": "p", "chosen": "c"}])), tokenizer)
+
+
+# -- lengths
+
+
+def test_too_long_rows_lose_the_prompts_beginning_then_the_answers_end(knobs, caplog):
+    rows = [
+        {"prompt": "0123456789", "chosen": "abc"},  # one token a character
+        {"prompt": "0123456789", "chosen": "abcdefghijk"},
+        {"prompt": "01", "chosen": "abc"},
+    ]
+    config = SFTConfig(**knobs(rows), max_seq_len=8)
+    with caplog.at_level(logging.INFO, "dschat"):
+        plain = [PLAIN.decode(row["input_ids"]) for row in sft_dataset(config, PLAIN)]
+    assert plain == ["6789abc</s>", "9abcdefg", "01abc</s>"]
+    assert "2 lost the beginning of the prompt; 1 lost the end of the answer" in caplog.text
+    made = sft_dataset(config, LLAMA_LIKE)
+    assert [LLAMA_LIKE.decode(row["input_ids"]) for row in made][0] == "<s>789abc</s>"
+    assert trained(LLAMA_LIKE, made[1]) == ["abcdefg"]
+    assert all(len(row["input_ids"]) == len(row["loss_mask"]) <= 8 for row in made)
+
+
+@pytest.mark.parametrize("max_len", range(2, 24))
+def test_every_length_limit_holds_and_leaves_a_target(max_len, knobs):
+    rows = [
+        {"messages": [USER("hi"), REPLY("hello"), USER("and?"), REPLY("bye")]},
+        {"messages": [USER("hi, a longer beginning"), REPLY("y")]},
+    ]
+    for row in sft_dataset(SFTConfig(**knobs(rows), max_seq_len=max_len), LLAMA_LIKE):
+        assert len(row["input_ids"]) <= max_len
+        assert any(row["loss_mask"])
+        assert not row["loss_mask"][0]
+
+
+def test_the_two_sides_of_a_pair_share_their_prompt(knobs, caplog):
+    rows = [
+        {"prompt": "0123456789", "chosen": "a", "rejected": "abcd"},
+        {"prompt": "01", "chosen": "abcdefghi", "rejected": "x"},
+        {"prompt": "01", "chosen": "same</s>", "rejected": "same"},
+        {"prompt": "01", "chosen": "abcdefghij", "rejected": "abcdefghik"},  # alike once cut
+    ]
+    config = RewardConfig(**knobs(rows, step=2), max_seq_len=8)
+    with caplog.at_level(logging.INFO, "dschat"):
+        made = preference_dataset(config, PLAIN)
+    sides = [(PLAIN.decode(r["chosen_ids"]), PLAIN.decode(r["rejected_ids"])) for r in made]
+    assert sides == [("789a</s>", "789abcd</s>"), ("1abcdefg", "1x</s>")]
+    assert "2 dropped (chosen and rejected alike)" in caplog.text
+
+
+def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(knobs):
+    rows = [{"prompt": f"p{i}", "chosen": "yes", "rejected": "no"} for i in range(200)]
+    base = knobs(rows, step=2, eval_fraction=0.2)
+    straight, held = preference_dataset(RewardConfig(**base), PLAIN, "both")
+    mixed, mixed_held = preference_dataset(RewardConfig(**base, shuffle_labels=True), PLAIN, "both")
+    assert mixed_held[:] == held[:]
+    same = [a == b for a, b in zip(straight, mixed, strict=True)]
+    assert 0.35 < sum(same) / len(same) < 0.65
+    for a, b in zip(straight, mixed, strict=True):
+        assert (a["chosen_ids"], a["rejected_ids"]) in (
+            (b["chosen_ids"], b["rejected_ids"]),
+            (b["rejected_ids"], b["chosen_ids"]),
+        )
+    again = preference_dataset(RewardConfig(**base, shuffle_labels=True), PLAIN)
+    assert again[:] == mixed[:]
+
+
+def test_prompts_that_are_too_long_are_dropped_and_keep_their_numbers(knobs, caplog):
+    rows = [{"prompt": "012345678"}, {"prompt": "01234567"}, {"prompt": "é日"}]
+    config = RLHFConfig(**knobs(rows, step=3), max_prompt_seq_len=8)
+    with caplog.at_level(logging.INFO, "dschat"):
+        made = prompt_dataset(config, PLAIN)
+    assert [(row["index"], row["prompt_text"]) for row in made] == [(1, "01234567"), (2, "é日")]
+    assert [row["prompt_ids"] for row in made] == [
+        PLAIN(row["prompt"])["input_ids"] for row in rows[1:]
+    ]
+    assert "1 dropped (longer than --max_prompt_seq_len 8)" in caplog.text
+
+
+def test_no_prompt_left_is_an_error(knobs):
+    config = RLHFConfig(**knobs([{"prompt": "01234"}], step=3), max_prompt_seq_len=4)
+    with pytest.raises(UserError, match="--max_prompt_seq_len 4"):
+        prompt_dataset(config, PLAIN)
+
+
+def test_splits_come_one_by_one_or_together(knobs):
+    rows = [{"prompt": f"p{i}", "chosen": "c"} for i in range(20)]
+    config = SFTConfig(**knobs(rows, eval_fraction=0.25))
+    both = sft_dataset(config, PLAIN, "both")
+    assert [len(table) for table in both] == [15, 5]
+    assert sft_dataset(config, PLAIN, "train")[:] == both[0][:]
+    assert sft_dataset(config, PLAIN, "eval")[:] == both[1][:]
+    none = sft_dataset(SFTConfig(**knobs(rows)), PLAIN, "eval")
+    assert (len(none), none.column_names) == (0, ["input_ids", "loss_mask"])
+
+
+# -- plain text
+
+
+def test_text_is_joined_by_eos_and_cut_in_blocks(tmp_path):
+    path = tmp_path / "text.jsonl"
+    documents = ["abcd", "", "efg", "hij"]
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in documents))
+    blocks = text_dataset(str(path), None, "body", PLAIN, block_len=4)["input_ids"][:]
+    assert [PLAIN.decode(block) for block in blocks] == ["abcd", "</s>efg", "</s>hij"]
+    (short,) = text_dataset(str(path), None, "body", PLAIN, block_len=99)["input_ids"]
+    assert PLAIN.decode(short) == "abcd</s>efg</s>hij</s>"
+    with pytest.raises(UserError, match="--unsup_column 'text' is not in .*it has: body"):
+        text_dataset(str(path), None, "text", PLAIN, block_len=4)
+
+
+def test_a_text_file_is_a_document_per_paragraph(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("one\ntwo\n\nthree\n")
+    (block,) = text_dataset(str(path), None, "text", PLAIN, block_len=99)["input_ids"]
+    assert PLAIN.decode(block).replace("\n</s>", "</s>") == "one\ntwo</s>three</s>"
+
+
+def test_text_without_text_is_an_error(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": " "}\n')
+    with pytest.raises(UserError, match="--unsupervised_dataset_name: .* has no text"):
+        text_dataset(str(path), None, "text", PLAIN, block_len=4)

@@ -1,0 +1,236 @@
+"""Flags, YAML and mistakes: what a dataclass's command line accepts, and how it refuses."""
+
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, Optional, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat import cli
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
+CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
+
+# Words that a shell passes on as they are; the empty one and one that opens with a dash included.
+words = st.text("abc1.:/-_= {}", min_size=1, max_size=8).filter(lambda s: not s.startswith("-"))
+scalars = {
+    str: st.one_of(words, st.just(""), st.just("-x"), st.just("true")),
+    int: st.integers(-(10**9), 10**9),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+}
+
+
+def values_for(hint):
+    """A strategy for one field, from its type hint."""
+    if get_origin(hint) is Union:
+        return st.none() | values_for(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is list:
+        item = {str: words, float: st.floats(0, 1)}[get_args(hint)[0]]
+        return st.lists(item, min_size=1, max_size=3)
+    return scalars[hint]
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_flags_round_trip(config_class, data):
+    """Any values of any fields survive the way through an argv, types included."""
+    hints = get_type_hints(config_class)
+    names = data.draw(st.sets(st.sampled_from(sorted(hints)), max_size=6))
+    values = {name: data.draw(values_for(hints[name]), label=name) for name in names}
+    config = config_class(**values)
+    expected = {name: value for name, value in asdict(config).items() if value is not None}
+    assert cli.given(config_class, cli.to_flags(asdict(config))) == expected
+
+
+def test_nothing_given_is_empty():
+    assert cli.given(RLHFConfig, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--kl_coef", "0.05"], "kl_coef", 0.05),
+        (["--kl-coef=0.05"], "kl_coef", 0.05),
+        (["--kl-ctl", "5e-2"], "kl_coef", 0.05),  # DeepSpeed-Chat's name, with dashes
+        (["--reward-model-name-or-path", "r"], "critic_model_name_or_path", "r"),
+        (["--local_rank=3"], "local_rank", 3),
+        (["--data-path", "x-y.json:2", "b"], "data_path", ["x-y.json:2", "b"]),
+        (["--enable_ema"], "enable_ema", True),
+        (["--enable-ema", "true"], "enable_ema", True),
+        (["--enable_ema", "--no-enable-ema"], "enable_ema", False),
+        (["--enable_ema", "false"], "enable_ema", False),
+        (["--no_whiten_advantages"], "whiten_advantages", False),
+        (["--whiten-advantages", "no"], "whiten_advantages", False),
+        (["--kl_target", "6"], "kl_target", 6.0),
+    ],
+)
+def test_spellings(argv, name, value):
+    config = cli.parse(RLHFConfig, MODELS + argv)
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--leraning_rate", "1"],
+            "unknown flag --leraning_rate; did you mean --learning_rate?",
+        ),
+        (
+            ["--leraning-rate=1"],
+            "unknown flag --leraning-rate; did you mean --learning_rate?",
+        ),
+        (["--learn", "1"], "unknown flag --learn"),  # no abbreviations
+        (["--zzzzzz"], "unknown flag --zzzzzz"),
+        (["--seed", "x"], "--seed 'x' is not a whole number"),
+        (["--learning_rate", "fast"], "--learning_rate 'fast' is not a number"),
+        (["--seed"], "--seed needs a value"),
+        (["--data_path"], "--data_path needs at least one value"),
+        (["--offload", "maybe"], "--offload 'maybe' is neither true nor false"),
+        (["--zero-stage", "9"], "--zero_stage 9 does not exist"),
+        (["7"], "unexpected argument '7'"),
+    ],
+)
+def test_mistakes(argv, message):
+    with pytest.raises(UserError) as error:
+        cli.parse(SFTConfig, argv)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_choice_names_the_choices():
+    with pytest.raises(UserError, match="--dtype 'fp8' is not one of .*bf16"):
+        cli.parse(SFTConfig, ["--dtype", "fp8"])
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "my.yaml").write_text(text)
+        return str(tmp_path / "my.yaml")
+
+    return write
+
+
+def test_file_then_flags(yaml_file):
+    # YAML 1.1 reads 2e-4 as a string, and true and lists as themselves.
+    text = "learning_rate: 2e-4\nseed: 5\noffload: true\ndata-path: [a.json, b]\ndropout: null\n"
+    config = cli.parse(SFTConfig, ["--config", yaml_file(text), "--seed", "6"])
+    assert config == SFTConfig(
+        learning_rate=2e-4, seed=6, offload=True, data_path=["a.json", "b"], dropout=None
+    )
+
+
+def test_flag_equal_to_default_wins_over_file(yaml_file):
+    argv = ["--config", yaml_file("seed: 5\noffload: true\n"), "--seed", "1234", "--no_offload"]
+    assert cli.parse(SFTConfig, argv) == SFTConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("leraning_rate: 1", "unknown key leraning_rate; did you mean learning_rate?"),
+        ("seed: many", "--seed 'many' is not a whole number"),
+        ("seed: [1, 2]", "unexpected argument '2'"),
+        ("seed: {a: 1}", "seed takes a value, not a mapping"),
+        ("a: 1\nb: [", "broken YAML at line"),
+        ("- a", "must be a mapping"),
+    ],
+)
+def test_mistakes_in_a_file_name_it(yaml_file, text, message):
+    path = yaml_file(text)
+    with pytest.raises(UserError) as error:
+        cli.parse(SFTConfig, ["--config", path])
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_such_file():
+    with pytest.raises(UserError, match=r"nope\.yaml: No such file"):
+        cli.parse(SFTConfig, ["--config", "nope.yaml"])
+
+
+def exits_with(main, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main)
+    return stop.value.code, capsys.readouterr().err
+
+
+def raises(error: BaseException):
+    def main():
+        raise error
+
+    return main
+
+
+def test_exit_codes(capsys):
+    assert exits_with(lambda: None, capsys) == (0, "")
+    assert exits_with(lambda: 7, capsys) == (7, "")
+    assert exits_with(raises(UserError("--x is\nwrong")), capsys) == (2, "error: --x is wrong\n")
+    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ValueError, match="ours"):
+        cli.run(raises(ValueError("ours")))
+
+
+def test_only_the_main_process_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("RANK", "1")
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
+    assert waited  # rank 0 gets to speak before the launcher stops it
+    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "")
+
+
+def test_every_field_has_help_and_its_own_name():
+    for config_class in CONFIGS:
+        assert all(f.metadata.get("help") for f in fields(config_class))
+        assert {f.name for f in fields(config_class)} <= cli.flag_names(config_class)
+
+
+def test_parsing_leaves_the_dataclass_alone():
+    @dataclass
+    class Small:
+        """Small."""
+
+        a: Optional[int] = None
+        b: bool = False
+
+    for _ in range(2):
+        assert cli.given(Small, ["--a", "1", "--b"]) == {"a": 1, "b": True}
+    assert Small() == Small(a=None, b=False)
+
+
+SCRIPTS = ["train.py", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("step*/main.py"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_loads_nothing_heavy(script):
+    source = (
+        "import runpy, sys\n"
+        f"sys.argv = [{script!r}, '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({script!r}, run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'torch', 'deepspeed', 'datasets'} & set(sys.modules)\n"
+        "    sys.exit(stop.code or ' '.join(heavy) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--output_dir" in done.stdout

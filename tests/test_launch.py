@@ -1,0 +1,425 @@
+"""train.py from the outside: what it would run, what it runs, and how it ends.
+
+The steps here are stubs in a copy of the tree: scripts that note their flags and mark themselves COMPLETE.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat import launch, recipe
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+STUB = """
+import json, os, pathlib, signal, subprocess, sys, time
+
+name = pathlib.Path(__file__).parent.name
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+out.mkdir(parents=True, exist_ok=True)
+if os.environ.get("FAIL") == name:
+    sys.stderr.write(f"error: {name} says why\\n")
+    sys.exit(3)
+if os.environ.get("VANISH") == name:
+    sys.exit(0)
+if os.environ.get("HANG") == name:
+    if os.environ.get("STUBBORN"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    (out / "pids.tmp").write_text(json.dumps([os.getpid(), child.pid]))
+    (out / "pids.tmp").rename(out / "pids")
+    time.sleep(120)
+seen = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "PATH", "RANK", "WORLD_SIZE")}
+rank = os.environ.get("RANK", "0")
+(out / f"seen{rank}.json").write_text(json.dumps({"argv": sys.argv[1:], "environment": seen}))
+(out / "config.json").write_text("{}")
+(out / "COMPLETE").write_text("")
+"""
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A copy of train.py and the recipes, with stub steps; also the working directory."""
+    root = tmp_path / "tree"
+    shutil.copytree(ROOT / "training" / "recipes", root / "training" / "recipes")
+    shutil.copy(ROOT / "train.py", root)
+    (root / "training/recipes/quiet.yaml").write_text(
+        "model: {actor_model: hub/actor, reward_model: hub/reward}\ncommon: {seed: 3}\n"
+    )
+    for step in recipe.STEPS.values():
+        (root / step.name).mkdir()
+        (root / step.name / "main.py").write_text(STUB)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    return root
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+def train(*argv: str, **variables: str) -> subprocess.CompletedProcess:
+    """``python train.py`` in the copied tree, as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "train.py", *argv],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(**variables),
+    )
+
+
+def plan(tree: Path, *argv: str) -> launch.Plan:
+    return launch.plan(*recipe.parse_args(argv), tree)
+
+
+def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
+    """The fields that each planned step would be given, read back from its command."""
+    fields = {}
+    for step, command in plan(tree, *argv).commands:
+        flags = command[[part.endswith("main.py") for part in command].index(True) + 1 :]
+        fields[step.number] = launch.cli.given(step.config_class, flags)
+    return fields
+
+
+def finish(folder: Path, architecture: str = "OPTForCausalLM") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (folder / "COMPLETE").write_text("")
+    return folder
+
+
+# What it would run
+
+
+def test_dry_run_prints_runnable_commands_and_nothing_else(tree):
+    before = sorted(tree.rglob("*"))
+    done = train("--recipe", "quiet", "--dry-run", "--step3.kl-coef", "0.05", "--output-dir", "a b")
+    python = shlex.quote(sys.executable)
+    assert done.stdout.splitlines() == [
+        f"{python} step1_sft/main.py --seed 3 --model_name_or_path hub/actor "
+        "--output_dir 'a b/step1_sft'",
+        f"{python} step2_reward/main.py --seed 3 --model_name_or_path hub/reward "
+        "--output_dir 'a b/step2_reward'",
+        f"{python} step3_rlhf/main.py --seed 3 --kl_coef 0.05 "
+        "--actor_model_name_or_path 'a b/step1_sft' "
+        "--critic_model_name_or_path 'a b/step2_reward' --output_dir 'a b/step3_rlhf'",
+    ]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(tree.rglob("*")) == before
+
+
+def test_no_flags_is_the_demo(tree):
+    fields = planned(tree)
+    assert fields[1]["model_name_or_path"] == fields[2]["model_name_or_path"] == "builtin/tiny"
+    assert fields[3]["output_dir"] == "output/demo/step3_rlhf"
+    assert plan(tree).summary
+
+
+def test_design_example_with_many_processes(tree):
+    argv = "--step 3 --actor-model facebook/opt-66b --reward-model facebook/opt-350m --num-gpus 64"
+    made = plan(tree, *argv.split())
+    assert [step.number for step, _ in made.commands] == [1, 2, 3]
+    assert len(made.notes) == 2
+    assert made.output_dir == Path("output/opt-66b")
+    for _, command in made.commands:
+        assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+        assert command[command.index("--num_gpus") + 1] == "64"
+    assert not made.summary
+
+
+def test_flags_reach_the_steps_that_have_them(tree):
+    fields = planned(
+        tree, "--recipe=quiet", "--data-path", "x", "y", "--lora-alpha=8", "--kl_ctl", "0.2",
+        "--step2.seed", "9", "--max_seq_len", "64", "--no-whiten-advantages",
+    )  # fmt: skip
+    assert [fields[n]["data_path"] for n in (1, 2, 3)] == [["x", "y"]] * 3
+    assert [fields[n]["lora_alpha"] for n in (1, 2, 3)] == [8.0] * 3
+    assert [fields[n]["seed"] for n in (1, 2, 3)] == [3, 9, 3]
+    assert [fields[n].get("max_seq_len") for n in (1, 2, 3)] == [64, 64, None]
+    assert [fields[n].get("kl_coef") for n in (1, 2, 3)] == [None, None, 0.2]
+    assert fields[3]["whiten_advantages"] is False
+
+
+def test_shipped_recipes_are_valid(tree):
+    for name in ("demo", "opt-1.3b"):
+        fields = planned(tree, "--recipe", name)
+        for n, config_class in ((1, SFTConfig), (2, RewardConfig), (3, RLHFConfig)):
+            config_class(**fields[n]).validate()
+    opt = RLHFConfig(**fields[3])
+    assert opt.num_mini_batches == 1  # as in DeepSpeed-Chat: one step a rollout
+
+
+def test_recipe_file_placeholder_and_launch(tree):
+    Path("mine.yaml").write_text(
+        "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"
+        "step3: {learning: 1}\n"
+    )
+    with pytest.raises(UserError, match=r"mine\.yaml: step3: unknown key learning"):
+        plan(tree, "--recipe", "mine.yaml")
+    Path("mine.yaml").write_text(
+        "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"
+        "launch: {num_gpus: 2}\n"
+    )
+    made = plan(tree, "--recipe", "mine.yaml", "--step", "2")
+    assert [step.number for step, _ in made.commands] == [1, 2]
+    assert (
+        planned(tree, "--recipe", "mine.yaml")[2]["model_name_or_path"] == "output/mine/step1_sft"
+    )
+    assert "deepspeed.launcher.runner" in made.commands[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("comon: {}", "unknown key comon; did you mean common?"),
+        ("model: {actor: x}", "model: unknown key actor"),
+        ("common: {leraning_rate: 1}", "common: unknown key leraning_rate; did you mean"),
+        ("step1: {kl_coef: 1}", "step1: unknown key kl_coef"),
+        ("step1: {output_dir: x}", "step1: unknown key output_dir"),
+        ("step1: [1]", "step1 must be a mapping"),
+        ("step1: {seed: x}", "step1: --seed 'x' is not a whole number"),
+        ("launch: {num_gpus: two}", "launch: --num_gpus 'two' is not a whole number"),
+    ],
+)
+def test_recipe_mistakes(tree, text, message):
+    Path("mine.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        plan(tree, "--recipe", "mine.yaml")
+    assert str(error.value).startswith("mine.yaml: ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--leraning-rate 1", "unknown flag --leraning-rate; did you mean --learning_rate?"),
+        ("--step3.kl_cof 1", "unknown flag --step3.kl_cof; did you mean --step3.kl_coef?"),
+        ("--step1.kl_coef 1", "unknown flag --step1.kl_coef"),
+        ("--step4.seed 1", "unknown flag --step4.seed"),
+        ("--actor-modle x", "unknown flag --actor-modle; did you mean --actor_model?"),
+        ("--config x.yaml", "unknown flag --config"),
+        ("--step 1 --kl_coef 1", "--kl_coef is a flag of step 3; add the step to --step"),
+        ("--step 4", "--step 4 does not exist"),
+        ("--step one", "--step 'one' is not a whole number"),
+        ("--num-gpus 0", "--num_gpus 0 must be at least 1"),
+        ("3", "unexpected argument '3'"),
+        ("--recipe nope", "--recipe nope: no such recipe; name a .yaml file or one of demo"),
+        ("--reward-model hub/r", "--actor_model is missing"),
+        ("--actor-model hub/a", "--reward_model is missing"),
+        ("--actor-model ./nope", "--actor_model ./nope: no such folder"),
+        ("--step2.model_name_or_path /no/such", "--model_name_or_path /no/such: no such folder"),
+        ("--actor-model training --reward-model x", "--actor_model training: no config.json"),
+        ("--data-path no.jsonl:0.5", "--data_path: no such data file: no.jsonl"),
+        ("--eval-data-path ./no", "--eval_data_path: no such data file: ./no"),
+        ("--unsupervised-dataset-name no.txt", "--unsupervised_dataset_name: no such data file"),
+        ("--step3.actor_zero_stage 9", "--actor_zero_stage 9 does not exist"),
+        ("--per_device_training_batch_size 7", "--per_device_training_batch_size x"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tree, argv, message):
+    with pytest.raises(UserError) as error:
+        plan(tree, *argv.split())
+    assert str(error.value).startswith(message)
+    assert not Path("output").exists()
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tree):
+    done = train("--recipe", "quiet", "--step3.ppo_epochs", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --ppo_epochs 0 must be at least 1\n"
+
+
+# Which steps it would run
+
+
+def test_missing_steps_run_first_and_finished_ones_are_reused(tree):
+    argv = ("--step", "3", "--recipe", "quiet", "--output-dir", "out", "--max_seq_len", "64")
+    finish(Path("out/step1_sft"))
+    made = plan(tree, *argv)
+    assert [step.number for step, _ in made.commands] == [2, 3]
+    assert "out/step1_sft" in made.notes[0]
+    assert "step 2 runs first" in made.notes[1]
+    finish(Path("out/step2_reward"))
+    assert list(planned(tree, *argv)) == [3]
+    finish(Path("out/step3_rlhf"))
+    assert list(planned(tree, *argv)) == []
+    assert list(planned(tree, *argv, "--overwrite-output-dir")) == [3]
+
+
+def test_finished_steps_are_skipped_unless_overwritten(tree):
+    argv = ("--recipe", "quiet", "--output-dir", "out")
+    finish(Path("out/step1_sft"))
+    made = plan(tree, *argv)
+    assert [step.number for step, _ in made.commands] == [2, 3]
+    assert made.notes == [
+        "step 1 is finished in out/step1_sft: skipped (--overwrite_output_dir runs it again)"
+    ]
+    assert list(planned(tree, *argv, "--overwrite_output_dir")) == [1, 2, 3]
+    assert list(planned(tree, *argv, "--step", "1", "--step1.overwrite_output_dir")) == [1]
+
+
+def test_a_folder_without_the_mark_is_not_finished(tree):
+    finish(Path("out/step1_sft"))
+    Path("out/step1_sft/COMPLETE").unlink()
+    assert list(planned(tree, "--recipe", "quiet", "--output-dir", "out")) == [1, 2, 3]
+
+
+def test_a_finished_last_step_is_not_left_behind_by_new_inputs(tree):
+    finish(Path("out/step3_rlhf"))
+    with pytest.raises(UserError, match="out/step3_rlhf is finished, but"):
+        plan(tree, "--recipe", "quiet", "--output-dir", "out")
+
+
+def test_trained_models_need_no_training_step(tree):
+    actor = finish(Path("old/step1_sft"))
+    reward = finish(Path("bought/reward"), "LlamaForSequenceClassification")
+    (reward / "COMPLETE").unlink()  # any reward model will do, not only ours
+    argv = ("--actor-model", str(actor), "--reward-model", str(reward))
+    fields = planned(tree, *argv)
+    assert list(fields) == [3]
+    assert fields[3]["actor_model_name_or_path"] == "old/step1_sft"
+    assert fields[3]["critic_model_name_or_path"] == "bought/reward"
+    # Asked for by number, the steps do run, from these models.
+    again = planned(tree, *argv, "--step", "1", "2", "3")
+    assert again[1]["model_name_or_path"] == "old/step1_sft"
+    assert again[3]["actor_model_name_or_path"] == "output/step1_sft/step1_sft"
+
+
+def test_step_three_takes_models_as_they_are(tree):
+    argv = ("--actor_model_name_or_path", "hub/sft", "--reward_model_name_or_path", "hub/rm")
+    fields = planned(tree, *argv)
+    assert list(fields) == [3]
+    assert fields[3]["critic_model_name_or_path"] == "hub/rm"
+
+
+# How many processes
+
+
+def test_gpus_visible_here(tree, monkeypatch):
+    monkeypatch.setattr(launch, "_num_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (_, command) = plan(tree, "--recipe", "quiet").commands[0]
+    assert command[command.index("--num_gpus") + 1] == "4"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
+    (_, command) = plan(tree, "--recipe", "quiet", "--num-gpus", "2").commands[0]
+    assert command[command.index("--include") + 1] == "localhost:2,3"
+    assert plan(tree, "--recipe", "quiet", "--num-gpus", "1").commands[0][1][1].endswith("main.py")
+    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+        plan(tree, "--recipe", "quiet", "--num-gpus", "8")
+
+
+def test_threads_are_shared_out_on_a_cpu(tree, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    made = plan(tree, "--recipe", "quiet", "--num-gpus", "3")
+    assert made.environment["OMP_NUM_THREADS"] == "2"
+    assert made.environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert plan(tree, "--recipe", "quiet").environment["OMP_NUM_THREADS"] == "5"
+
+
+# How it runs and ends
+
+
+def test_runs_the_steps_in_order_and_says_how_to_talk(tree):
+    done = train("--recipe", "quiet", "--output-dir", "out", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = json.loads(Path("out/step3_rlhf/seen0.json").read_text())
+    assert seen["argv"][-2:] == ["--output_dir", "out/step3_rlhf"]
+    assert done.stdout.endswith("talk to it: python chat.py --path out/step3_rlhf/actor\n")
+    order = [done.stdout.index(f"== step {n}:") for n in (1, 2, 3)]
+    assert order == sorted(order)
+
+
+def test_a_failing_step_ends_the_run_with_its_message_and_code(tree):
+    done = train("--recipe", "quiet", "--output-dir", "out", FAIL="step2_reward")
+    assert done.returncode == 3
+    assert done.stderr == "error: step2_reward says why\n"
+    assert Path("out/step1_sft/COMPLETE").exists()
+    assert not Path("out/step3_rlhf").exists()
+
+
+def test_a_step_that_ends_without_finishing_is_a_failure(tree):
+    done = train("--recipe", "quiet", "--output-dir", "out", VANISH="step1_sft")
+    assert done.returncode == 1
+    assert "step 1 ended without finishing" in done.stdout
+    assert not Path("out/step2_reward").exists()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def interrupted(argv: list[str], signals: list[int], **variables: str) -> tuple[int, list[int]]:
+    """train.py's exit code after ``signals``, and the processes that its first step had started."""
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
+        env=environment(HANG="step1_sft", **variables),
+        start_new_session=True,
+    )
+    pids = Path("out/step1_sft/pids")
+    assert wait_for(pids.exists, 60)
+    started = json.loads(pids.read_text())
+    assert all(alive(pid) for pid in started)
+    for signum in signals:
+        run.send_signal(signum)  # to train.py alone: passing it on is its own work
+        time.sleep(0.5)
+    return run.wait(timeout=30), started
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("signals", "code", "variables"),
+    [
+        ([signal.SIGINT], 130, {}),
+        ([signal.SIGTERM], 143, {}),
+        ([signal.SIGINT, signal.SIGINT], 130, {"STUBBORN": "1"}),
+    ],
+    ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored"],
+)
+def test_interruption_leaves_no_orphan(tree, signals, code, variables):
+    returned, started = interrupted([], signals, **variables)
+    assert returned == code
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+
+
+@pytest.mark.dist
+def test_two_processes_under_the_launcher(tree):
+    """DeepSpeed's launcher starts both, and a rank's exit code comes through it."""
+    argv = ("--recipe", "quiet", "--output-dir", "out", "--num-gpus", "2")
+    done = train(*argv, FAIL="step2_reward")
+    assert done.returncode == 3
+    assert "error: step2_reward says why" in done.stderr
+    seen = [json.loads(Path(f"out/step1_sft/seen{r}.json").read_text()) for r in (0, 1)]
+    assert [s["environment"]["RANK"] for s in seen] == ["0", "1"]
+    assert {s["environment"]["WORLD_SIZE"] for s in seen} == {"2"}
+    assert seen[1]["argv"][0] == "--local_rank=1"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
+    returned, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
+    assert returned == 130
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)

@@ -1,0 +1,351 @@
+"""metrics.py: FLOPs against hand counts and against PyTorch's own counter; and the rest."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from dschat import metrics
+from dschat.metrics import ModelShape
+
+STATUS = Path("/proc/self/status")
+LLAMA = ModelShape(
+    num_layers=2,
+    hidden=16,
+    intermediate=24,
+    vocab=50,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    gated_mlp=True,
+    embed_dim=16,
+)
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    """A randomly initialised model; eager attention, so that every product is visible."""
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=50,
+        ),
+        "opt": lambda: transformers.OPTConfig(
+            hidden_size=32,
+            ffn_dim=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            word_embed_proj_dim=16,
+            vocab_size=60,
+            max_position_embeddings=64,
+            dropout=0.0,
+            do_layer_norm_before=False,
+        ),
+        "gpt2": lambda: transformers.GPT2Config(
+            n_embd=24, n_layer=2, n_head=3, vocab_size=40, n_positions=64
+        ),
+        "bloom": lambda: transformers.BloomConfig(
+            hidden_size=24, n_layer=2, n_head=3, vocab_size=40
+        ),
+        "gpt_neox": lambda: transformers.GPTNeoXConfig(
+            hidden_size=24,
+            intermediate_size=56,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            vocab_size=40,
+        ),
+    }
+    config = configs[family]()
+    config._attn_implementation = "eager"
+    config.pad_token_id = 1
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def counted_flops(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+# ---- shapes
+
+
+def test_shape_of_llama_and_opt_and_gpt2():
+    assert metrics.shape_of(tiny_model("llama").config) == LLAMA
+    assert metrics.shape_of(tiny_model("opt").config) == ModelShape(
+        3, 32, 40, 60, 4, 4, 8, gated_mlp=False, embed_dim=16
+    )
+    assert metrics.shape_of(tiny_model("gpt2").config) == ModelShape(
+        2, 24, 96, 40, 3, 3, 8, gated_mlp=False, embed_dim=24
+    )
+
+
+def test_shape_of_something_unknown_names_what_is_missing():
+    with pytest.raises(ValueError, match="hidden_size or n_embd"):
+        metrics.shape_of(object())
+
+
+# ---- FLOPs by hand
+
+
+def test_forward_by_hand():
+    # one token, one layer: q 16x32, k and v 16x16 each, o 32x16; gate, up and down 16x24 each
+    layer = 2 * (16 * 32 + 16 * 16 + 16 * 16 + 32 * 16 + 3 * 16 * 24)
+    # 5 tokens, 1+2+3+4+5 pairs; a pair costs 8 multiply-adds for its score and 8 for its value, a
+    # head
+    attention = 2 * (8 + 8) * 4 * 15
+    body = 2 * (5 * layer + attention)
+    assert metrics.transformer_flops(LLAMA, 5, head="none") == body
+    assert metrics.transformer_flops(LLAMA, 5) == body + 5 * 2 * 16 * 50
+    assert metrics.transformer_flops(LLAMA, 5, head="score") == body + 5 * 2 * 16
+    full = 2 * (8 + 8) * 4 * 25
+    assert metrics.transformer_flops(LLAMA, 5, "none", causal=False) == 2 * (5 * layer + full)
+
+
+def test_forward_is_the_formula_of_narayanan_et_al():
+    """arXiv 2104.04473, eq. 3 for one sequence with 4 passes: 96 s l h^2 (1 + s/6h + V/16lh)."""
+    layers, h, v, s = 3, 32, 100, 20
+    shape = ModelShape(layers, h, 4 * h, v, 4, 4, h // 4, gated_mlp=False, embed_dim=h)
+    eq3 = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    ours = metrics.training_flops(shape, s, gradient_checkpointing=True, causal=False)
+    assert ours == pytest.approx(eq3, rel=1e-12)
+
+
+def test_generation_by_hand():
+    # prompt of 3, answer of 4: three prompt tokens and three answer tokens are fed in, the fourth
+    # not
+    layer = 2 * (16 * 32 + 16 * 16 + 16 * 16 + 32 * 16 + 3 * 16 * 24)
+    pairs = 1 + 2 + 3 + 4 + 5 + 6
+    expected = 2 * (6 * layer + 2 * (8 + 8) * 4 * pairs) + 4 * 2 * 16 * 50
+    assert metrics.generation_flops(LLAMA, 3, 4) == expected
+    one_token = metrics.transformer_flops(LLAMA, 3, head="none") + 2 * 16 * 50
+    assert metrics.generation_flops(LLAMA, 3, 1) == one_token
+    assert metrics.generation_flops(LLAMA, 3, 0) == 0
+
+
+@pytest.mark.parametrize(("prompt_len", "answer_len"), [(1, 1), (1, 9), (7, 1), (12, 30)])
+def test_generation_is_the_forward_pass_it_replaces(prompt_len, answer_len):
+    fed = prompt_len + answer_len - 1
+    body = metrics.transformer_flops(LLAMA, fed, head="none")
+    assert metrics.generation_flops(LLAMA, prompt_len, answer_len) == body + answer_len * 1600
+
+
+def test_iteration_by_hand():
+    critic = ModelShape(1, 8, 16, 50, 2, 2, 4, gated_mlp=False, embed_dim=8)
+
+    def actor_forward(tokens: int) -> int:
+        return 2 * (tokens * 5376 + 64 * tokens * (tokens + 1)) + tokens * 1600
+
+    def critic_forward(tokens: int) -> int:
+        # q, k, v, o 8x8; two MLP matrices 8x16; two heads of 4; a head of one number
+        layer = 2 * (4 * 64 + 2 * 128)
+        return tokens * layer + 2 * 8 * 2 * tokens * (tokens + 1) // 2 + tokens * 16
+
+    assert metrics.transformer_flops(LLAMA, 5) == actor_forward(5)
+    flops = metrics.rlhf_iteration_flops(
+        LLAMA,
+        critic,
+        [3, 3],
+        [2, 4],
+        ppo_epochs=2,
+        critic_gradient_checkpointing=True,
+        ptx_lens=[6],
+    )
+    generate = metrics.generation_flops(LLAMA, 3, 2) + metrics.generation_flops(LLAMA, 3, 4)
+    score = 2 * (actor_forward(5) + actor_forward(7) + critic_forward(5) + critic_forward(7))
+    train_actor = 2 * 3 * (actor_forward(5) + actor_forward(7)) + 3 * actor_forward(6)
+    # recomputation spares the head: 4 passes, less one of the score head
+    train_critic = 2 * 4 * (critic_forward(5) + critic_forward(7)) - 2 * (5 + 7) * 16
+    train = train_actor + train_critic
+    assert flops == {
+        "generate": generate,
+        "score": score,
+        "train": train,
+        "effective": generate + score + train,
+    }
+
+
+def test_iteration_shares_prefill_and_can_leave_the_actor_alone():
+    lens = ([4, 4, 6, 6], [1, 5, 2, 3])
+    each = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens)
+    shared = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens, num_samples_per_prompt=2)
+    saved = metrics.prefill_flops(LLAMA, 4) + metrics.prefill_flops(LLAMA, 6)
+    assert each["generate"] - shared["generate"] == saved
+    assert each["train"] == shared["train"]
+    warm_up = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens, train_actor=False)
+    seq_lens = [p + a for p, a in zip(*lens, strict=True)]
+    assert warm_up["train"] == sum(metrics.training_flops(LLAMA, n, head="score") for n in seq_lens)
+
+
+def test_tflops_per_s():
+    assert metrics.tflops_per_s(6e12, 2.0, num_devices=3) == pytest.approx(1.0)
+    assert metrics.tflops_per_s(6e12, 0.0) == 0.0
+
+
+# ---- FLOPs against PyTorch's counter
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "gpt_neox"])
+def test_forward_and_training_match_the_flop_counter(family):
+    seq_len = 9
+    model = tiny_model(family)
+    shape = metrics.shape_of(model.config)
+    ids = torch.arange(2, 2 + seq_len).unsqueeze(0)
+
+    with torch.no_grad():
+        forward = counted_flops(lambda: model(ids, use_cache=False))
+    assert forward == metrics.transformer_flops(shape, seq_len, causal=False)
+
+    training = counted_flops(lambda: model(ids, use_cache=False).logits.sum().backward())
+    assert training == metrics.training_flops(shape, seq_len, causal=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_gradient_checkpointing_matches_the_flop_counter(family):
+    model = tiny_model(family)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    shape = metrics.shape_of(model.config)
+    ids = torch.arange(2, 11).unsqueeze(0)
+
+    def step() -> None:
+        # Early stop spares the last product of each layer where its output is not needed.
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            model(ids, use_cache=False).logits.sum().backward()
+
+    expected = metrics.training_flops(shape, 9, gradient_checkpointing=True, causal=False)
+    assert counted_flops(step) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_frozen_base_matches_the_flop_counter(family):
+    """Frozen matrices under an embedding that wants its gradient, as under LoRA's first adapter."""
+    model = tiny_model(family)
+    shape = metrics.shape_of(model.config)
+    # The head is tied to the embedding in GPT-2: give it its own, frozen, matrix.
+    head = torch.nn.Linear(shape.hidden, shape.vocab, bias=False)
+    model.set_output_embeddings(head)
+    model.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    ids = torch.arange(2, 11).unsqueeze(0)
+    counted = counted_flops(lambda: model(ids, use_cache=False).logits.sum().backward())
+    expected = metrics.training_flops(shape, 9, frozen_base=True, causal=False)
+    assert counted == expected
+
+
+def test_decode_step_matches_the_flop_counter():
+    model = tiny_model("gpt2").eval()
+    shape = metrics.shape_of(model.config)
+    ids = torch.arange(2, 11).unsqueeze(0)
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        step = counted_flops(lambda: model(ids[:, 8:], past_key_values=cache, use_cache=True))
+    # An answer of two tokens takes one step, whose query sees 8 cached keys and its own.
+    assert step == metrics.decode_flops(shape, prompt_len=8, answer_len=2)
+
+
+def test_score_head_matches_the_flop_counter():
+    config = tiny_model("opt").config
+    config.num_labels = 1
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    ids = torch.arange(2, 9).unsqueeze(0)
+    with torch.no_grad():
+        counted = counted_flops(lambda: model(ids, use_cache=False))
+    expected = metrics.transformer_flops(metrics.shape_of(config), 7, "score", causal=False)
+    assert counted == expected
+
+
+# ---- timers, sums, memory
+
+
+def test_timers_add_up_and_start_again():
+    timers = metrics.Timers("cpu")
+    for _ in range(2):
+        with timers("sleep"):
+            time.sleep(0.01)
+    with timers("nothing"):
+        pass
+    seconds = timers.pop()
+    assert set(seconds) == {"sleep", "nothing"}
+    assert seconds["sleep"] >= 0.02
+    assert 0 <= seconds["nothing"] < seconds["sleep"]
+    assert timers.pop() == {}
+
+
+def test_timers_nest_and_forget_a_block_that_raises():
+    timers = metrics.Timers()
+    with timers("outer"), timers("inner"):
+        time.sleep(0.002)
+
+    def fail() -> None:
+        with timers("broken"):
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fail()
+    seconds = timers.pop()
+    assert set(seconds) == {"outer", "inner"}
+    assert seconds["outer"] >= seconds["inner"] >= 0.002
+
+
+@pytest.mark.gpu
+def test_timers_wait_for_the_device():
+    timers = metrics.Timers("cuda")
+    x = torch.randn(4096, 4096, device="cuda")
+    with timers("once"):
+        x @ x
+    timers.pop()
+    with timers("one"):
+        x @ x
+    with timers("fifty"):
+        for _ in range(50):
+            x @ x
+    seconds = timers.pop()
+    assert seconds["fifty"] > 10 * seconds["one"]
+
+
+def test_metric_sums_over_micro_batches_and_ranks():
+    names = ["kl", "score", "never"]
+    first, second = metrics.MetricSums(), metrics.MetricSums()
+    first.add({"kl": torch.tensor(6.0, requires_grad=True)}, count=torch.tensor(3))
+    first.add({"kl": 1.5, "score": 4}, count=2)
+    second.add({"kl": torch.tensor(2.5)}, count=5.0)  # this rank has no score
+    assert first.means() == {"kl": 7.5 / 5, "score": 2.0}
+
+    reduced = first.as_tensor(names) + second.as_tensor(names)
+    assert reduced.dtype == torch.float64
+    assert reduced.tolist() == [[10.0, 10.0], [4.0, 2.0], [0.0, 0.0]]
+    first.load_tensor(names, reduced)
+    assert first.means() == {"kl": 1.0, "score": 2.0}
+    first.add({"score": 8.0})  # goes on from the totals that were loaded; a count of 1 by default
+    assert first.means()["score"] == 4.0
+
+
+def test_metric_sums_keep_what_fp32_would_lose():
+    sums = metrics.MetricSums()
+    sums.add({"x": 2.0**30}, count=0)
+    sums.add({"x": 0.1}, count=1)
+    assert sums.means() == {"x": 2.0**30 + 0.1}
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
+def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
+    peak_gib = metrics.peak_memory_gib("cpu")
+    # Linux keeps ru_maxrss across exec, so that a larger parent may show through; a unit is 1,024.
+    assert 0.9 * high_water_gib <= peak_gib < 100 * high_water_gib
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_gpu_counts_its_tensors():
+    torch.cuda.reset_peak_memory_stats()
+    before = metrics.peak_memory_gib("cuda")
+    torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
+    assert metrics.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)

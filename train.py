@@ -1,0 +1,62 @@
+"""Train a chat model: any of the three steps, on any number of devices.
+
+    python train.py                                       the demo: a tiny model, offline, on a CPU
+    python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m
+    python train.py --step 3 --recipe opt-1.3b --step3.kl_coef 0.05 --dry-run
+
+Plans first: a mistake in any step's flags shows before anything runs. Then each step runs as a
+process of its own (several under DeepSpeed's launcher), and the first that fails ends the run.
+"""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from dschat import cli, launch, recipe
+
+ROOT = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    # Parse and plan.
+    config, step_flags = recipe.parse_args(sys.argv[1:])
+    plan = launch.plan(config, step_flags, ROOT)
+    if config.dry_run:
+        for _, command in plan.commands:
+            print(shlex.join(command))
+        return 0
+    for note in plan.notes:
+        say(note)
+
+    # Run the steps, one after another.
+    for step, command in plan.commands:
+        say(f"\n== step {step.number}: {step.title}, into {plan.output_dir / step.name}")
+        start = time.monotonic()
+        code = launch.run(command, plan.environment)
+        if code == 0 and not plan.finished(step):
+            # The launcher reports success for a rank that a signal killed.
+            say(f"step {step.number} ended without finishing; its last lines above say why")
+            code = 1
+        if code:
+            return code
+        say(f"== step {step.number} finished in {time.monotonic() - start:.0f} s")
+
+    # Say what came out.
+    finished = [plan.finished(step) for step in recipe.STEPS.values()]
+    if plan.summary and all(finished):
+        from dschat.summary import write_summary
+
+        write_summary(plan.output_dir)
+    if finished[-1]:
+        talk = ["python", "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
+        say(f"\ntalk to it: {shlex.join(talk)}")
+    return 0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)  # before the next step's own output
+
+
+if __name__ == "__main__":
+    cli.run(main)
