@@ -5,12 +5,13 @@ STAMP := .venv/.stamp
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: help demo test test-full lint format wheel clean
+.PHONY: help demo test test-full test-gpu lint format wheel clean
 
 help:
 	@echo "make demo       train the tiny chat model: three steps, offline, into output/demo"
 	@echo "make test       lint, layering, and the quick tests"
 	@echo "make test-full  the same and the slow tests"
+	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make lint       ruff alone (make format mends what it can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
@@ -22,7 +23,10 @@ test: lint
 	$(PYTEST)
 
 test-full: lint
-	$(PYTEST) -m "not gpu or gpu"
+	$(PYTEST) -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(PYTEST) -m gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet .

@@ -111,7 +111,9 @@ def _write_companions(
     if stop_ids:
         eos = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
         GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=eos,
+            pad_token_id=tokenizer.pad_token_id,
         ).save_pretrained(staging)
 
 
@@ -135,7 +137,9 @@ def export_adapter(
     state = {}
     for name, tensor in stream:
         if dist.is_main_process():
-            state[name.replace(".default.", ".")] = tensor.detach().to("cpu", copy=True).contiguous()
+            state[name.replace(".default.", ".")] = (
+                tensor.detach().to("cpu", copy=True).contiguous()
+            )
     if dist.is_main_process():
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

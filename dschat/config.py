@@ -1,9 +1,11 @@
 """Every knob of the three steps, declared once: name, type, default, help, and what makes it valid.
 
-Comes in: keyword arguments, or any namespace that has some of the fields. Goes out: dataclasses whose ``validate()`` raises ``UserError`` with the flag and the remedy. This
-module must not know torch, argparse or the file system: the standard library is all it imports.
+Comes in: keyword arguments, or any namespace that has some of the fields. Goes out: dataclasses
+whose ``validate()`` raises ``UserError`` with the flag and the remedy. This module must not know
+torch, argparse or the file system: the standard library is all it imports.
 
-Names are DeepSpeed-Chat's where DeepSpeed-Chat has one. Batch sizes are derived here and nowhere else.
+Names are DeepSpeed-Chat's where DeepSpeed-Chat has one. Batch sizes are derived here and nowhere
+else.
 """
 
 from dataclasses import dataclass, field, fields
@@ -22,7 +24,9 @@ def _flag(default: Any, help: str, **metadata: Any) -> Any:
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: one line that names the flag or file and the remedy. Exit code 2."""
+    """A mistake the user can mend: one line that names the flag or file and the remedy. Exit code
+    2.
+    """
 
 
 def _require(condition: bool, message: str) -> None:
@@ -82,7 +86,7 @@ class CommonConfig:
     )
     attn_implementation: Optional[str] = _flag(
         None,
-        "Attention of the training form: sdpa, eager, flash_attention_2. Default: transformers' choice.",
+        "Attention of the training form: sdpa, eager or flash_attention_2; transformers chooses.",
     )
     trust_remote_code: bool = _flag(False, "Let a checkpoint bring and run its own Python code.")
     # logging
@@ -110,7 +114,7 @@ class CommonConfig:
             parts = ()
         _require(
             len(parts) == 3 and min(parts) >= 0 and sum(parts) > 0,
-            f"--data_split {self.data_split!r} is not three numbers such as 2,4,4 (steps 1, 2 and 3)",
+            f"--data_split {self.data_split!r} is not three numbers, one a step, such as 2,4,4",
         )
         _require(
             0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
@@ -142,12 +146,12 @@ class CommonConfig:
                     value in (0, 1, 2, 3),
                     f"--{f.name} {value} does not exist; ZeRO has stages 0, 1, 2 and 3",
                 )
-            if f.name.endswith("learning_rate") and value is not None:
+            if f.name.endswith(("learning_rate", "weight_decay")) and value is not None:
                 _require(value >= 0, f"--{f.name} {value} must not be negative")
 
     @classmethod
     def from_namespace(cls, args: Any):
-        """This dataclass from ``args``: one of ours, a dict, or any object with some of the fields."""
+        """This dataclass from ``args``: ours, a dict, or any object with some of the fields."""
         if isinstance(args, cls):
             return args
         given = args if isinstance(args, dict) else vars(args)
@@ -156,7 +160,7 @@ class CommonConfig:
 
 @dataclass
 class SupervisedConfig(CommonConfig):
-    """What steps 1 and 2 share. Global batch = micro-batch x accumulation x processes, in examples."""
+    """What steps 1 and 2 share. Global batch = micro-batch x accumulation x processes."""
 
     model_name_or_path: str = _flag(
         "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny."
@@ -227,7 +231,9 @@ class RewardConfig(SupervisedConfig):
 
 @dataclass
 class RLHFConfig(CommonConfig):
-    """Step 3. All counts of prompts and samples are of the whole rollout, unless the name says per_device."""
+    """Step 3. All counts of prompts and samples are of the whole rollout, unless the name says
+    per_device.
+    """
 
     actor_model_name_or_path: str = _flag(
         "", "The policy to start from: step 1's folder, or any causal LM."
@@ -369,6 +375,10 @@ class RLHFConfig(CommonConfig):
         _require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
         _require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
         _require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
+        _require(
+            self.kl_target is None or self.kl_target > 0,
+            f"--kl_target {self.kl_target} must be positive; leave it out for a fixed --kl_coef",
+        )
         _require(self.cliprange > 0, f"--cliprange {self.cliprange} must be positive")
         _require(
             self.cliprange_value > 0, f"--cliprange_value {self.cliprange_value} must be positive"
@@ -377,7 +387,7 @@ class RLHFConfig(CommonConfig):
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
         _require(
             samples % mini == 0,
-            f"--per_device_training_batch_size x --gradient_accumulation_steps = {mini} does not divide the "
-            f"{samples} sequences of a rollout (--per_device_generation_batch_size x --generation_batches x "
-            f"--num_samples_per_prompt); choose numbers that divide",
+            f"--per_device_training_batch_size x --gradient_accumulation_steps = {mini} does not "
+            f"divide the {samples} sequences of a rollout (--per_device_generation_batch_size x "
+            f"--generation_batches x --num_samples_per_prompt); choose numbers that divide",
         )

@@ -62,7 +62,10 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
     stage = max(zero.stage, 1) if zero.dtype != torch.float32 else zero.stage
     zero_section: dict[str, Any] = {"stage": stage}
     if zero.offload_optimizer and stage > 0:
-        zero_section["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero_section["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": torch.cuda.is_available(),
+        }
     if zero.offload_parameters and stage == 3:
         zero_section["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     config: dict[str, Any] = {
@@ -105,7 +108,9 @@ def start_deepspeed() -> None:
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
-    notice = "DeepSpeed is compiling its CPU communication op: about a minute, only at its first start"
+    notice = (
+        "DeepSpeed is compiling its CPU communication op: about a minute, only at its first start"
+    )
     timer = threading.Timer(3.0, logger.info, args=(notice,))
     timer.start()
     try:
@@ -143,7 +148,9 @@ def initialize_training(
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        lr_scheduler=lambda basic: get_scheduler(schedule, basic, num_warmup_steps, num_total_steps),
+        lr_scheduler=lambda basic: get_scheduler(
+            schedule, basic, num_warmup_steps, num_total_steps
+        ),
         config=deepspeed_config(zero),
         dist_init_required=False,
     )
@@ -156,7 +163,9 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     if not zero.shards_parameters:
         return module.to(device=dist.device(), dtype=zero.dtype)
     start_deepspeed()
-    engine, *_ = deepspeed.initialize(model=module, config=deepspeed_config(zero), dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=module, config=deepspeed_config(zero), dist_init_required=False
+    )
     return engine.eval()
 
 
@@ -183,7 +192,9 @@ class Step:
     `finish` is False where the gradient was not finite: all ranks then skipped the step together.
     """
 
-    def __init__(self, engine: "deepspeed.DeepSpeedEngine", num_micro_batches: int, denominator: float):
+    def __init__(
+        self, engine: "deepspeed.DeepSpeedEngine", num_micro_batches: int, denominator: float
+    ):
         assert num_micro_batches >= 1
         self._engine = engine
         self._remaining = num_micro_batches

@@ -1,9 +1,10 @@
-"""Rank, world and collectives: the only module that reads the launcher's environment or calls torch.distributed.
+"""Rank, world and collectives: the only module that reads the launcher's environment or calls
+torch.distributed.
 
-Comes in: the environment a launcher set (``deepspeed``, ``torchrun``, SLURM's ``srun``), or nothing at all.
-Goes out: numbers and collectives that mean the same with one process, so callers have no second code path.
-It must not know models, data or DeepSpeed. torch is imported on first use, so that ``--help`` and error
-messages can ask for the rank without it.
+Comes in: the environment a launcher set (``deepspeed``, ``torchrun``, SLURM's ``srun``), or nothing
+at all. Goes out: numbers and collectives that mean the same with one process, so callers have no
+second code path. It must not know models, data or DeepSpeed. torch is imported on first use, so
+that ``--help`` and error messages can ask for the rank without it.
 """
 
 import os
@@ -108,7 +109,9 @@ def all_reduce_sum(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def sum_floats(values: list[float]) -> list[float]:
-    """Collective. Sums each entry over processes, in float64; every process passes the same number of entries."""
+    """Collective. Sums each entry over processes, in float64; every process passes the same number
+    of entries.
+    """
     import torch
 
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -126,7 +129,9 @@ def max_int(value: int) -> int:
 
 
 def all_gather_flat(output: "torch.Tensor", shard: "torch.Tensor") -> None:
-    """Collective. Fill ``output`` (world_size * n,) with every process's ``shard`` (n,), in rank order."""
+    """Collective. Fill ``output`` (world_size * n,) with every process's ``shard`` (n,), in rank
+    order.
+    """
     import torch.distributed as torch_dist
 
     torch_dist.all_gather_into_tensor(output, shard)
@@ -156,6 +161,8 @@ def main_process_first() -> Iterator[None]:
 
 
 def my_share(indices: list[int]) -> list[int]:
-    """This process's contiguous part of ``indices``; the parts of all processes are ``indices`` again."""
+    """This process's contiguous part of ``indices``; the parts of all processes are ``indices``
+    again.
+    """
     count, size, me = len(indices), world_size(), rank()
     return indices[count * me // size : count * (me + 1) // size]

@@ -1,7 +1,8 @@
-"""What the user sees: one logger on rank 0, one line a step, a progress bar, and the same numbers to every sink.
+"""What the user sees: one logger on rank 0, one line a step, a progress bar, and the same numbers
+to every sink.
 
-Comes in: metric dicts of floats. Goes out: the console, ``metrics.jsonl``, TensorBoard, Weights & Biases.
-It must not know what is being trained.
+Comes in: metric dicts of floats. Goes out: the console, ``metrics.jsonl``, TensorBoard, Weights &
+Biases. It must not know what is being trained.
 """
 
 import json
@@ -20,7 +21,16 @@ from dschat.config import CommonConfig, UserError
 
 logger = logging.getLogger("dschat")
 
-_NOISY = ("transformers", "datasets", "huggingface_hub", "httpx", "filelock", "DeepSpeed", "torch", "peft")
+_NOISY = (
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "httpx",
+    "filelock",
+    "DeepSpeed",
+    "torch",
+    "peft",
+)
 
 
 class _TqdmHandler(logging.Handler):
@@ -31,7 +41,9 @@ class _TqdmHandler(logging.Handler):
 
 
 def setup(level: str = "info") -> None:
-    """One handler, on rank 0, with the time; other ranks speak only of errors. Libraries are quieted."""
+    """One handler, on rank 0, with the time; other ranks speak only of errors. Libraries are
+    quieted.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logger.handlers.clear()
@@ -44,7 +56,8 @@ def setup(level: str = "info") -> None:
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
     if not verbose:
-        # NOTE: torch and DeepSpeed deprecate each other's calls on every step; none of it is the user's.
+        # NOTE: torch and DeepSpeed deprecate each other's calls on every step; none of it is the
+        # user's.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
@@ -63,7 +76,9 @@ def format_line(step: int, total: int, metrics: dict[str, float], columns: Itera
 
 
 class MetricsLog:
-    """Writes one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same numbers to the other sinks."""
+    """Writes one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same numbers to the
+    other sinks.
+    """
 
     def __init__(self, output_dir: str | None, config: CommonConfig) -> None:
         self._file: Any = None
@@ -73,7 +88,7 @@ class MetricsLog:
             return
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -82,11 +97,13 @@ class MetricsLog:
             try:
                 import wandb
             except ImportError as error:
-                raise UserError("--enable_wandb needs wandb; install it with `pip install dschat[wandb]`") from error
+                raise UserError(
+                    "--enable_wandb needs wandb; install it with `pip install dschat[wandb]`"
+                ) from error
             self._wandb = wandb.init(project="dschat", dir=str(folder), config=vars(config))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Record ``metrics`` under ``step``; keys as in DESIGN's table (``loss/policy_avg``, ...)."""
+        """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""
         if self._file is not None:
             row = {"step": step} | {k: float(v) for k, v in metrics.items()}
             self._file.write(json.dumps(row) + "\n")
@@ -98,6 +115,10 @@ class MetricsLog:
             self._wandb.log(metrics, step=step)
 
     def close(self) -> None:
-        for sink, method in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):
+        for sink, method in (
+            (self._file, "close"),
+            (self._tensorboard, "close"),
+            (self._wandb, "finish"),
+        ):
             if sink is not None:
                 getattr(sink, method)()

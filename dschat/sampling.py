@@ -50,7 +50,9 @@ def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, ids = probs.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered
-        ordered = ordered.masked_fill(mass_before >= params.top_p * ordered.sum(-1, keepdim=True), 0.0)
+        ordered = ordered.masked_fill(
+            mass_before >= params.top_p * ordered.sum(-1, keepdim=True), 0.0
+        )
         probs = torch.zeros_like(probs).scatter_(-1, ids, ordered)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0)

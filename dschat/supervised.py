@@ -160,7 +160,9 @@ def build_engine(
     )
 
 
-def step_batches(config: SupervisedConfig, train: Any, held_out: Any) -> tuple[StepBatches, StepBatches]:
+def step_batches(
+    config: SupervisedConfig, train: Any, held_out: Any
+) -> tuple[StepBatches, StepBatches]:
     """This rank's share of the training rows, shuffled, and of the held-out rows, in order."""
     rank, world = dist.rank(), dist.world_size()
     return (
@@ -267,9 +269,13 @@ def train(
             bad = 0 if applied else bad + 1
             bar.update()
             if not applied:
-                logger.warning("step %d skipped: its gradient is not finite (%d in a row)", done, bad)
+                logger.warning(
+                    "step %d skipped: its gradient is not finite (%d in a row)", done, bad
+                )
                 if bad >= config.max_bad_steps:
-                    raise FloatingPointError(f"{bad} steps in a row had a gradient that is not finite")
+                    raise FloatingPointError(
+                        f"{bad} steps in a row had a gradient that is not finite"
+                    )
             metrics |= {
                 "grad_norm": grad_norm,
                 "learning_rate": rate,

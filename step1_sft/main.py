@@ -1,7 +1,7 @@
 """Step 1, supervised fine-tuning: a pretrained causal LM learns from demonstrations.
 
-    deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --data_path Dahoas/rm-static
-    python step1_sft/main.py --help
+deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --data_path Dahoas/rm-static
+python step1_sft/main.py --help
 """
 
 from dschat import cli, dist
@@ -12,13 +12,15 @@ def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
     config = cli.parse(SFTConfig)
 
-    from transformers import GenerationConfig, set_seed
+    from transformers import set_seed
 
     from dschat import log, supervised
+    from dschat.builtin_eval import is_builtin, sample_gold
     from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.models.builtin import resolve_model
+    from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import load_tokenizer, stop_ids
 
@@ -43,21 +45,33 @@ def main() -> None:
     zero = supervised.zero_settings(config)
     with sharded_loading(zero):
         model = load_causal_lm(
-            name, "--model_name_or_path", zero.dtype, config.dropout, config.attn_implementation, trust
+            name,
+            "--model_name_or_path",
+            zero.dtype,
+            config.dropout,
+            config.attn_implementation,
+            trust,
         )
     architecture = type(model).__name__
-    generation: GenerationConfig | None = model.generation_config
+    stops = stop_ids(tokenizer, model.generation_config)
     num_steps = supervised.num_total_steps(config, train_batches)
     engine = supervised.build_engine(model, config, zero, num_steps)
 
     # Loop.
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)
+    judged = is_builtin(config.data_path) and not zero.shards_parameters
+    generator = HuggingFaceGenerator(unwrap(engine), stops, tokenizer.pad_token_id)
+    if judged:
+        metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
     supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)
+    if judged:
+        gold = sample_gold(generator, tokenizer, config.max_eval_samples)
+        metrics_log.write(num_steps, gold)
+        log.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
     metrics_log.close()
 
     # Save.
-    stops = stop_ids(tokenizer, generation)
     supervised.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
     log.logger.info("saved %s", config.output_dir)
     dist.shutdown()

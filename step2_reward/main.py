@@ -1,7 +1,7 @@
 """Step 2, reward modelling: a language model learns which of two answers people prefer.
 
-    deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m --data_path Dahoas/rm-static
-    python step2_reward/main.py --help
+deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m --data_path
+Dahoas/rm-static python step2_reward/main.py --help
 """
 
 from dschat import cli, dist

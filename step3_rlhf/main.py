@@ -36,7 +36,9 @@ def main() -> None:
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
     load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
-    load_config(args.critic_model_name_or_path, "--critic_model_name_or_path", args.trust_remote_code)
+    load_config(
+        args.critic_model_name_or_path, "--critic_model_name_or_path", args.trust_remote_code
+    )
     tokenizer = load_tokenizer(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
@@ -73,7 +75,9 @@ def main() -> None:
     # Save.
     engine.save(args.output_dir)
     mark_complete(args.output_dir)
-    log.logger.info("saved %s/{actor,critic%s}", args.output_dir, ",actor_ema" if engine.ema else "")
+    log.logger.info(
+        "saved %s/{actor,critic%s}", args.output_dir, ",actor_ema" if engine.ema else ""
+    )
     dist.shutdown()
 
 

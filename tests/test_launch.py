@@ -1,6 +1,7 @@
 """train.py from the outside: what it would run, what it runs, and how it ends.
 
-The steps here are stubs in a copy of the tree: scripts that note their flags and mark themselves COMPLETE.
+The steps here are stubs in a copy of the tree: scripts that note their flags and mark themselves
+COMPLETE.
 """
 
 import json
@@ -217,7 +218,7 @@ def test_recipe_mistakes(tree, text, message):
         ("--reward-model hub/r", "--actor_model is missing"),
         ("--actor-model hub/a", "--reward_model is missing"),
         ("--actor-model ./nope", "--actor_model ./nope: no such folder"),
-        ("--step2.model_name_or_path /no/such", "--model_name_or_path /no/such: no such folder"),
+        ("--step 2 --model_name_or_path /no/such", "--model_name_or_path /no/such: no such folder"),
         ("--actor-model training --reward-model x", "--actor_model training: no config.json"),
         ("--data-path no.jsonl:0.5", "--data_path: no such data file: no.jsonl"),
         ("--eval-data-path ./no", "--eval_data_path: no such data file: ./no"),

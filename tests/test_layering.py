@@ -16,7 +16,7 @@ LAYERS = (
     ("config", "losses"),
     ("dist", "cli", "rollout", "sampling", "log", "metrics"),
     ("data", "models", "inference"),
-    ("deepspeed_setup", "hybrid", "checkpoint"),
+    ("builtin_eval", "deepspeed_setup", "hybrid", "checkpoint"),
     ("supervised", "rlhf", "chat"),
     ("plan", "recipe", "launch", "summary"),
 )

@@ -97,7 +97,9 @@ def read_hub(name: str, flag: str, config_name: Optional[str] = None) -> Dataset
             f"({_first_line(error)}); check the name"
         ) from error
     if not len(splits.get("train", ())):
-        raise UserError(f"{flag}: {name} has no rows in a train split; its splits: {', '.join(splits)}")
+        raise UserError(
+            f"{flag}: {name} has no rows in a train split; its splits: {', '.join(splits)}"
+        )
     return splits
 
 

@@ -63,24 +63,7 @@ def load_examples(
     """
     seed = config.seed if seed is None else seed
     sources = [load_source(spec, config, "train", purpose) for spec in config.data_path]
-    held_out, held_keys = [], set()
-    if config.eval_data_path is not None:
-        for spec in config.eval_data_path:
-            flag = "--eval_data_path"
-            source = load_source(spec, config, "eval", purpose, flag)
-            held_out.append(source or load_source(spec, config, "train", purpose, flag))
-        held_out = [source.rows for source in held_out]
-    else:
-        for spec, source in zip(config.data_path, sources, strict=True):
-            own = load_source(spec, config, "eval", purpose)
-            if own is None:
-                keys = source.rows["key"][:]
-                shares = (config.eval_fraction, 1 - config.eval_fraction)
-                held = [i for i, part in enumerate(cut(keys, shares, f"eval:{seed}")) if part == 0]
-                held_keys.update(keys[i] for i in held)
-                held_out.append(source.rows.select(held))
-            else:
-                held_out.append(own.rows)
+    held_out, held_keys = _hold_out(config, sources, purpose, seed)
     blend = concatenate_datasets([_weighted(source, held_keys, seed) for source in sources])
     parts = cut(blend["key"][:], config.split_weights, f"split:{seed}")
     step = PURPOSES.index(purpose)
@@ -90,7 +73,7 @@ def load_examples(
             f"--data_split {config.data_split} leaves step {step + 1} none of the {len(blend)} "
             "training rows; give it a larger share or more data"
         )
-    held_out = _usable(concatenate_datasets(held_out))
+    held_out = _usable(held_out)
     chosen = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
         "data for step %d: %d of %d training rows, %d of %d held-out rows",
@@ -185,6 +168,30 @@ def _read(name: str, split: str, flag: str) -> Optional[Dataset]:
         return read_file(name, flag) if split == "train" else None
     splits = read_hub(name, flag)
     return splits["train"] if split == "train" else eval_split(splits)
+
+
+def _hold_out(
+    config: CommonConfig, sources: list[Source], purpose: Purpose, seed: int
+) -> tuple[Dataset, set[str]]:
+    """The held-out rows of all sources, and the keys that training must leave to them."""
+    if config.eval_data_path is not None:
+        flag = "--eval_data_path"
+        named = [
+            load_source(spec, config, "eval", purpose, flag)
+            or load_source(spec, config, "train", purpose, flag)
+            for spec in config.eval_data_path
+        ]
+        return concatenate_datasets([source.rows for source in named]), set()
+    tables, held_keys = [], set()
+    for spec, source in zip(config.data_path, sources, strict=True):
+        own = load_source(spec, config, "eval", purpose)
+        if own is None:
+            keys = source.rows["key"][:]
+            parts = cut(keys, (config.eval_fraction, 1 - config.eval_fraction), f"eval:{seed}")
+            held = [i for i, part in enumerate(parts) if part == 0]
+            held_keys.update(keys[i] for i in held)
+        tables.append(own.rows if own else source.rows.select(held))
+    return concatenate_datasets(tables), held_keys
 
 
 def _weighted(source: Source, held_keys: set[str], seed: int) -> Dataset:

@@ -1,7 +1,9 @@
-"""How good the policy is on held-out prompts, judged by what training uses and by what it never sees.
+"""How good the policy is on held-out prompts, judged by what training uses and by what it never
+sees.
 
-A generator and prompts come in; means go out: reward-model score, KL to the reference, length, share ended by
-EOS, and the gold score where the prompts are the built-in ones. It must not know how the policy is trained.
+A generator and prompts come in; means go out: reward-model score, KL to the reference, length,
+share ended by EOS, and the gold score where the prompts are the built-in ones. It must not know how
+the policy is trained.
 """
 
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from dschat import dist
+from dschat.builtin_eval import EVAL_SEED, is_builtin
 from dschat.config import RLHFConfig
 from dschat.data.gold import answer_metrics
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -17,8 +20,6 @@ from dschat.rlhf.experience import chunks, from_rollout
 from dschat.rlhf.ppo import action_logprobs
 from dschat.rlhf.rewards import score_sequences
 from dschat.rollout import Generator, SamplingParams
-
-_EVAL_SEED = 20_260_101  # the same draws before, during and after, so that differences are the policy's
 
 
 @dataclass
@@ -41,7 +42,7 @@ class HeldOutPrompts:
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),
-            gold=all(path.startswith("builtin/") for path in args.eval_data_path or args.data_path),
+            gold=is_builtin(args.eval_data_path or args.data_path),
         )
 
 
@@ -49,7 +50,9 @@ class HeldOutPrompts:
 def evaluate_policy(
     engine: DeepSpeedRLHFEngine, generator: Generator, prompts: HeldOutPrompts
 ) -> dict[str, float]:
-    """Collective. ``eval/...`` means over all ranks' prompts, one answer each, sampled as in training."""
+    """Collective. ``eval/...`` means over all ranks' prompts, one answer each, sampled as in
+    training.
+    """
     args, device = engine.args, dist.device()
     sampling = SamplingParams(
         max_new_tokens=args.max_answer_seq_len,
@@ -57,7 +60,7 @@ def evaluate_policy(
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
-        seed=_EVAL_SEED,
+        seed=EVAL_SEED,
     )
     indices = range(prompts.first_index, prompts.first_index + len(prompts.ids))
     rollout = generator.generate(prompts.ids, sampling, list(indices))
@@ -83,6 +86,13 @@ def evaluate_policy(
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
         means = answer_metrics(prompts.texts, answers, lengths, stopped, gold=prompts.gold)
         sums |= {name: value * len(rows) for name, value in means.items()}
-    names = ["count", "kl", "score", "answer_length", "eos_share", *(["gold"] if prompts.gold else [])]
+    names = [
+        "count",
+        "kl",
+        "score",
+        "answer_length",
+        "eos_share",
+        *(["gold"] if prompts.gold else []),
+    ]
     totals = dict(zip(names, dist.sum_floats([sums.get(n, 0.0) for n in names]), strict=True))
     return {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[1:]}

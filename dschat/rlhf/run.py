@@ -1,7 +1,8 @@
-"""What surrounds the loop of step 3: the line a step, the printed answers, the evaluations, the ptx data.
+"""What surrounds the loop of step 3: the line a step, the printed answers, the evaluations, the ptx
+data.
 
-A trainer comes in after each iteration; console, metrics.jsonl and sampled answers go out. It must not
-know how an iteration works.
+A trainer comes in after each iteration; console, metrics.jsonl and sampled answers go out. It must
+not know how an iteration works.
 """
 
 import logging
@@ -37,9 +38,11 @@ _NUM_PRINTED = 3
 def unsupervised_steps(
     args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[list[dict[str, Any]]]] | None:
-    """For every optimizer step, this rank's micro-batches of pretraining text; None without ptx data.
+    """For every optimizer step, this rank's micro-batches of pretraining text; None without ptx
+    data.
 
-    As many blocks of text as sequences in a mini-batch, each as long as prompt and answer at most are.
+    As many blocks of text as sequences in a mini-batch, each as long as prompt and answer at most
+    are.
     """
     if args.unsupervised_dataset_name is None:
         return None
@@ -89,7 +92,9 @@ class Reporter:
             self.evaluate()
 
     def evaluate(self, final: bool = False) -> None:
-        """Collective. Held-out prompts answered by the actor and, at the end, by its moving average."""
+        """Collective. Held-out prompts answered by the actor and, at the end, by its moving
+        average.
+        """
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.adapters import Adapter, normalise
 from dschat.data.sources import Example, cut, load_examples, parse_spec
 
 USER, REPLY, SYSTEM = (
@@ -139,50 +138,6 @@ def test_a_rejected_answer_to_another_prompt_is_no_pair(write, caplog):
     ]
     assert [e.prompt for e in load(write(rows), "reward")] == [[USER("v")]]
     assert len(load(write(rows))) == 2
-
-
-@pytest.mark.parametrize(
-    ("dialogue", "sft", "asked"),
-    [
-        (
-            [SYSTEM("s"), USER("u"), REPLY("r")],
-            ([SYSTEM("s"), USER("u")], "r"),
-            [SYSTEM("s"), USER("u")],
-        ),
-        (
-            [USER("u"), REPLY("r"), USER("v"), REPLY("w")],
-            ([USER("u"), REPLY("r"), USER("v")], "w"),
-            [USER("u"), REPLY("r"), USER("v")],
-        ),
-        # one that ends with the user's turn: SFT learns up to the last answer, PPO answers it
-        (
-            [USER("u"), REPLY("r"), USER("v")],
-            ([USER("u")], "r"),
-            [USER("u"), REPLY("r"), USER("v")],
-        ),
-        ([REPLY("hi"), USER("u"), REPLY("r")], ([REPLY("hi"), USER("u")], "r"), None),
-        ([USER("u")], None, [USER("u")]),
-    ],
-)
-def test_messages(dialogue, sft, asked):
-    adapter, row = Adapter(messages="messages"), {"messages": dialogue}
-    learned = normalise(row, adapter, "sft")
-    assert bool(learned["problem"]) == (sft is None)
-    if sft:
-        assert Example.from_row(learned) == Example(sft[0], [REPLY(sft[1])])
-    prompt = normalise(row, adapter, "rlhf")
-    assert not prompt["problem"]
-    assert Example.from_row(prompt).prompt == (asked or dialogue[:-1])
-    assert prompt["key"] == learned["key"] != ""
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, "text", [], [{"role": "user"}], [{"role": "user", "content": None}], [REPLY("r")], 3],
-)
-def test_what_is_no_dialogue_has_no_prompt(value):
-    row = normalise({"messages": value}, Adapter(messages="messages"), "rlhf")
-    assert (row["key"], row["problem"]) == ("", "no usable prompt")
 
 
 # -- bad rows and bad files

@@ -1,0 +1,47 @@
+"""What every test shares: offline, quiet libraries, the tiny checkpoints, and runs of training steps."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# `tiny_models` and `step_cases` are plain modules: the two-process worker imports them too.
+sys.path.insert(0, str(Path(__file__).parent / "dist"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """``tiny("llama")`` is the folder of that tiny checkpoint; see ``tiny_models.BUILDERS``."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: str(tiny_models.ensure(folder, name))
+
+
+@pytest.fixture(scope="session")
+def models_folder(tiny):
+    """The folder that holds all tiny checkpoints that training steps start from."""
+    import step_cases
+
+    for name in step_cases.MODELS:
+        path = Path(tiny(name))
+    return path.parent
+
+
+@pytest.fixture(scope="session")
+def run_here(models_folder, tmp_path_factory):
+    """``run_here(case)``: the result of a ``step_cases.Case`` in this process, and its folder; each runs once."""
+    import step_cases
+
+    out, done = tmp_path_factory.mktemp("one_process"), {}
+
+    def run(case):
+        if case not in done:
+            folder = out / case.name
+            done[case] = step_cases.run(case, models_folder, folder)
+        return done[case], out / case.name
+
+    return run

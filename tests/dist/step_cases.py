@@ -1,0 +1,334 @@
+"""The three training steps in small, run the same way by the tests and by the two-process worker.
+
+A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out: losses of every step, and log-probs or
+scores that the training form gives to fixed sequences. What is trained is saved into the case's folder.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import EOS, VOCAB
+from transformers import set_seed
+
+from dschat import dist, supervised
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig
+from dschat.data.batches import StepBatches, endless
+from dschat.data.collate import pad_right
+from dschat.deepspeed_setup import Step, sharded_loading, unwrap
+from dschat.hybrid.stream import weight_stream
+from dschat.log import MetricsLog
+from dschat.losses import token_logprobs
+from dschat.models.load import load_causal_lm, load_score_backbone
+from dschat.models.reward import ScoreModel, gather_last
+from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+
+MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
+GLOBAL_BATCH = 8
+NUM_ITERATIONS = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. ``micro``: rows of a micro-batch; the accumulation follows, so that every global batch is the same."""
+
+    step: str  # sft, reward, ppo or nan
+    zero: int = 0
+    micro: int = GLOBAL_BATCH
+    model: str = "llama"
+    reward: str = "llama_reward"
+    iterations: int = NUM_ITERATIONS
+    shares: tuple[int, ...] = ()  # PPO: prompts of each rank; default: equal
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        extras = "_".join(f"{k}-{v}" for k, v in self.options)
+        shares = "-".join(map(str, self.shares))
+        parts = (self.step, self.model, f"z{self.zero}", f"m{self.micro}", self.iterations, shares, extras)
+        return "_".join(str(p) for p in parts if p != "")
+
+    @classmethod
+    def from_json(cls, text: str) -> "Case":
+        values = json.loads(text)
+        values["options"] = tuple((k, v) for k, v in values["options"])
+        return cls(**values | {"shares": tuple(values["shares"])})
+
+
+def random_ids(generator: torch.Generator, low: int, high: int) -> list[int]:
+    """Between ``low`` and ``high`` words."""
+    length = int(torch.randint(low, high + 1, (1,), generator=generator))
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+def sequences(seed: int, count: int, low: int = 1, high: int = 12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [random_ids(generator, low, high) for _ in range(count)]
+
+
+PROBES = sequences(seed=99, count=5, low=2)
+PROMPTS = sequences(seed=7, count=4 * NUM_ITERATIONS, low=1, high=6)
+
+
+def sft_rows() -> list[dict[str, Any]]:
+    """37 examples: five steps an epoch, the last with five rows, which no even cut divides."""
+    answers, prompts = sequences(1, 37), sequences(2, 37, high=5)
+    return [
+        {"input_ids": p + a + [EOS], "loss_mask": [0] * len(p) + [1] * (len(a) + 1)}
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+
+
+def pair_rows() -> list[dict[str, Any]]:
+    chosen, rejected, prompts = sequences(3, 37), sequences(4, 37), sequences(5, 37, high=5)
+    return [
+        {"chosen_ids": p + c + [EOS], "rejected_ids": p + r + [EOS]}
+        for p, c, r in zip(prompts, chosen, rejected, strict=True)
+    ]
+
+
+@torch.no_grad()
+def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
+    """Log-probs of every token of ``PROBES`` but the first, from right-padded rows without a mask."""
+    ids, mask = pad_right(PROBES, EOS)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    values = token_logprobs(logits, ids[:, 1:])
+    return [row[keep].tolist() for row, keep in zip(values, mask[:, 1:], strict=True)]
+
+
+@torch.no_grad()
+def probe_scores(model: torch.nn.Module) -> list[float]:
+    """Scores of ``PROBES`` by one of our score models."""
+    ids, mask = pad_right(PROBES, EOS)
+    return gather_last(model(ids), mask.sum(1)).tolist()
+
+
+def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
+    """Collective. Run ``case``; what it saves lies in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    runners = {"sft": _run_supervised, "reward": _run_supervised, "ppo": _run_ppo, "nan": _run_nan}
+    return runners[case.step](case, models, out)
+
+
+def _batch_sizes(case: Case) -> dict[str, int]:
+    accumulation, rest = divmod(GLOBAL_BATCH, case.micro * dist.world_size())
+    assert rest == 0
+    return {"gradient_accumulation_steps": accumulation}
+
+
+def build_supervised(case: Case, models: Path, out: Path):
+    """Engine, task, configuration and companions for saving, as the mains of steps 1 and 2 build them."""
+    cls = SFTConfig if case.step != "reward" else RewardConfig
+    path = str(models / case.model)
+    config = cls(
+        model_name_or_path=path,
+        output_dir=str(out),
+        zero_stage=case.zero,
+        learning_rate=3e-3,
+        dtype="fp32",
+        num_train_epochs=2,
+        per_device_train_batch_size=case.micro,
+        per_device_eval_batch_size=3,
+        enable_tensorboard=False,
+        dropout=0.0,
+        **_batch_sizes(case),
+    )
+    for name, value in case.options:
+        setattr(config, name, value)
+    set_seed(config.seed)
+    tokenizer = load_tokenizer(path, "--model_name_or_path")
+    zero = supervised.zero_settings(config)
+    flag = "--model_name_or_path"
+    if case.step == "reward":
+        ensure_distinct_pad(tokenizer)
+        with sharded_loading(zero):
+            model = load_score_backbone(
+                path, flag, zero.dtype, True, tokenizer.pad_token_id, len(tokenizer), config.dropout
+            )
+        wrap, task = ScoreModel, supervised.RewardTask(tokenizer.pad_token_id)
+    else:
+        with sharded_loading(zero):
+            model = load_causal_lm(path, flag, zero.dtype, config.dropout)
+        wrap, task = (lambda m: m), supervised.SFTTask(tokenizer.pad_token_id)
+    companions = (model.config, tokenizer, type(model).__name__)
+    engine = supervised.build_engine(model, config, zero, 10, wrap)
+    return engine, task, config, companions
+
+
+def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
+    engine, task, config, companions = build_supervised(case, models, out)
+    rows = sft_rows() if case.step == "sft" else pair_rows()
+    batches = supervised.step_batches(config, rows, rows[:7])
+    log = MetricsLog(config.output_dir, config)
+    supervised.train(engine, task, config, *batches, log)
+    log.close()
+    engine.eval()
+    probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
+    module = unwrap(engine)
+    module = module.model if case.step == "reward" else module
+    supervised.save(module, config, *companions, *([(EOS,)] if case.step == "sft" else []))
+    result: dict[str, Any] = {"probe": probe}
+    if dist.is_main_process():
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for name in ("loss", "grad_norm", "eval/loss"):
+            result[name] = [line[name] for line in lines if name in line]
+    return result
+
+
+def ppo_config(case: Case, models: Path) -> RLHFConfig:
+    """8 sequences a mini-batch; 4 prompts x 2 samples x 2 rollout batches: two mini-batches, two epochs."""
+    world = dist.world_size()
+    config = RLHFConfig(
+        actor_model_name_or_path=str(models / case.model),
+        critic_model_name_or_path=str(models / case.reward),
+        dtype="fp32",
+        max_prompt_seq_len=8,
+        max_answer_seq_len=6,
+        per_device_generation_batch_size=4 // world,
+        generation_batches=2,
+        num_samples_per_prompt=2,
+        per_device_training_batch_size=case.micro,
+        ppo_epochs=2,
+        actor_learning_rate=1e-3,
+        critic_learning_rate=3e-3,
+        actor_zero_stage=case.zero,
+        critic_zero_stage=case.zero,
+        enable_ema=True,
+        ema_decay=0.9,
+        unsup_coef=0.5,
+        missing_eos_penalty=0.3,
+        **_batch_sizes(case),
+    )
+    for name, value in case.options:
+        setattr(config, name, value)
+    return config
+
+
+def text_steps(config: RLHFConfig):
+    """The ptx data: blocks of text, every optimizer step the same ones on any number of ranks."""
+    blocks = [{"input_ids": ids} for ids in sequences(seed=11, count=24, low=3)]
+    world = dist.world_size()
+    batches = StepBatches(
+        blocks,
+        config.mini_batch_size(world),
+        config.per_device_training_batch_size,
+        dist.rank(),
+        world,
+        config.seed,
+    )
+    return endless(batches)
+
+
+def build_trainer(config: RLHFConfig, ptx: bool = False) -> DeepSpeedPPOTrainer:
+    """An engine and its trainer, seeded as the main of step 3 does."""
+    set_seed(config.seed)
+    tokenizer = load_tokenizer(config.actor_model_name_or_path, "--actor_model_name_or_path")
+    engine = DeepSpeedRLHFEngine(
+        config.actor_model_name_or_path,
+        config.critic_model_name_or_path,
+        tokenizer,
+        NUM_ITERATIONS,
+        config,
+    )
+    return DeepSpeedPPOTrainer(engine, config, text_steps(config) if ptx else None)
+
+
+def my_prompts(case: Case, iteration: int, config: RLHFConfig) -> list[list[int]]:
+    """This rank's prompts of an iteration: `case.shares` of them, or as many as every other rank's."""
+    count = config.rollout_prompts(dist.world_size())
+    start = iteration * count
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(start, start + count)]
+    shares = case.shares or (count // dist.world_size(),) * dist.world_size()
+    if dist.world_size() == 1:
+        return prompts
+    first = sum(shares[: dist.rank()])
+    return prompts[first : first + shares[dist.rank()]]
+
+
+_PPO_METRICS = (
+    "loss/policy_avg",
+    "loss/value_avg",
+    "loss/ptx_avg",
+    "objective/scores",
+    "objective/kl",
+    "objective/entropy",
+    "objective/rlhf_reward",
+    "policy/grad_norm",
+    "val/grad_norm",
+    "policy/approxkl_avg",
+    "rollout/logprob_gap",
+    "rollout/eos_share",
+)
+
+
+def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
+    config = ppo_config(case, models)
+    trainer = build_trainer(config, ptx=True)
+    engine = trainer.engine
+    result: dict[str, Any] = {name: [] for name in (*_PPO_METRICS, "rollouts", "advantages")}
+    for iteration in range(case.iterations):
+        experience = trainer.generate_experience(my_prompts(case, iteration, config))
+        rows = [
+            ids[:n] for ids, n in zip(experience.input_ids.tolist(), experience.lengths, strict=True)
+        ]
+        advantages = [a[m].tolist() for a, m in zip(experience.advantages, experience.answer_mask, strict=True)]
+        result["rollouts"].append(sum(dist.gather_objects(rows), []))
+        result["advantages"].append(sum(dist.gather_objects(advantages), []))
+        trainer.train_rlhf(experience)
+        for name in _PPO_METRICS:
+            result[name].append(trainer.metrics[name])
+    engine.actor.eval()
+    engine.critic.eval()
+    result["probe"] = probe_logprobs(engine.actor)
+    result["critic_probe"] = probe_scores(engine.critic)
+    with torch.no_grad(), engine.reference() as reference:
+        result["ref_probe"] = probe_logprobs(reference)
+    with engine.ema_mode() as generator:
+        result["ema_probe"] = probe_logprobs(generator.module)
+    engine.save(out)
+    return result
+
+
+def _run_nan(case: Case, models: Path, out: Path) -> dict[str, Any]:
+    """SFT steps, of which the second gets a NaN into one micro-batch of the last rank; and without that step."""
+    engine, task, config, _ = build_supervised(case, models, out)
+    batches, _ = supervised.step_batches(config, sft_rows(), [])
+    steps = list(batches.epoch(0))[:3]
+    applied, moved = [], []
+    for number, micro_batches in enumerate(steps):
+        bad = number == 1 and not dict(case.options).get("max_bad_steps") == 1
+        if number == 1 and not bad:
+            continue
+        before = _checksum(engine)
+        task_of_step = _Poisoned(task) if bad and dist.rank() == dist.world_size() - 1 else task
+        *_, was_applied = supervised.train_step(engine, task_of_step, micro_batches)
+        applied.append(was_applied)
+        moved.append(_checksum(engine) != before)
+    engine.eval()
+    return {"applied": applied, "moved": moved, "probe": probe_logprobs(engine)}
+
+
+def _checksum(engine: Any) -> list[float]:
+    return [float(t.double().sum()) for _, t in weight_stream(unwrap(engine), dist.device())]
+
+
+class _Poisoned:
+    """A task whose first micro-batch has a loss of NaN."""
+
+    def __init__(self, task: Any) -> None:
+        self._task, self._calls = task, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        total, sums = self._task.loss(model, batch)
+        self._calls += 1
+        return (total * float("nan") if self._calls == 1 else total), sums
+
+
+__all__ = ["Case", "Step", "run"]

@@ -1,0 +1,116 @@
+"""Tiny checkpoints made from configs, for every test that needs a model: fp32, a vocabulary of 64, made in a second.
+
+Comes in: a folder and a name of ``BUILDERS``. Goes out: a Hugging Face folder with tokenizer. Weights are drawn wide
+(0.3 and more), so that a token's distribution depends on its whole context and no test passes by symmetry.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+VOCAB, EOS, PAD, POSITIONS = 64, 0, 1, 64
+
+
+def tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: id 0 ends, id 1 pads (unless EOS does), ``w2`` ... ``w63`` are words."""
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, VOCAB)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>" if pad_is_eos else "<pad>"
+    )
+
+
+_IDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.3,
+}
+_LLAMA = _IDS | _SMALL | {"intermediate_size": 48, "num_key_value_heads": 1}
+_OPT = _IDS | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": POSITIONS,
+    "init_std": 0.3,
+    "dropout": 0.1,
+}
+_GPT2 = _IDS | {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": POSITIONS,
+    "initializer_range": 0.3,
+}
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_LLAMA),
+    "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "opt": lambda: OPTConfig(**_OPT),
+    "opt_350m": lambda: OPTConfig(**_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "gpt2": lambda: GPT2Config(**_GPT2),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        **_IDS | _SMALL | {"intermediate_size": 48, "rotary_pct": 0.5, "use_parallel_residual": True}
+    ),
+    "bloom": lambda: BloomConfig(
+        **_IDS, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3
+    ),
+    "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=4),
+    "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=16),
+}
+
+
+def causal_lm(name: str, seed: int = 0) -> torch.nn.Module:
+    """A model of ``CONFIGS[name]``; biases and norms drawn too, so that a lost one shows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _randomised(AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32))
+
+
+def score_model(name: str, seed: int = 1) -> torch.nn.Module:
+    """The sequence classifier with one label of the same config."""
+    config = CONFIGS[name]()
+    config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        return _randomised(model)
+
+
+def _randomised(model: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            centre = 0.0 if name.endswith("bias") else 1.0
+            parameter.data.normal_(centre, 0.1)
+    return model.eval()
+
+
+def ensure(folder: Path, name: str) -> Path:
+    """The checkpoint ``name`` in ``folder``, made when first asked for: a config's name, or that and ``_reward``."""
+    path = folder / name
+    if not path.exists():
+        base = name.removesuffix("_padeos").removesuffix("_reward")
+        model = score_model(base) if "_reward" in name else causal_lm(base)
+        if name.endswith("_padeos"):
+            model.config.pad_token_id = EOS
+        model.save_pretrained(path)
+        tokenizer(name.endswith("_padeos")).save_pretrained(path)
+    return path

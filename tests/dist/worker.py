@@ -1,0 +1,27 @@
+"""One of several processes that run training cases: ``worker.py MODELS OUT CASES.json`` under RANK, WORLD_SIZE, ...
+
+Writes OUT/results_RANK.json: for every case its result, in order.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+
+def main(models: str, out: str, cases_file: str) -> None:
+    from step_cases import Case, run
+
+    from dschat import dist
+
+    logging.getLogger("dschat").setLevel(logging.ERROR)
+    dist.init(timeout_minutes=3)
+    cases = [Case.from_json(text) for text in json.loads(Path(cases_file).read_text())]
+    results = [run(case, Path(models), Path(out) / case.name) for case in cases]
+    (Path(out) / f"results_{dist.rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
