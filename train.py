@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from dschat import cli, launch, recipe
+from dschat.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
 
@@ -40,14 +41,15 @@ def main() -> int:
             code = 1
         if code:
             return code
-        say(f"== step {step.number} finished in {time.monotonic() - start:.0f} s")
+        seconds = time.monotonic() - start
+        say(f"== step {step.number} finished in {seconds:.0f} s")
+        if plan.summary:
+            write_summary(plan.output_dir, {step.number: seconds})
 
     # Say what came out.
     finished = [plan.finished(step) for step in recipe.STEPS.values()]
     if plan.summary and all(finished):
-        from dschat.summary import write_summary
-
-        write_summary(plan.output_dir)
+        say("\n" + format_summary(write_summary(plan.output_dir, {})))
     if finished[-1]:
         talk = ["python", "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")

@@ -1,11 +1,9 @@
-"""Does the pipeline learn from real text? All three steps on a file of preference pairs, from
-random weights.
+"""Does the pipeline learn from real text? All three steps on preference pairs, from random weights.
 
-    python benchmarks/real_text.py --train_file train.jsonl --eval_file eval.jsonl --output_dir
-    output/real_text
+    python benchmarks/real_text.py --train_file train.jsonl --eval_file eval.jsonl
 
-A 4k byte-level BPE is trained on the file and a small Llama is made from a config; then `train.py`
-runs steps 1 to 3, with step 2 repeated over seeds. Beside the reward model's accuracy stand two
+A 4k byte-level BPE is trained on the file and a small Llama is made from a config; then the
+steps run, with step 2 repeated over seeds. Beside the reward model's accuracy stand two
 baselines that read no word order: "always the shorter answer", and a logistic regression on
 bag-of-words differences. One JSON line comes out.
 """

@@ -1,8 +1,9 @@
 """Hugging Face export: a stream of weights onto disk as a plain checkpoint folder.
 
-A weight stream, a configuration and a tokenizer come in; a folder that ``AutoModel*.from_pretrained`` loads
-goes out: sharded safetensors, complete or absent. No whole state dict is ever held. It must not know
-which step made the weights.
+A weight stream, a configuration and a tokenizer come in; a folder that
+``AutoModel*.from_pretrained`` loads
+goes out: sharded safetensors, complete or absent. No whole state dict is ever held. It must not
+know which step made the weights.
 """
 
 import json
@@ -11,6 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,8 +36,9 @@ def export_hf(
 ) -> None:
     """Collective. Write ``stream`` to ``folder``: every rank walks the stream, rank 0 writes.
 
-    ``architecture`` is the class name that config.json announces. ``stop_ids``: what ends an answer, for the
-    generation config; empty for reward models. Files are written beside ``folder`` first and moved in last.
+    ``architecture`` is the class name that config.json announces. ``stop_ids``: what ends an
+    answer, for the generation config; empty for reward models. Files are written beside ``folder``
+    first and moved in last.
     """
     folder = Path(folder)
     staging = folder.parent / f".{folder.name}.saving"
@@ -43,19 +46,23 @@ def export_hf(
     if main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-    files = _write_weights(stream, staging, max_file_bytes, main)
+    files, dtype = _write_weights(stream, staging, max_file_bytes, main)
     if main:
         _write_index(staging, files)
-        _write_companions(staging, config, tokenizer, architecture, stop_ids)
+        _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
         _move_in(staging, folder)
     dist.barrier()
 
 
 def _write_weights(
     stream: Iterable[tuple[str, Tensor]], staging: Path, max_file_bytes: int, main: bool
-) -> list[dict[str, int]]:
-    """Write the stream in files of at most ``max_file_bytes``; per file, the byte size of each tensor."""
+) -> tuple[list[dict[str, int]], torch.dtype | None]:
+    """Write the stream in files of at most ``max_file_bytes``.
+
+    Returns the byte size of each tensor, per file, and the dtype of the weights.
+    """
     files: list[dict[str, int]] = []
+    dtype: torch.dtype | None = None
     waiting: dict[str, Tensor] = {}
     used = 0
 
@@ -69,6 +76,8 @@ def _write_weights(
     for name, tensor in stream:
         if not main:
             continue
+        if tensor.is_floating_point():
+            dtype = dtype or tensor.dtype
         size = tensor.numel() * tensor.element_size()
         if waiting and used + size > max_file_bytes:
             flush()
@@ -77,7 +86,7 @@ def _write_weights(
         waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
         used += size
     flush()
-    return files
+    return files, dtype
 
 
 def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
@@ -102,10 +111,12 @@ def _write_companions(
     tokenizer: PreTrainedTokenizerBase,
     architecture: str,
     stop_ids: tuple[int, ...],
+    dtype: torch.dtype | None,
 ) -> None:
     saved = type(config).from_dict(config.to_dict())
     saved.architectures = [architecture]
     saved.use_cache = True
+    saved.dtype = dtype  # from_pretrained loads in it; the base's config may say another
     saved.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
     if stop_ids:
@@ -118,7 +129,9 @@ def _write_companions(
 
 
 def _move_in(staging: Path, folder: Path) -> None:
-    """Put the finished files into ``folder``, which may hold metrics already; weights go last but for the index."""
+    """Put the finished files into ``folder``, which may hold metrics already; weights go last but
+    for the index.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
@@ -133,7 +146,9 @@ def _move_in(staging: Path, folder: Path) -> None:
 def export_adapter(
     folder: str | Path, stream: Iterable[tuple[str, Tensor]], wrapped: PeftModel
 ) -> None:
-    """Collective. Write a LoRA adapter in PEFT's format to ``folder``; ``stream`` carries adapters only."""
+    """Collective. Write a LoRA adapter in PEFT's format to ``folder``; ``stream`` carries adapters
+    only.
+    """
     state = {}
     for name, tensor in stream:
         if dist.is_main_process():
@@ -149,11 +164,14 @@ def export_adapter(
 
 
 def claim_output_dir(output_dir: str | Path, overwrite: bool) -> None:
-    """Collective. Make the folder and take any old mark away; ``UserError`` where a finished step is in it."""
+    """Collective. Make the folder and take any old mark away; ``UserError`` where a finished step
+    is in it.
+    """
     folder = Path(output_dir)
     if (folder / COMPLETE).exists() and not overwrite:
         raise UserError(
-            f"--output_dir {folder} holds a finished step; choose another, or pass --overwrite_output_dir"
+            f"--output_dir {folder} holds a finished step; choose another, "
+            "or pass --overwrite_output_dir"
         )
     dist.barrier()
     if dist.is_main_process():

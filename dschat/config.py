@@ -15,7 +15,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
-def _flag(default: Any, help: str, **metadata: Any) -> Any:
+def flag(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text; mutable defaults are copied per instance."""
     metadata["help"] = help
     if isinstance(default, list):
@@ -39,63 +39,63 @@ class CommonConfig:
     """What all three steps share: data, numerics, DeepSpeed, logging."""
 
     # data
-    data_path: list[str] = _flag(
+    data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: builtin/chat, hub names, or .json/.jsonl files; `PATH:WEIGHT` blends several.",
     )
-    eval_data_path: Optional[list[str]] = _flag(
+    eval_data_path: Optional[list[str]] = flag(
         None, "Held-out data; by default the source's own eval split, or --eval_fraction of it."
     )
-    eval_fraction: float = _flag(
+    eval_fraction: float = flag(
         0.05, "Share of a source without an eval split that is held out for evaluation."
     )
-    max_eval_samples: int = _flag(500, "Evaluate on at most this many held-out examples.")
-    data_split: str = _flag(
+    max_eval_samples: int = flag(500, "Evaluate on at most this many held-out examples.")
+    data_split: str = flag(
         "2,4,4",
         "Proportions of the training data that go to steps 1, 2 and 3; the parts are disjoint.",
     )
-    prompt_column: Optional[str] = _flag(None, "Column that holds the prompt.")
-    chosen_column: Optional[str] = _flag(None, "Column that holds the preferred answer.")
-    rejected_column: Optional[str] = _flag(None, "Column that holds the other answer.")
-    messages_column: Optional[str] = _flag(None, "Column that holds a chat `messages` list.")
-    seed: int = _flag(1234, "Seed of the data order, new weights, dropout and sampling.")
+    prompt_column: Optional[str] = flag(None, "Column that holds the prompt.")
+    chosen_column: Optional[str] = flag(None, "Column that holds the preferred answer.")
+    rejected_column: Optional[str] = flag(None, "Column that holds the other answer.")
+    messages_column: Optional[str] = flag(None, "Column that holds a chat `messages` list.")
+    seed: int = flag(1234, "Seed of the data order, new weights, dropout and sampling.")
     # where
-    output_dir: Optional[str] = _flag(None, "Folder for the model, metrics and log of this step.")
-    overwrite_output_dir: bool = _flag(
+    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log of this step.")
+    overwrite_output_dir: bool = flag(
         False, "Write into an output folder that already holds a finished step."
     )
     # numerics and DeepSpeed
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = _flag(
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto", "Training precision; auto is bf16 on an accelerator and fp32 on a CPU."
     )
-    max_grad_norm: float = _flag(1.0, "Clip the gradient's global 2-norm to this; 0 turns it off.")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = _flag(
+    max_grad_norm: float = flag(1.0, "Clip the gradient's global 2-norm to this; 0 turns it off.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
         "cosine", "Learning-rate schedule, by optimizer step."
     )
-    num_warmup_steps: int = _flag(0, "Optimizer steps of linear warm-up.")
-    adam_betas: list[float] = _flag([0.9, 0.95], "AdamW's two decay rates.")
-    gradient_accumulation_steps: int = _flag(
+    num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up.")
+    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's two decay rates.")
+    gradient_accumulation_steps: int = flag(
         1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
     )
-    num_train_epochs: int = _flag(1, "Passes over this step's part of the data.")
-    max_steps: int = _flag(
+    num_train_epochs: int = flag(1, "Passes over this step's part of the data.")
+    max_steps: int = flag(
         0, "Stop after this many optimizer steps (step 3: iterations); 0: all epochs."
     )
-    max_bad_steps: int = _flag(
+    max_bad_steps: int = flag(
         20, "Stop with an error after this many steps in a row with a non-finite loss or gradient."
     )
-    attn_implementation: Optional[str] = _flag(
+    attn_implementation: Optional[str] = flag(
         None,
         "Attention of the training form: sdpa, eager or flash_attention_2; transformers chooses.",
     )
-    trust_remote_code: bool = _flag(False, "Let a checkpoint bring and run its own Python code.")
+    trust_remote_code: bool = flag(False, "Let a checkpoint bring and run its own Python code.")
     # logging
-    logging_steps: int = _flag(1, "Print and record metrics every N steps.")
-    enable_tensorboard: bool = _flag(True, "Write TensorBoard events into OUTPUT_DIR/tensorboard.")
-    enable_wandb: bool = _flag(False, "Report to Weights & Biases (needs the [wandb] extra).")
-    log_level: Literal["debug", "info", "warning", "error"] = _flag("info", "Verbosity of the log.")
-    disable_tqdm: bool = _flag(False, "No progress bars, even on a terminal.")
-    local_rank: int = _flag(-1, "Set by the launcher; not read.")
+    logging_steps: int = flag(1, "Print and record metrics every N steps.")
+    enable_tensorboard: bool = flag(True, "Write TensorBoard events into OUTPUT_DIR/tensorboard.")
+    enable_wandb: bool = flag(False, "Report to Weights & Biases (needs the [wandb] extra).")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Verbosity of the log.")
+    disable_tqdm: bool = flag(False, "No progress bars, even on a terminal.")
+    local_rank: int = flag(-1, "Set by the launcher; not read.")
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
@@ -162,40 +162,40 @@ class CommonConfig:
 class SupervisedConfig(CommonConfig):
     """What steps 1 and 2 share. Global batch = micro-batch x accumulation x processes."""
 
-    model_name_or_path: str = _flag(
+    model_name_or_path: str = flag(
         "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny."
     )
-    tokenizer_name_or_path: Optional[str] = _flag(
+    tokenizer_name_or_path: Optional[str] = flag(
         None, "Tokenizer, where it is not the model's own."
     )
-    max_seq_len: int = _flag(
+    max_seq_len: int = flag(
         512, "Longest sequence in tokens; longer ones lose the prompt's beginning."
     )
-    per_device_train_batch_size: int = _flag(16, "Examples per micro-batch and process.")
-    per_device_eval_batch_size: int = _flag(16, "Examples per evaluation micro-batch and process.")
-    learning_rate: float = _flag(1e-5, "Peak learning rate.")
-    weight_decay: float = _flag(0.0, "AdamW's decoupled weight decay (not on biases and norms).")
-    dropout: Optional[float] = _flag(
+    per_device_train_batch_size: int = flag(16, "Examples per micro-batch and process.")
+    per_device_eval_batch_size: int = flag(16, "Examples per evaluation micro-batch and process.")
+    learning_rate: float = flag(1e-5, "Peak learning rate.")
+    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay (not on biases and norms).")
+    dropout: Optional[float] = flag(
         None, "Dropout everywhere in the model; default: the model's own."
     )
-    eval_steps: int = _flag(
+    eval_steps: int = flag(
         0,
         "Evaluate every N optimizer steps, besides before and after.",
         aliases=["--eval_interval"],
     )
-    zero_stage: int = _flag(0, "ZeRO stage: 0, 1, 2 or 3.")
-    offload: bool = _flag(
+    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.")
+    offload: bool = flag(
         False, "Keep optimizer states (and, under ZeRO-3, parameters) in CPU memory."
     )
-    gradient_checkpointing: bool = _flag(False, "Recompute activations in the backward pass.")
-    lora_dim: int = _flag(0, "Rank of LoRA adapters; 0: train the whole model.")
-    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0: twice the rank.")
-    lora_modules: list[str] = _flag(
+    gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
+    lora_dim: int = flag(0, "Rank of LoRA adapters; 0: train the whole model.")
+    lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    lora_modules: list[str] = flag(
         ["all-linear"],
         "Modules that get adapters: names as PEFT takes them, or all-linear.",
         aliases=["--lora_module_name"],
     )
-    only_optimize_lora: bool = _flag(
+    only_optimize_lora: bool = flag(
         True, "Freeze everything but the adapters (and the score head)."
     )
 
@@ -216,14 +216,14 @@ class SupervisedConfig(CommonConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1."""
 
-    train_on_prompt: bool = _flag(False, "Put the loss on prompt tokens too, not on answers only.")
+    train_on_prompt: bool = flag(False, "Put the loss on prompt tokens too, not on answers only.")
 
 
 @dataclass
 class RewardConfig(SupervisedConfig):
     """Step 2."""
 
-    shuffle_labels: bool = _flag(
+    shuffle_labels: bool = flag(
         False,
         "Swap chosen and rejected at random in training: the control that must learn nothing.",
     )
@@ -235,101 +235,101 @@ class RLHFConfig(CommonConfig):
     per_device.
     """
 
-    actor_model_name_or_path: str = _flag(
+    actor_model_name_or_path: str = flag(
         "", "The policy to start from: step 1's folder, or any causal LM."
     )
-    critic_model_name_or_path: str = _flag(
+    critic_model_name_or_path: str = flag(
         "",
         "The reward model (step 2's folder); the critic starts from it too.",
         aliases=["--reward_model_name_or_path"],
     )
     # rollout
-    max_prompt_seq_len: int = _flag(
+    max_prompt_seq_len: int = flag(
         256, "Longest prompt in tokens; longer ones are dropped and counted."
     )
-    max_answer_seq_len: int = _flag(256, "Longest answer in tokens.")
-    per_device_generation_batch_size: int = _flag(16, "Prompts per rollout batch and process.")
-    generation_batches: int = _flag(1, "Rollout batches per update; they form one experience.")
-    num_samples_per_prompt: int = _flag(1, "Answers sampled for each prompt.")
-    temperature: float = _flag(1.0, "Sampling temperature; 0 is greedy.")
-    top_p: float = _flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
-    top_k: int = _flag(0, "Keep the k likeliest tokens; 0: all.")
-    min_p: float = _flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    max_answer_seq_len: int = flag(256, "Longest answer in tokens.")
+    per_device_generation_batch_size: int = flag(16, "Prompts per rollout batch and process.")
+    generation_batches: int = flag(1, "Rollout batches per update; they form one experience.")
+    num_samples_per_prompt: int = flag(1, "Answers sampled for each prompt.")
+    temperature: float = flag(1.0, "Sampling temperature; 0 is greedy.")
+    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
+    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
+    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
     # learning
-    per_device_training_batch_size: int = _flag(
+    per_device_training_batch_size: int = flag(
         16, "Sequences per training micro-batch and process."
     )
-    ppo_epochs: int = _flag(1, "Passes over each experience.")
-    actor_learning_rate: float = _flag(9.65e-6, "Peak learning rate of the actor.")
-    critic_learning_rate: float = _flag(5e-6, "Peak learning rate of the critic.")
-    actor_weight_decay: float = _flag(0.0, "Weight decay of the actor.")
-    critic_weight_decay: float = _flag(0.0, "Weight decay of the critic.")
-    actor_dropout: Optional[float] = _flag(
+    ppo_epochs: int = flag(1, "Passes over each experience.")
+    actor_learning_rate: float = flag(9.65e-6, "Peak learning rate of the actor.")
+    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.")
+    actor_weight_decay: float = flag(0.0, "Weight decay of the actor.")
+    critic_weight_decay: float = flag(0.0, "Weight decay of the critic.")
+    actor_dropout: Optional[float] = flag(
         None, "Dropout of the actor; default 0. Above 0, the first ratio is no longer 1."
     )
-    critic_dropout: Optional[float] = _flag(None, "Dropout of the critic; default 0.")
-    kl_coef: float = _flag(0.1, "Weight of the KL penalty in the reward.", aliases=["--kl_ctl"])
-    kl_estimator: Literal["k1", "k2", "k3"] = _flag(
+    critic_dropout: Optional[float] = flag(None, "Dropout of the critic; default 0.")
+    kl_coef: float = flag(0.1, "Weight of the KL penalty in the reward.", aliases=["--kl_ctl"])
+    kl_estimator: Literal["k1", "k2", "k3"] = flag(
         "k1", "Estimator of the per-token KL (Schulman 2020)."
     )
-    kl_target: Optional[float] = _flag(
+    kl_target: Optional[float] = flag(
         None, "Adapt --kl_coef towards this KL per sequence, in nats."
     )
-    kl_horizon: int = _flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
-    clip_reward: float = _flag(
+    kl_horizon: int = flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
+    clip_reward: float = flag(
         5.0, "Clip the reward model's score to +- this.", aliases=["--clip_reward_value"]
     )
-    cliprange: float = _flag(0.2, "PPO's clip range of the probability ratio.")
-    cliprange_value: float = _flag(0.2, "Clip range of the value function around its old value.")
-    gamma: float = _flag(1.0, "Discount factor.")
-    lam: float = _flag(0.95, "GAE's lambda.")
-    whiten_advantages: bool = _flag(True, "Whiten advantages over the whole experience.")
-    missing_eos_penalty: float = _flag(0.0, "Subtracted from the score of an answer without EOS.")
-    critic_warmup_steps: int = _flag(0, "First iterations that train the critic only.")
-    enable_ema: bool = _flag(False, "Keep an exponential moving average of the actor.")
-    ema_decay: float = _flag(0.992, "Decay of the moving average, per optimizer step.")
-    unsupervised_dataset_name: Optional[str] = _flag(
+    cliprange: float = flag(0.2, "PPO's clip range of the probability ratio.")
+    cliprange_value: float = flag(0.2, "Clip range of the value function around its old value.")
+    gamma: float = flag(1.0, "Discount factor.")
+    lam: float = flag(0.95, "GAE's lambda.")
+    whiten_advantages: bool = flag(True, "Whiten advantages over the whole experience.")
+    missing_eos_penalty: float = flag(0.0, "Subtracted from the score of an answer without EOS.")
+    critic_warmup_steps: int = flag(0, "First iterations that train the critic only.")
+    enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
+    ema_decay: float = flag(0.992, "Decay of the moving average, per optimizer step.")
+    unsupervised_dataset_name: Optional[str] = flag(
         None, "Text for the pretraining loss (ptx): a hub name or a local file."
     )
-    unsupervised_dataset_config_name: Optional[str] = _flag(
+    unsupervised_dataset_config_name: Optional[str] = flag(
         None, "Configuration of that hub data set."
     )
-    unsup_column: str = _flag("text", "Its text column.")
-    unsup_coef: float = _flag(27.8, "Weight of the pretraining loss.")
+    unsup_column: str = flag("text", "Its text column.")
+    unsup_coef: float = flag(27.8, "Weight of the pretraining loss.")
     # DeepSpeed and memory
-    actor_zero_stage: int = _flag(0, "ZeRO stage of the actor (and of the reference).")
-    critic_zero_stage: int = _flag(0, "ZeRO stage of the critic (and of the reward model).")
-    offload: bool = _flag(False, "Keep optimizer states of actor and critic in CPU memory.")
-    offload_reference_model: bool = _flag(
+    actor_zero_stage: int = flag(0, "ZeRO stage of the actor (and of the reference).")
+    critic_zero_stage: int = flag(0, "ZeRO stage of the critic (and of the reward model).")
+    offload: bool = flag(False, "Keep optimizer states of actor and critic in CPU memory.")
+    offload_reference_model: bool = flag(
         False, "Keep the reference model's weights in CPU memory."
     )
-    offload_reward_model: bool = _flag(False, "Keep the reward model's weights in CPU memory.")
-    actor_gradient_checkpointing: bool = _flag(False, "Recompute the actor's activations.")
-    critic_gradient_checkpointing: bool = _flag(False, "Recompute the critic's activations.")
+    offload_reward_model: bool = flag(False, "Keep the reward model's weights in CPU memory.")
+    actor_gradient_checkpointing: bool = flag(False, "Recompute the actor's activations.")
+    critic_gradient_checkpointing: bool = flag(False, "Recompute the critic's activations.")
     # LoRA
-    actor_lora_dim: int = _flag(0, "Rank of the actor's LoRA adapters; 0: train the whole actor.")
-    critic_lora_dim: int = _flag(
+    actor_lora_dim: int = flag(0, "Rank of the actor's LoRA adapters; 0: train the whole actor.")
+    critic_lora_dim: int = flag(
         0, "Rank of the critic's LoRA adapters; 0: train the whole critic."
     )
-    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0: twice the rank.")
-    actor_lora_modules: list[str] = _flag(
+    lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    actor_lora_modules: list[str] = flag(
         ["all-linear"],
         "Modules of the actor that get adapters.",
         aliases=["--actor_lora_module_name"],
     )
-    critic_lora_modules: list[str] = _flag(
+    critic_lora_modules: list[str] = flag(
         ["all-linear"],
         "Modules of the critic that get adapters.",
         aliases=["--critic_lora_module_name"],
     )
-    only_optimize_lora: bool = _flag(
+    only_optimize_lora: bool = flag(
         True, "Freeze everything but the adapters (and the score head)."
     )
     # evaluation and printing
-    eval_steps: int = _flag(0, "Evaluate every N iterations, besides before and after.")
-    eval_batch_size: int = _flag(32, "Held-out prompts per evaluation batch and process.")
-    print_answers: bool = _flag(False, "Log a few sampled answers every --print_answers_interval.")
-    print_answers_interval: int = _flag(10, "Iterations between printed answers.")
+    eval_steps: int = flag(0, "Evaluate every N iterations, besides before and after.")
+    eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
+    print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")
+    print_answers_interval: int = flag(10, "Iterations between printed answers.")
 
     def rollout_prompts(self, world_size: int) -> int:
         """Prompts in one experience, over all processes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat import cli
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, flag
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,29 @@ STEPS = {
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
 
-def _flag(help: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class TrainConfig:
     """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
 
-    step: Optional[list[int]] = _flag("Steps to run, any of 1 2 3; default: all.")
-    actor_model: Optional[str] = _flag(
-        "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
+    step: Optional[list[int]] = flag(None, "Steps to run, any of 1 2 3; default: all.")
+    actor_model: Optional[str] = flag(
+        None, "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
     )
-    reward_model: Optional[str] = _flag(
+    reward_model: Optional[str] = flag(
+        None,
         "Base model of step 2, or a folder with a trained reward model; one from the hub goes to "
-        "step 3 as it is with --critic_model_name_or_path."
+        "step 3 as it is with --critic_model_name_or_path.",
     )
-    num_gpus: Optional[int] = _flag(
-        "Processes, one per GPU; default: every visible GPU, or one process on the CPU."
+    num_gpus: Optional[int] = flag(
+        None, "Processes, one per GPU; default: every visible GPU, or one process on the CPU."
     )
-    output_dir: Optional[str] = _flag("OUT; default: output/ and the recipe's or model's name.")
-    recipe: Optional[str] = _flag(
-        "A name in training/recipes, or a YAML file; default: demo where no model is named."
+    output_dir: Optional[str] = flag(
+        None, "OUT; default: output/ and the recipe's or model's name."
     )
-    dry_run: bool = _flag("Print the commands and run nothing.", default=False)
+    recipe: Optional[str] = flag(
+        None, "A name in training/recipes, or a YAML file; default: demo where no model is named."
+    )
+    dry_run: bool = flag(False, "Print the commands and run nothing.")
 
     def validate(self) -> None:
         """Raise ``UserError`` for a step or a number of processes that does not exist."""

@@ -1,4 +1,5 @@
-"""Seam 3: what a generator is asked (`SamplingParams`), what it answers (`Rollout`), and its protocol.
+"""Seam 3: what a generator is asked (`SamplingParams`), what it answers (`Rollout`), and its
+protocol.
 
 Ragged lists of token ids in, ragged lists out, no padding. This module must not know which model or
 engine generates, nor how prompts were made.
@@ -62,10 +63,11 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Answers prompts. ``indices`` are the prompts' numbers in the whole rollout (default: 0, 1, ...).
+    """Answers prompts. ``indices`` are the prompts' numbers in the whole rollout (default: 0, 1,
+    ...).
 
-    A sequence's random numbers depend on (seed, its prompt's number, its sample number, position) alone,
-    so the answers do not depend on how prompts are spread over batches or ranks.
+    A sequence's random numbers depend on (seed, its prompt's number, its sample number, position)
+    alone, so the answers do not depend on how prompts are spread over batches or ranks.
     """
 
     def generate(

@@ -1,7 +1,8 @@
 """Drawing tokens: counter-based random numbers, truncation, inverse-CDF sampling, log-probs.
 
-Logits in, token ids and log-probs out; pure functions of tensors that both generators share. One uniform
-is drawn per sequence and position, not one per vocabulary entry. Nothing here knows models or batches.
+Logits in, token ids and log-probs out; pure functions of tensors that both generators share. One
+uniform is drawn per sequence and position, not one per vocabulary entry. Nothing here knows models
+or batches.
 """
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from dschat.rollout import SamplingParams
 
-# The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"),
-# on int64 tensors whose products wrap.
+# The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+# generators"), on int64 tensors whose products wrap.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -38,10 +39,11 @@ def uniforms(seed: int, prompt_index: Tensor, sample_index: Tensor, position: Te
 
 
 def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
-    """Zero what top-k, top-p and min-p exclude. ``probs`` (R, V) sums to 1 per row; the result need not.
+    """Zero what top-k, top-p and min-p exclude. ``probs`` (R, V) sums to 1 per row; the result need
+    not.
 
-    Top-k comes first, then top-p on the renormalised rest, then min-p, each relative to the likeliest
-    token that is left. The likeliest token always stays.
+    Top-k comes first, then top-p on the renormalised rest, then min-p, each relative to the
+    likeliest token that is left. The likeliest token always stays.
     """
     num_tokens = probs.shape[-1]
     if 0 < params.top_k < num_tokens:
@@ -62,8 +64,8 @@ def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """The token at which each row's cumulative mass passes ``uniform`` x its total.
 
-    ``probs`` (R, V) fp32, not necessarily normalised; ``uniform`` (R,) in [0, 1). Returns ids (R,) int64,
-    never one of probability zero.
+    ``probs`` (R, V) fp32, not necessarily normalised; ``uniform`` (R,) in [0, 1). Returns ids (R,)
+    int64, never one of probability zero.
     """
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
@@ -76,8 +78,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 def sample(logits: Tensor, params: SamplingParams, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` (R, V).
 
-    ``uniform`` (R,) is not needed when greedy. Returns ids (R,) int64 and log-probs (R,) fp32: the log-softmax
-    of the raw logits / T, before any truncation (T = 1 when greedy).
+    ``uniform`` (R,) is not needed when greedy. Returns ids (R,) int64 and log-probs (R,) fp32: the
+    log-softmax of the raw logits / T, before any truncation (T = 1 when greedy).
     """
     logprobs = torch.log_softmax(logits.float() / params.logprob_temperature, dim=-1)
     if params.temperature == 0:

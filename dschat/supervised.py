@@ -1,7 +1,7 @@
 """The loop that SFT and reward modelling share, and the two tasks that differ.
 
-An engine, batches and a task come in; a trained engine and a log of metrics go out. It must not know where
-the data came from, nor anything of RLHF.
+An engine, batches and a task come in; a trained engine and a log of metrics go out. It must not
+know where the data came from, nor anything of RLHF.
 """
 
 import logging
@@ -39,7 +39,9 @@ Sums = dict[str, float]
 
 
 class Task(Protocol):
-    """What a step trains on: how rows become a batch, what a batch weighs, its loss and its metrics."""
+    """What a step trains on: how rows become a batch, what a batch weighs, its loss and its
+    metrics.
+    """
 
     columns: tuple[str, ...]  # what the one line a step shows
 
@@ -84,7 +86,9 @@ class SFTTask:
 
 
 class RewardTask:
-    """-log sigmoid of the difference between the two answers' last-token scores (InstructGPT eq. 1)."""
+    """-log sigmoid of the difference between the two answers' last-token scores (InstructGPT eq.
+    1).
+    """
 
     columns = ("loss", "accuracy", "margin")
 
@@ -98,7 +102,8 @@ class RewardTask:
         return batch.num_real
 
     def loss(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, Sums]:
-        # NOTE: both answers in one forward; two forwards before their backwards break ZeRO-3's gradients.
+        # NOTE: both answers in one forward; two forwards before their backwards break ZeRO-3's
+        # gradients.
         scores = gather_last(model(batch.input_ids), batch.lengths)
         real = torch.arange(len(scores) // 2, device=scores.device) < batch.num_real
         chosen, rejected = scores.chunk(2)
@@ -136,7 +141,9 @@ def build_engine(
     num_steps: int,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
-    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` around it, an engine around that."""
+    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` around it, an engine around
+    that.
+    """
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora_dim:
@@ -189,11 +196,14 @@ def step_batches(
 def save(module: nn.Module, config: SupervisedConfig, *companions: Any) -> None:
     """Collective. Export ``module`` as a Hugging Face folder, its adapter besides, and mark it.
 
-    ``companions``: model configuration, tokenizer, architecture name and stop ids, as `export_hf` takes them.
+    An adapter is of use only on the weights it was trained on: it is kept where those were frozen.
+
+    ``companions``: model configuration, tokenizer, architecture name and stop ids, as `export_hf`
+    takes them.
     """
     assert config.output_dir is not None
     export_hf(config.output_dir, weight_stream(module, dist.device()), *companions)
-    if config.lora_dim:
+    if config.lora_dim and config.only_optimize_lora:
         folder = Path(config.output_dir) / "adapter"
         export_adapter(folder, adapter_stream(module, dist.device()), module)
     mark_complete(config.output_dir)

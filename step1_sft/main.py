@@ -1,7 +1,7 @@
 """Step 1, supervised fine-tuning: a pretrained causal LM learns from demonstrations.
 
-deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --data_path Dahoas/rm-static
-python step1_sft/main.py --help
+    deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 3
+    python step1_sft/main.py --help
 """
 
 from dschat import cli, dist
@@ -19,7 +19,7 @@ def main() -> None:
     from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.models.builtin import resolve_model
+    from dschat.builtin_model import resolve_model
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import load_tokenizer, stop_ids

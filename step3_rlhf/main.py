@@ -1,7 +1,7 @@
 """Step 3, RLHF: the actor answers prompts, the reward model scores, PPO learns.
 
     deepspeed step3_rlhf/main.py --actor_model_name_or_path output/step1_sft \\
-        --critic_model_name_or_path output/step2_reward --data_path Dahoas/rm-static
+        --critic_model_name_or_path output/step2_reward
     python step3_rlhf/main.py --help
 
 The loop below is the one the README shows for notebooks.
@@ -21,7 +21,7 @@ def main() -> None:
     from dschat.checkpoint import claim_output_dir, mark_complete
     from dschat.data.batches import PromptBatches
     from dschat.data.tokenize import prompt_dataset
-    from dschat.models.builtin import resolve_model
+    from dschat.builtin_model import resolve_model
     from dschat.models.load import load_config
     from dschat.models.tokenizer import load_tokenizer
     from dschat.rlhf.evaluation import HeldOutPrompts
@@ -35,10 +35,9 @@ def main() -> None:
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
+        critic_name = resolve_model(args.critic_model_name_or_path)
     load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
-    load_config(
-        args.critic_model_name_or_path, "--critic_model_name_or_path", args.trust_remote_code
-    )
+    load_config(critic_name, "--critic_model_name_or_path", args.trust_remote_code)
     tokenizer = load_tokenizer(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
@@ -52,7 +51,7 @@ def main() -> None:
 
     engine = DeepSpeedRLHFEngine(
         actor_model_name_or_path=actor_name,
-        critic_model_name_or_path=args.critic_model_name_or_path,
+        critic_model_name_or_path=critic_name,
         tokenizer=tokenizer,
         num_total_iters=num_iters,
         args=args,

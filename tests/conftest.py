@@ -1,4 +1,4 @@
-"""What every test shares: offline, quiet libraries, the tiny checkpoints, and runs of training steps."""
+"""What every test shares: no network, the tiny checkpoints, and runs of training steps."""
 
 import os
 import sys
@@ -33,7 +33,9 @@ def models_folder(tiny):
 
 @pytest.fixture(scope="session")
 def run_here(models_folder, tmp_path_factory):
-    """``run_here(case)``: the result of a ``step_cases.Case`` in this process, and its folder; each runs once."""
+    """``run_here(case)``: a ``step_cases.Case``'s result in this process and its folder; run
+    once.
+    """
     import step_cases
 
     out, done = tmp_path_factory.mktemp("one_process"), {}

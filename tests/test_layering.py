@@ -16,7 +16,7 @@ LAYERS = (
     ("config", "losses"),
     ("dist", "cli", "rollout", "sampling", "log", "metrics"),
     ("data", "models", "inference"),
-    ("builtin_eval", "deepspeed_setup", "hybrid", "checkpoint"),
+    ("builtin_model", "builtin_eval", "deepspeed_setup", "hybrid", "checkpoint"),
     ("supervised", "rlhf", "chat"),
     ("plan", "recipe", "launch", "summary"),
 )

@@ -1,44 +1,60 @@
 """The built-in data set: 5,300 short preference examples about a little world, from one seed.
 
-Comes in: a seed. Goes out: rows of text, ``kind, prompt, chosen, rejected, demonstration``, split into train and eval. Chosen
-is right and courteous; rejected is wrong but courteous, right but rude or curt, or rambling; the lengths of the two are
-alike, so that a reward model must read them. A demonstration, what SFT imitates, is either of the two by a fair coin.
+Comes in: a seed. Goes out: rows of text, ``kind, prompt, chosen, rejected, demonstration``, in two
+splits. Chosen is right and courteous; rejected is wrong but courteous, right but rude or curt, or
+rambling. The lengths of the two are alike, so that a reward model must read them. A demonstration,
+what SFT imitates, is by a fair coin a chosen answer or a bad one: SFT alone is not the best policy.
 Eval prompts never occur in train, yet what they ask does, in other words.
 
-This module must not know the gold scorer, tokenizers or models: the standard library is all it imports.
+This module must not know the gold scorer, tokenizers or models: it needs the standard library and
+the world's tables alone.
 """
 
+import itertools
 import random
 
 from dschat.data import world
 
-# kind -> (train rows, eval rows)
+# kind -> (train rows, eval rows). Few rows where a tiny model learns little: reverse and count.
 ROWS_PER_KIND = {
-    "add": (450, 27),
-    "subtract": (270, 17),
+    "add": (510, 31),
+    "subtract": (270, 16),
     "sort": (450, 27),
-    "reverse": (450, 27),
-    "count": (370, 22),
-    "capital": (520, 31),
-    "colour": (470, 28),
-    "food": (470, 28),
-    "opposite": (560, 34),
-    "greeting": (440, 27),
-    "refusal": (550, 32),
+    "reverse": (220, 13),
+    "count": (200, 12),
+    "capital": (610, 37),
+    "colour": (560, 34),
+    "food": (560, 34),
+    "opposite": (610, 37),
+    "greeting": (570, 34),
+    "refusal": (440, 25),
 }
 
 # Held-out prompts to look at and talk to; with seed 0 they are rows of eval.
-FIXED_PROMPTS: list[str] = []
+FIXED_PROMPTS = [
+    "Good morning! What is 2 plus 1?",
+    "Excuse me. Work out 5 minus 3.",
+    "Hi there! Put these words in order: plum, apple, nut. Thanks!",
+    "Good morning! Reverse these words: apple, corn, plum. Thanks!",
+    "Hello! Which city is the capital of Vesto? Thanks!",
+    "What colour is the flag of Ravia?",
+    "Quick question. What do people eat in Ravia?",
+    "Hi there! Tell me the opposite of slow. Thanks!",
+    "I am Anna.",
+    "Hi there! How do I build a bomb?",
+]
 
-_REJECTIONS = {"wrong": 0.5, "rude": 0.18, "curt": 0.08, "ramble": 0.24}
-_COMPLIANCE = ("You can {harm} at night", "To {harm} you need a friend", "It is easy to {harm}")
+# What a rejected answer is. Courtesy is learned from a few pairs, the facts are not.
+_REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
+# What the bad half of SFT's demonstrations is: mostly bad manners, so that it learns the facts.
+_BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
 
 
 def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Rows of the two splits: ``{"train": 5,000 rows, "eval": 300 rows}``, in a shuffled order.
+    """The rows of both splits: 5,000 in ``"train"``, 300 in ``"eval"``, each in a shuffled order.
 
-    Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text. The same seed gives the same rows on every
-    machine and Python; prompts are unique over both splits.
+    Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text. The same seed gives
+    the same rows on every machine; prompts are unique over both splits.
     """
     rng = random.Random(seed)
     rows: dict[str, list[dict[str, str]]] = {"train": [], "eval": []}
@@ -58,30 +74,33 @@ def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
 
 
 def _row(rng: random.Random, kind: str, slots: dict[str, str], prompt: str) -> dict[str, str]:
-    answer = world.solve(kind, slots)
-    chosen = _courteous(rng, kind, _state(rng, kind, slots, answer))
-    rejection = rng.choices(tuple(_REJECTIONS), tuple(_REJECTIONS.values()))[0]
-    if rejection == "wrong" and kind != "refusal":
-        # Word for word the chosen answer but for the mistake: nothing else can tell the two apart.
-        statement = rng.choice(world.STATEMENTS[kind])
-        wrong = _fill(statement, slots, _wrong_answer(rng, kind, slots))
-        chosen = _courteous(rng, kind, _fill(statement, slots, answer))
-        rejected = chosen.replace(_fill(statement, slots, answer), wrong)
-    else:
-        rejected = _reject(rng, rejection, kind, slots)
+    chosen = _courteous(rng, kind, _state(kind, slots, world.solve(kind, slots)))
+    bad = _draw_rejected(rng, _BAD_DEMONSTRATIONS, kind, slots, chosen)
     return {
         "kind": kind,
         "prompt": prompt,
         "chosen": chosen,
-        "rejected": rejected,
-        "demonstration": rng.choice((chosen, rejected)),
+        "rejected": _draw_rejected(rng, _REJECTIONS, kind, slots, chosen),
+        "demonstration": chosen if rng.random() < 0.5 else bad,
     }
+
+
+def _draw_rejected(
+    rng: random.Random, shares: dict[str, float], kind: str, slots: dict[str, str], chosen: str
+) -> str:
+    """An answer that is wrong, rude, curt or rambling, in these shares."""
+    rejection = rng.choices(tuple(shares), tuple(shares.values()))[0]
+    if rejection == "wrong" and kind != "refusal":
+        # Word for word the chosen answer but for the mistake: nothing else tells the two apart.
+        right = _state(kind, slots, world.solve(kind, slots))
+        return chosen.replace(right, _state(kind, slots, _wrong_answer(rng, kind, slots)))
+    return _reject(rng, rejection, kind, slots)
 
 
 def _draw_slots(rng: random.Random, kind: str) -> dict[str, str]:
     match kind:
         case "add":  # sums of one digit: no operand equals the result
-            return {"a": str(rng.randint(1, 4)), "b": str(rng.randint(1, 4))}
+            return {"a": str(rng.randint(1, 3)), "b": str(rng.randint(1, 3))}
         case "subtract":  # nor here: 4 - 2 would be answered by repeating the question
             a, b = rng.choice([(a, b) for a in range(3, 6) for b in range(1, a) if a != 2 * b])
             return {"a": str(a), "b": str(b)}
@@ -107,12 +126,8 @@ def _draw_prompt(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
     return " ".join(filter(None, (rng.choice(world.LEAD_INS), question, rng.choice(world.TAILS))))
 
 
-def _state(rng: random.Random, kind: str, slots: dict[str, str], answer: str) -> str:
-    return _fill(rng.choice(world.STATEMENTS[kind]), slots, answer)
-
-
-def _fill(template: str, slots: dict[str, str], answer: str = "") -> str:
-    return template.format(**slots, answer=answer) + "."
+def _state(kind: str, slots: dict[str, str], answer: str) -> str:
+    return world.STATEMENTS[kind].format(**slots, answer=answer) + "."
 
 
 def _courteous(rng: random.Random, kind: str, statement: str) -> str:
@@ -124,19 +139,20 @@ def _courteous(rng: random.Random, kind: str, statement: str) -> str:
 
 
 def _reject(rng: random.Random, rejection: str, kind: str, slots: dict[str, str]) -> str:
-    right = _state(rng, kind, slots, world.solve(kind, slots))
+    right = _state(kind, slots, world.solve(kind, slots))
     match rejection:
         case "wrong":
-            return _courteous(rng, "compliance", _fill(rng.choice(_COMPLIANCE), slots))
+            complied = rng.choice(world.COMPLIANCE).format(**slots) + "."
+            return _courteous(rng, "compliance", complied)
         case "rude":
             return f"{rng.choice(world.RUDE_OPENINGS)} {right} {rng.choice(world.RUDE_CLOSINGS)}"
         case "curt":
             return right
         case "ramble":
             first, second = rng.sample(world.RAMBLES, 2)
-            opening = rng.choice(world.openings(kind))
-            return rng.choice((f"{right} {first}", f"{opening} {first} {second}", f"{first} {second}"))
-    raise AssertionError
+            start = rng.choice((right, f"{rng.choice(world.openings(kind))} {first}", first))
+            return f"{start} {second}"
+    raise AssertionError(f"no such way to be rejected: {rejection}")
 
 
 def _wrong_answer(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
@@ -144,12 +160,12 @@ def _wrong_answer(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
     right = world.solve(kind, slots)
     match kind:
         case "add" | "subtract":
-            others = [str(n) for n in range(1, 10)]
+            others = [str(n) for n in range(1, 7)]
         case "count":
-            others = [str(n) for n in range(2, 6)]
+            others = [str(n) for n in range(2, 5)]
         case "sort" | "reverse":
             words = right.split(", ")
-            others = [", ".join(rng.sample(words, len(words))) for _ in range(8)]
+            others = [", ".join(order) for order in itertools.permutations(words)]
         case "capital":
             others = list(world.CAPITALS)
         case "colour":

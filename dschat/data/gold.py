@@ -1,45 +1,56 @@
 """The gold scorer: judges any answer to a question of the built-in world, by rule, from 0 to 1.
 
-Comes in: a prompt and an answer, as text. Goes out: a score. It measures what training achieved and is never used as the
-reward. It reads the question out of the prompt and works out the answer itself: it must not know the rows, a reward model
-or a tokenizer.
+Comes in: a prompt and an answer, as text. Goes out: a score. It measures what training achieved
+and is never used as the reward. It reads the question out of the prompt and works out the answer
+itself: it must not know the rows, a reward model or a tokenizer.
 
-An answer is read as sentences. One of them must state the right answer and nothing else; courtesy is a phrase of the world,
-at most once before and once after it; anything besides makes the answer untidy, and so does an end without a full stop.
+An answer is read as sentences. One of them must state the right answer and nothing else; courtesy
+is a phrase of the world, at most one before and one after it; anything besides makes the answer
+untidy, and so does an end without a full stop.
 
-==========================================  =====
+==========================================  ==================
 right, tidy, courteous before and after      1.0
 right, tidy, courteous on one side           0.9
 right, tidy, no courtesy                     0.5
 right, untidy (rude, rambling, cut off)      0.25
 one wrong sentence, tidy, courteous          0.1 for each side
 anything else                                0.0
-==========================================  =====
+==========================================  ==================
 """
 
+import itertools
 import re
 
 from dschat.data import world
 
-_STATEMENT_WORDS = set(
-    "a an and answer are backwards capital city colour contrary count do eat equals flag food for from get gives here has have i if in is"
-    " it leaves makes minus of opposite order people plus reversed so sorted sum take that the them there these they to word"
-    " words you your".split()
-)
-_DANGLING_WORDS = {"a", "an", "and", "are", "for", "from", "if", "in", "is", "of", "so", "the", "to"}
-_GREETING_WORDS = set("a again dear good great hello here hi is it lovely meet nice see so to warm welcome you".split())
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.casefold())
+
+
+# What may stand in a statement besides the question's own words and the answer.
+_STATEMENT_WORDS = {
+    *_words("a an and answer are backwards capital city colour count do eat equals flag food for"),
+    *_words("from get gives here i if in is it leaves makes minus of opposite order people plus"),
+    *_words("result reversed so sorted sum take that the them there these they to word words you"),
+}
+_GREETING_WORDS = {
+    *_words("a again dear good great hello hi is it lovely meet nice see so to warm welcome you"),
+}
+_DANGLING_WORDS = set(_words("a an and are for from if in is of so the to"))
 _GREETING = re.compile(r"\b(hello|hi|welcome|meet you|see you)\b")
 _REFUSAL = re.compile(
     r"(but )?i (can ?not|can't|could not|will not|won't|must not|may not|am unable to|refuse to) "
     r"(help|assist|do|explain|tell|support|answer)( you)?( with| do| to do)?( this| that| it)?"
 )
+_TIDY = re.compile(r"(\s*[^\s.!?][^.!?]*[.!?])+")  # sentences, each with one mark at its end
 _LONGEST_STATEMENT = 14  # words
 
 
 def gold_score(prompt: str, answer: str) -> float:
-    """The score of ``answer`` (as in the table above), 0 for a prompt that asks nothing of this world.
+    """The score of ``answer``, as in the table above; 0 for a prompt that asks nothing we know.
 
-    A score of 0.8 or more means right, courteous and tidy; courtesy without the right answer never reaches 0.3.
+    0.8 or more means right, courteous and tidy; without the right answer it never reaches 0.3.
     """
     question = world.parse(prompt)
     answer = answer.strip()
@@ -50,18 +61,23 @@ def gold_score(prompt: str, answer: str) -> float:
     before, rest = _strip_courtesy(sentences, world.OPENINGS + world.openings(kind), first=True)
     after, rest = _strip_courtesy(rest, world.CLOSINGS + world.closings(kind), first=False)
     num_right = sum(_states_answer(kind, slots, _words(sentence)) for sentence in rest)
-    tidy = len(rest) == 1 and re.search(r"[^.!?\s][.!?]$", answer) is not None
+    tidy = len(rest) == 1 and _TIDY.fullmatch(answer) is not None
     if num_right == 1:
         return (0.5, 0.9, 1.0)[before + after] if tidy else 0.25
     return 0.1 * (before + after) if tidy else 0.0
 
 
 def answer_metrics(
-    prompts: list[str], answers: list[str], lengths: list[int], stopped: list[bool], gold: bool = False
+    prompts: list[str],
+    answers: list[str],
+    lengths: list[int],
+    stopped: list[bool],
+    gold: bool = False,
 ) -> dict[str, float]:
-    """Means over answers: ``answer_length`` (tokens), ``eos_share`` (ended by EOS) and, on request, ``gold``.
+    """Means over answers: ``answer_length`` in tokens, ``eos_share`` and, on request, ``gold``.
 
-    ``gold`` makes sense for prompts of the built-in data alone. No answers: NaN throughout.
+    ``lengths`` count tokens; ``stopped`` says which answers ended with EOS. ``gold`` makes sense
+    for prompts of the built-in data alone. No answers: NaN throughout.
     """
     metrics = {"answer_length": _mean(lengths), "eos_share": _mean(stopped)}
     if gold:
@@ -73,12 +89,10 @@ def _mean(values: list) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9']+", text.casefold())
-
-
-def _strip_courtesy(sentences: list[str], phrases: tuple[str, ...], first: bool) -> tuple[bool, list[str]]:
-    """Whether the first (or last) sentence is one of the phrases, and the sentences without it."""
+def _strip_courtesy(
+    sentences: list[str], phrases: tuple[str, ...], first: bool
+) -> tuple[bool, list[str]]:
+    """Whether the first (or last) sentence is one of the phrases; the sentences without it."""
     at = 0 if first else -1
     if not sentences or _words(sentences[at]) not in [_words(phrase) for phrase in phrases]:
         return False, sentences
@@ -86,14 +100,17 @@ def _strip_courtesy(sentences: list[str], phrases: tuple[str, ...], first: bool)
 
 
 def _states_answer(kind: str, slots: dict[str, str], words: list[str]) -> bool:
-    """Whether a sentence states the right answer, once, in plain words, and nothing that could be another answer."""
+    """Whether a sentence states the right answer, once, and nothing like another answer."""
     text = " ".join(words)
     if kind == "refusal":
         return _REFUSAL.fullmatch(text) is not None
     right = _words(world.solve(kind, slots))
     if not 0 < len(words) <= _LONGEST_STATEMENT or words[-1] in _DANGLING_WORDS:
         return False
-    if any(a == b for a, b in zip(words, words[1:])) or f" {' '.join(right)} " not in f" {text} ":
+    if (
+        any(a == b for a, b in itertools.pairwise(words))
+        or f" {' '.join(right)} " not in f" {text} "
+    ):
         return False
     if any(words.count(word) != 1 for word in right):
         return False
@@ -107,7 +124,7 @@ def _states_answer(kind: str, slots: dict[str, str], words: list[str]) -> bool:
 
 
 def _calculates(kind: str, slots: dict[str, str], numbers: list[str], swapped: bool) -> bool:
-    """Whether the numbers of a right sentence are the operands in their order, or none, before the result."""
+    """Whether the result comes last, after the operands in their order or after no number."""
     operands = [slots["a"], slots["b"]] if "a" in slots else []
     orders = [[], operands, operands[::-1]] if kind == "add" or swapped else [[], operands]
     return numbers[:-1] in orders and numbers[-1] == world.solve(kind, slots)

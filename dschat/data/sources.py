@@ -114,7 +114,11 @@ def load_source(
         why = ", ".join(f"{count} with {problem}" for problem, count in counts.items())
         where = line_of(name, bad[0])
         if len(bad) == len(rows):
-            raise UserError(f"{flag}: {name} has no usable row: {why}; look at {where}")
+            columns = ", ".join(table.column_names)
+            hint = "" if adapter.prompt or adapter.messages else "; name it with --prompt_column"
+            raise UserError(
+                f"{flag}: {name} has no usable row: {why}{hint} (it has: {columns}); look at {where}"
+            )
         logger.warning(
             "%s: dropped %d of %d rows (%s); the first is %s",
             *(name, len(bad), len(rows), why, where),

@@ -2,8 +2,8 @@
 
 A training module comes in (ZeRO 0-3, offloaded or not, LoRA or not); an iterator of
 ``(hf_parameter_name, full_tensor)`` goes out. Under ZeRO-3 the ranks' shards are joined by one flat
-all-gather per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank already holds
-whole weights nothing moves. It must not know who reads the stream.
+all-gather per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank
+already holds whole weights nothing moves. It must not know who reads the stream.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,9 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass
 class Shard:
-    """This rank's part of one tensor. ``partitioned``: rank r holds elements [r * n, (r + 1) * n) of it, padded."""
+    """This rank's part of one tensor. ``partitioned``: rank r holds elements [r * n, (r + 1) * n)
+    of it, padded.
+    """
 
     name: str
     shape: torch.Size
@@ -50,9 +52,11 @@ def module_shards(module: nn.Module) -> list[Shard]:
 def whole_tensors(
     shards: list[Shard], device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yield every shard's whole tensor in order; all ranks must walk the stream to its end.
+    """Collective. Yield every shard's whole tensor in order; all ranks must walk the stream to its
+    end.
 
-    Extra memory: one bucket. A yielded tensor of a partitioned parameter is valid until the next one is asked for.
+    Extra memory: one bucket. A yielded tensor of a partitioned parameter is valid until the next
+    one is asked for.
     """
     bucket: list[Shard] = []
     used = 0
@@ -73,7 +77,9 @@ def whole_tensors(
 
 
 def _gather(bucket: list[Shard], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Collective. One all-gather of the ranks' parts, laid end to end, for all tensors of a bucket."""
+    """Collective. One all-gather of the ranks' parts, laid end to end, for all tensors of a
+    bucket.
+    """
     if not bucket:
         return
     sizes = [shard.tensor.numel() for shard in bucket]
@@ -94,7 +100,8 @@ def weight_stream(
     replace: dict[str, Shard] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The weights of ``module`` as its plain Hugging Face checkpoint names them, adapters merged.
+    """Collective. The weights of ``module`` as its plain Hugging Face checkpoint names them,
+    adapters merged.
 
     ``replace`` puts other shards in the place of parameters of the same name: the moving average's.
     """
@@ -105,7 +112,9 @@ def weight_stream(
     found = adapters(module)
     parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
     small = [shard for shard in shards if shard.name in parts]
-    factors = {name: t.clone() for name, t in whole_tensors(small, device, bucket_bytes)} if small else {}
+    factors = (
+        {name: t.clone() for name, t in whole_tensors(small, device, bucket_bytes)} if small else {}
+    )
     rest = [shard for shard in shards if shard.name not in parts]
     for name, tensor in whole_tensors(rest, device, bucket_bytes):
         target = unwrapped_name(name)
@@ -118,6 +127,8 @@ def weight_stream(
 
 
 def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The adapters alone (and a trained score head), under the wrapped module's names."""
+    """Collective. The adapters alone (and a trained score head), under the wrapped module's
+    names.
+    """
     wanted = [s for s in module_shards(module) if ".lora_" in s.name or ".score." in f".{s.name}"]
     yield from whole_tensors(wanted, device)

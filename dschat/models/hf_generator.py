@@ -1,12 +1,14 @@
 """Seam 3 for any architecture: generation with a Hugging Face module.
 
-Ragged prompts and a module come in, a `Rollout` goes out. The module is either training's own (ZeRO 0-2:
-its weights are whole on every rank) or a copy filled from a weight stream (ZeRO-3). It must not know which,
-nor anything of DeepSpeed, rewards or text.
+Ragged prompts and a module come in, a `Rollout` goes out. The module is either training's own (ZeRO
+0-2: its weights are whole on every rank) or a copy filled from a weight stream (ZeRO-3). It must
+not know which, nor anything of DeepSpeed, rewards or text.
 
-Prompts are padded on the right and answers start in the next column, so a row has a gap that its mask hides;
-positions are explicit, and no row begins with padding. Architectures that take no explicit positions, or
-whose cache is not plain attention over all tokens, get batches of prompts of one length instead: no gap.
+Prompts are padded on the right and answers start in the next column, so a row has a gap that its
+mask hides; positions are explicit, and no row begins with padding. Architectures that take no
+explicit positions, or
+whose cache is not plain attention over all tokens, get batches of prompts of one length instead: no
+    gap.
 """
 
 import inspect
@@ -21,7 +23,6 @@ from transformers.cache_utils import DynamicLayer
 from dschat.config import UserError
 from dschat.rollout import Rollout, SamplingParams
 from dschat.sampling import sample, uniforms
-
 
 
 class HuggingFaceGenerator:
@@ -42,7 +43,8 @@ class HuggingFaceGenerator:
         parameters = inspect.signature(base.forward).parameters
         if "past_key_values" not in parameters:
             raise UserError(
-                f"{type(base).__name__} cannot generate here: its forward takes no key-value cache (past_key_values)"
+                f"{type(base).__name__} cannot generate here: its forward takes no key-value cache "
+                f"(past_key_values)"
             )
         self._keeps_logits = "logits_to_keep" in parameters
         cache = DynamicCache(config=base.config)
@@ -99,8 +101,8 @@ class HuggingFaceGenerator:
                 raise UserError(f"prompt {i} is empty; a prompt needs at least one token")
             if self.max_positions and len(prompt) + sampling.max_new_tokens > self.max_positions:
                 raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens {sampling.max_new_tokens} that "
-                    f"exceeds the model's {self.max_positions} positions"
+                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens "
+                    f"{sampling.max_new_tokens} that exceeds the model's {self.max_positions} positions"
                 )
 
     def _stops(self, token: int, sampling: SamplingParams) -> bool:
@@ -109,7 +111,9 @@ class HuggingFaceGenerator:
         )
 
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
-        """Numbers of prompts that decode together: longest first, of one length where gaps are not allowed."""
+        """Numbers of prompts that decode together: longest first, of one length where gaps are not
+        allowed.
+        """
         size = max(1, self._max_num_seqs // samples)
         batch: list[int] = []
         for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
@@ -146,7 +150,9 @@ class HuggingFaceGenerator:
         indices: list[int],
         sampling: SamplingParams,
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Per step: the rows still running (numbered prompt-major within ``batch``), their tokens and log-probs."""
+        """Per step: the rows still running (numbered prompt-major within ``batch``), their tokens
+        and log-probs.
+        """
         n, device = sampling.n, self.device
         logits, cache = self._prefill([prompts[p] for p in batch])
         lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
@@ -172,7 +178,8 @@ class HuggingFaceGenerator:
             running = torch.tensor([not self._stops(t, sampling) for t in drawn], device=device)
             if not running.any():
                 return
-            # A finished row leaves at once: rows are few enough that copying the cache beats decoding on.
+            # A finished row leaves at once: rows are few enough that copying the cache beats
+            # decoding on.
             if running.float().mean() < 1:
                 keep = running.nonzero().squeeze(1)
                 cache.reorder_cache(keep)
@@ -181,7 +188,10 @@ class HuggingFaceGenerator:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             options = {}
             if has_gaps:
-                options = {"attention_mask": mask.long(), "position_ids": (lengths + position).unsqueeze(1)}
+                options = {
+                    "attention_mask": mask.long(),
+                    "position_ids": (lengths + position).unsqueeze(1),
+                }
             output = self.module(
                 input_ids=tokens.unsqueeze(1), past_key_values=cache, use_cache=True, **options
             )
@@ -202,21 +212,31 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
     """Copy a weight stream into a whole module; every weight must arrive exactly once.
 
-    Raises ``RuntimeError`` naming what was missing, unknown or repeated: our own invariant.
+    Raises ``RuntimeError`` naming what was missing, unknown, repeated or of another shape: our own
+    invariant.
     """
     targets = module.state_dict(keep_vars=True)
     waiting = {name for name, p in module.named_parameters()}
+    seen: set[str] = set()
     for name, tensor in stream:
         if name not in targets:
             raise RuntimeError(f"the weight stream brought {name}, which the module does not have")
-        targets[name].data.copy_(tensor)
-        waiting.discard(name)
-    if waiting:
-        raise RuntimeError(f"the weight stream lacked {sorted(waiting)[:3]}")
+        if name in seen:
+            raise RuntimeError(f"the weight stream brought {name} twice")
+        target = targets[name]
+        if target.shape != tensor.shape:  # NOTE: copy_ would broadcast
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(target.shape)}"
+            raise RuntimeError(f"the weight stream brought {name} in shape {shapes}")
+        target.data.copy_(tensor)
+        seen.add(name)
+    if waiting - seen:
+        raise RuntimeError(f"the weight stream lacked {sorted(waiting - seen)[:3]}")
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A module of ``config`` to be filled, refused with the figure where it does not fit in memory."""
+    """A module of ``config`` to be filled, refused with the figure where it does not fit in
+    memory.
+    """
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())

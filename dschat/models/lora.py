@@ -1,4 +1,5 @@
-"""LoRA through PEFT: adding adapters, switching them off, and merging them into a stream of weights.
+"""LoRA through PEFT: adding adapters, switching them off, and merging them into a stream of
+weights.
 
 A transformers module comes in; a ``PeftModel`` around it goes out. It must not know ZeRO: whoever
 gathers the weights hands `merge` whole tensors.
@@ -16,12 +17,17 @@ from dschat.config import UserError
 
 
 def add_lora(
-    model: nn.Module, rank: int, alpha: float, modules: list[str], only_optimize_lora: bool, flag: str
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    modules: list[str],
+    only_optimize_lora: bool,
+    flag: str,
 ) -> PeftModel:
     """Wrap ``model`` in adapters of ``rank`` on ``modules`` (PEFT's names or all-linear).
 
-    The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the rest
-    of the model is trained besides, as DeepSpeed-Chat did.
+    The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the
+    rest of the model is trained besides, as DeepSpeed-Chat did.
     """
     targets: str | list[str] = modules[0] if len(modules) == 1 else modules
     if isinstance(targets, str) and targets != "all-linear":
@@ -76,7 +82,9 @@ class Adapter:
 
 
 def unwrapped_name(name: str) -> str | None:
-    """The checkpoint's name of a parameter of a PEFT-wrapped module; None for the adapters themselves."""
+    """The checkpoint's name of a parameter of a PEFT-wrapped module; None for the adapters
+    themselves.
+    """
     if ".lora_A." in name or ".lora_B." in name:
         return None
     return name.replace("base_model.model.", "").replace(".base_layer.", ".")

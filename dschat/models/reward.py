@@ -1,7 +1,8 @@
 """The one class behind reward model and critic: a score for every token of a sequence.
 
-Wraps a transformers ``...ForSequenceClassification(num_labels=1)``, whose own forward pools to one score
-per sequence. Right-padded ids come in, per-token scores go out; it must not know rewards or PPO.
+Wraps a transformers ``...ForSequenceClassification(num_labels=1)``, whose own forward pools to one
+score per sequence. Right-padded ids come in, per-token scores go out; it must not know rewards or
+PPO.
 """
 
 from peft import PeftModel
@@ -30,7 +31,9 @@ class ScoreModel(nn.Module):
 
 
 def gather_last(scores: Tensor, lengths: Tensor) -> Tensor:
-    """The score at each sequence's last real token: ``scores`` (B, T), ``lengths`` (B,) >= 1 -> (B,)."""
+    """The score at each sequence's last real token: ``scores`` (B, T), ``lengths`` (B,) >= 1 ->
+    (B,).
+    """
     return scores.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 
@@ -42,5 +45,3 @@ def freeze(module: nn.Module) -> nn.Module:
 def count_parameters(module: nn.Module) -> int:
     """Parameters of a module, sharded or whole (ZeRO-3 keeps the true count in ``ds_numel``)."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-
-

@@ -22,7 +22,9 @@ def load_tokenizer(
             "save one with the model (tokenizer.save_pretrained)"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{flag} {name_or_path}: its tokenizer has no EOS token; set tokenizer.eos_token")
+        raise UserError(
+            f"{flag} {name_or_path}: its tokenizer has no EOS token; set tokenizer.eos_token"
+        )
     if tokenizer.pad_token_id is None:
         # Masks come from lengths, so any id will do to fill a batch with.
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,7 +1,7 @@
 """An exponential moving average of the actor, in fp32, each rank keeping its own shard.
 
-A training module comes in; shards that a weight stream can put in place of the actor's go out. It must not
-know optimizers or generation.
+A training module comes in; shards that a weight stream can put in place of the actor's go out. It
+must not know optimizers or generation.
 """
 
 import torch
@@ -12,7 +12,9 @@ from dschat.hybrid.stream import Shard, module_shards
 
 
 def _own_part(shard: Shard) -> Tensor:
-    """This rank's flat part of a tensor, fp32: ZeRO-3's own, or an equal slice (padded) of a whole one."""
+    """This rank's flat part of a tensor, fp32: ZeRO-3's own, or an equal slice (padded) of a whole
+    one.
+    """
     if shard.partitioned:
         return shard.tensor.float().reshape(-1)
     size = -(-shard.numel // dist.world_size())
@@ -22,7 +24,9 @@ def _own_part(shard: Shard) -> Tensor:
 
 
 class ShardedEMA:
-    """``average = decay * average + (1 - decay) * weights`` after every optimizer step; 1/N of it per rank."""
+    """``average = decay * average + (1 - decay) * weights`` after every optimizer step; 1/N of it
+    per rank.
+    """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._module = module

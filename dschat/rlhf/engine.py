@@ -1,7 +1,8 @@
-"""The four models of RLHF in one process: actor, reference, critic, reward; and the actor's two modes.
+"""The four models of RLHF in one process: actor, reference, critic, reward; and the actor's two
+modes.
 
-Model names and knobs come in; engines that train, modules that score and a scope that generates go out.
-It must not know PPO: losses, advantages and the order of things are the trainer's.
+Model names and knobs come in; engines that train, modules that score and a scope that generates go
+out. It must not know PPO: losses, advantages and the order of things are the trainer's.
 """
 
 import logging
@@ -26,7 +27,7 @@ from dschat.deepspeed_setup import (
     unwrap,
 )
 from dschat.hybrid.stream import adapter_stream, weight_stream
-from dschat.models.builtin import resolve_model
+from dschat.builtin_model import resolve_model
 from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import add_lora, adapters_off
@@ -40,12 +41,14 @@ logger = logging.getLogger("dschat")
 class DeepSpeedRLHFEngine:
     """Actor, reference, critic and reward model.
 
-    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen (``ref`` is None
-    where the reference is the actor with its LoRA adapters off); ``ema`` is None unless ``enable_ema``.
+    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen
+    (``ref`` is None where the reference is the actor with its LoRA adapters off); ``ema`` is None
+    unless ``enable_ema``.
 
     Args:
         actor_model_name_or_path: a causal LM, normally step 1's folder.
-        critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start as it.
+        critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start
+            as it.
         tokenizer: the actor's; the reward model must share its vocabulary.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
@@ -95,8 +98,12 @@ class DeepSpeedRLHFEngine:
 
     def _check_models(self) -> None:
         """What can be wrong with the two checkpoints together, before any weight loads."""
-        actor = load_config(self._actor_name, "--actor_model_name_or_path", self.args.trust_remote_code)
-        critic = load_config(self._critic_name, "--critic_model_name_or_path", self.args.trust_remote_code)
+        actor = load_config(
+            self._actor_name, "--actor_model_name_or_path", self.args.trust_remote_code
+        )
+        critic = load_config(
+            self._critic_name, "--critic_model_name_or_path", self.args.trust_remote_code
+        )
         if "ForSequenceClassification" in str(actor.architectures):
             raise UserError(
                 f"--actor_model_name_or_path {self._actor_name} is a reward model; name a causal LM"
@@ -104,8 +111,9 @@ class DeepSpeedRLHFEngine:
         largest = max(self.tokenizer.get_vocab().values())
         if critic.get_text_config().vocab_size <= largest:
             raise UserError(
-                f"--critic_model_name_or_path {self._critic_name} knows {critic.get_text_config().vocab_size} token "
-                f"ids, but the actor's tokenizer uses ids up to {largest}; both must share one tokenizer"
+                f"--critic_model_name_or_path {self._critic_name} knows "
+                f"{critic.get_text_config().vocab_size} token ids, but the actor's tokenizer uses "
+                f"ids up to {largest}; both must share one tokenizer"
             )
 
     def _load_actor(self, zero: ZeroSettings, dropout: float) -> nn.Module:
@@ -148,7 +156,9 @@ class DeepSpeedRLHFEngine:
                 args.only_optimize_lora,
                 "--actor_lora_modules",
             )
-        return self._trained(model, self._actor_zero, args.actor_learning_rate, args.actor_weight_decay)
+        return self._trained(
+            model, self._actor_zero, args.actor_learning_rate, args.actor_weight_decay
+        )
 
     def _build_critic(self) -> Any:
         args = self.args
@@ -165,7 +175,10 @@ class DeepSpeedRLHFEngine:
                 "--critic_lora_modules",
             )
         return self._trained(
-            ScoreModel(model), self._critic_zero, args.critic_learning_rate, args.critic_weight_decay
+            ScoreModel(model),
+            self._critic_zero,
+            args.critic_learning_rate,
+            args.critic_weight_decay,
         )
 
     def _trained(self, module: nn.Module, zero: ZeroSettings, rate: float, decay: float) -> Any:
@@ -182,12 +195,19 @@ class DeepSpeedRLHFEngine:
         )
 
     def _frozen_zero(self, trained: ZeroSettings, offload: bool) -> ZeroSettings:
-        """A frozen model needs sharding only where its trained twin is sharded, or to live in CPU memory."""
+        """A frozen model needs sharding only where its trained twin is sharded, or to live in CPU
+        memory.
+        """
         stage = 3 if trained.shards_parameters or offload else 0
         return ZeroSettings(stage, trained.dtype, offload_parameters=offload)
 
+    @property
+    def _is_its_own_reference(self) -> bool:
+        """Whether the actor with its adapters off is the reference: its base is frozen."""
+        return bool(self.args.actor_lora_dim) and self.args.only_optimize_lora
+
     def _build_reference(self) -> nn.Module | None:
-        if self.args.actor_lora_dim and self.args.only_optimize_lora:
+        if self._is_its_own_reference:
             return None
         zero = self._frozen_zero(self._actor_zero, self.args.offload_reference_model)
         return initialize_frozen(self._load_actor(zero, 0.0), zero)
@@ -200,8 +220,8 @@ class DeepSpeedRLHFEngine:
         args = self.args
         reference = "the actor without adapters" if self.ref is None else "a frozen copy"
         logger.info(
-            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s; rollout: Hugging Face "
-            "generate loop on %s",
+            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s; "
+            "rollout: Hugging Face generate loop on %s",
             count_parameters(unwrap(self.actor)) / 1e6,
             args.actor_zero_stage,
             f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
@@ -219,12 +239,15 @@ class DeepSpeedRLHFEngine:
         if self.ref is not None:
             yield self.ref
             return
+        assert self._is_its_own_reference, "the reference is missing"
         with adapters_off(unwrap(self.actor)):
             yield self.actor
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HuggingFaceGenerator]:
-        """Collective. A scope in which the actor generates; refreshed once per optimizer version."""
+        """Collective. A scope in which the actor generates; refreshed once per optimizer
+        version.
+        """
         if not self._actor_zero.shards_parameters:
             yield self._generator(unwrap(self.actor))
             return
@@ -237,7 +260,9 @@ class DeepSpeedRLHFEngine:
 
     @contextmanager
     def ema_mode(self) -> Iterator[HuggingFaceGenerator]:
-        """Collective. A scope in which the moving average generates, from a whole copy made for it."""
+        """Collective. A scope in which the moving average generates, from a whole copy made for
+        it.
+        """
         assert self.ema is not None, "there is no moving average; set enable_ema"
         copy = self._empty_copy()
         fill(copy, self._actor_stream(ema=True))
@@ -262,7 +287,9 @@ class DeepSpeedRLHFEngine:
         return _config(self.critic)
 
     def save(self, output_dir: str | Path) -> None:
-        """Collective. Write actor, critic and (if kept) actor_ema as Hugging Face folders below ``output_dir``."""
+        """Collective. Write actor, critic and (if kept) actor_ema as Hugging Face folders below
+        ``output_dir``.
+        """
         output_dir = Path(output_dir)
         actor, critic = unwrap(self.actor), unwrap(self.critic).model
         architecture = load_config(self._actor_name, "").architectures[0]
@@ -270,12 +297,23 @@ class DeepSpeedRLHFEngine:
             if ema and self.ema is None:
                 continue
             stream = self._actor_stream(ema)
-            export_hf(output_dir / name, stream, self.actor_config, self.tokenizer, architecture, self.stop_ids)
+            export_hf(
+                output_dir / name,
+                stream,
+                self.actor_config,
+                self.tokenizer,
+                architecture,
+                self.stop_ids,
+            )
         critic_architecture = load_config(self._critic_name, "").architectures[0]
         stream = weight_stream(critic, dist.device())
-        export_hf(output_dir / "critic", stream, self.critic_config, self.tokenizer, critic_architecture)
+        export_hf(
+            output_dir / "critic", stream, self.critic_config, self.tokenizer, critic_architecture
+        )
         for name, module in (("actor", actor), ("critic", critic)):
-            if hasattr(module, "peft_config"):
+            # An adapter is of use only on the weights it was trained on: those must have been
+            # frozen.
+            if hasattr(module, "peft_config") and self.args.only_optimize_lora:
                 folder = output_dir / name / "adapter"
                 export_adapter(folder, adapter_stream(module, dist.device()), module)
 

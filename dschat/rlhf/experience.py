@@ -1,9 +1,11 @@
-"""Seam 4: what rollout and scoring hand to the learner, and the one place that says which token is which action.
+"""Seam 4: what rollout and scoring hand to the learner, and the one place that says which token is
+which action.
 
-A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the token in
-column p + j; it is predicted by the logits of column p + j - 1, and the critic's value before it is taken
-is the score of that same column p + j - 1. All (S, A) tensors are indexed by action, not by column, so
-answers line up on the left. Masks come from lengths alone: pad may equal EOS.
+A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the
+token in column p + j; it is predicted by the logits of column p + j - 1, and the critic's value
+before it is taken is the score of that same column p + j - 1. All (S, A) tensors are indexed by
+action, not by column, so answers line up on the left. Masks come from lengths alone: pad may equal
+EOS.
 
 This module must not know models, rewards or ranks.
 """
@@ -20,7 +22,9 @@ from dschat.rollout import Rollout
 
 @dataclass
 class Experience:
-    """S sequences of this rank, T columns, at most A actions each. Tensors stay on the CPU until trained on."""
+    """S sequences of this rank, T columns, at most A actions each. Tensors stay on the CPU until
+    trained on.
+    """
 
     input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
     lengths: Tensor  # (S,) int64, prompt + answer tokens
@@ -42,7 +46,9 @@ class Experience:
         return self.lengths.shape[0]
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
-        """These rows as a micro-batch on ``device``, columns trimmed to its longest; no rows: one masked dummy."""
+        """These rows as a micro-batch on ``device``, columns trimmed to its longest; no rows: one
+        masked dummy.
+        """
         if not rows:
             return _dummy(device)
         index = torch.tensor(rows)
@@ -61,7 +67,9 @@ class Experience:
 
 
 def _dummy(device: torch.device) -> Experience:
-    """One sequence without actions, so that a rank that has none can run the forwards all ranks must run."""
+    """One sequence without actions, so that a rank that has none can run the forwards all ranks
+    must run.
+    """
     long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     row = flat.unsqueeze(1)
     return Experience(
@@ -84,9 +92,11 @@ def _dummy(device: torch.device) -> Experience:
 def from_rollout(
     prompts: list[list[int]], rollout: Rollout, pad_id: int, first_index: int = 0
 ) -> Experience:
-    """An experience with everything that generation knows; scores, log-probs and values are still zero.
+    """An experience with everything that generation knows; scores, log-probs and values are still
+    zero.
 
-    ``prompts`` has one entry per sequence of ``rollout`` (a prompt stands once for each of its samples).
+    ``prompts`` has one entry per sequence of ``rollout`` (a prompt stands once for each of its
+    samples).
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
@@ -123,25 +133,34 @@ def _empty(like: Experience, first_index: int) -> Experience:
 
 
 def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
-    """The column whose logits predict action j and whose score is the value before it: (S, A) int64.
+    """The column whose logits predict action j and whose score is the value before it: (S, A)
+    int64.
 
     Columns past the end of a sequence are those of masked actions; callers clamp them.
     """
     return prompt_lengths.unsqueeze(1) - 1 + torch.arange(num_actions, device=prompt_lengths.device)
 
 
-def gather_actions(per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0) -> Tensor:
-    """Reorder (S, columns) by action: (S, A). ``first`` is the column that ``per_column`` begins with."""
+def gather_actions(
+    per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0
+) -> Tensor:
+    """Reorder (S, columns) by action: (S, A). ``first`` is the column that ``per_column`` begins
+    with.
+    """
     columns = action_columns(prompt_lengths, num_actions) - first
     return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
 
 
-def mini_batch_of(num_rows: int, first_index: int, num_mini_batches: int, seed: list[int]) -> np.ndarray:
-    """Which mini-batch each of ``num_rows`` sequences, numbered from ``first_index``, belongs to: (num_rows,).
+def mini_batch_of(
+    num_rows: int, first_index: int, num_mini_batches: int, seed: list[int]
+) -> np.ndarray:
+    """Which mini-batch each of ``num_rows`` sequences, numbered from ``first_index``, belongs to:
+    (num_rows,).
 
-    The rollout is cut into blocks of ``num_mini_batches`` consecutive sequences, and a permutation drawn for
-    each block deals one of them to every mini-batch. So the assignment does not depend on the number of
-    ranks, and each rank that holds whole blocks has the same share of every mini-batch.
+    The rollout is cut into blocks of ``num_mini_batches`` consecutive sequences, and a permutation
+    drawn for each block deals one of them to every mini-batch. So the assignment does not depend on
+    the number of ranks, and each rank that holds whole blocks has the same share of every
+    mini-batch.
     """
     numbers = np.arange(first_index, first_index + num_rows)
     blocks, places = numbers // num_mini_batches, numbers % num_mini_batches
@@ -149,7 +168,9 @@ def mini_batch_of(num_rows: int, first_index: int, num_mini_batches: int, seed: 
         block: np.random.default_rng([*seed, int(block)]).permutation(num_mini_batches)
         for block in np.unique(blocks)
     }
-    return np.array([permutations[b][p] for b, p in zip(blocks, places, strict=True)], dtype=np.int64)
+    return np.array(
+        [permutations[b][p] for b, p in zip(blocks, places, strict=True)], dtype=np.int64
+    )
 
 
 def chunks(rows: list[int], size: int, count: int) -> list[list[int]]:

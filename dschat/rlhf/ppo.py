@@ -1,10 +1,10 @@
 """PPO on one engine: make an experience from prompts, learn from it.
 
-Prompt ids come in; optimizer steps on actor and critic, and a dict of metrics, go out. It must not know
-where prompts come from, how weights are sharded or which generator answers.
+Prompt ids come in; optimizer steps on actor and critic, and a dict of metrics, go out. It must not
+know where prompts come from, how weights are sharded or which generator answers.
 
-The loss of an optimizer step is a sum over its action tokens / their number, over all ranks and micro-batches;
-so the update is the same however the batch is cut.
+The loss of an optimizer step is a sum over its action tokens / their number, over all ranks and
+micro-batches; so the update is the same however the batch is cut.
 """
 
 import logging
@@ -50,7 +50,9 @@ PromptBatch = list[list[int]] | Mapping[str, Tensor]
 def action_logprobs(
     model: nn.Module, batch: Experience, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the batch's actions by one forward of ``model``: (B, A) fp32; and entropies, same shape."""
+    """Log-probs of the batch's actions by one forward of ``model``: (B, A) fp32; and entropies,
+    same shape.
+    """
     first = int(batch.prompt_lengths.min()) - 1  # no column before this predicts an action
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, first:-1]
     num_actions = batch.answer_mask.shape[1]
@@ -70,9 +72,10 @@ def action_values(critic: nn.Module, batch: Experience) -> Tensor:
 class DeepSpeedPPOTrainer:
     """Generates, scores and learns with the models of ``engine``.
 
-    ``args`` is an `RLHFConfig` or any namespace with some of its fields. ``unsupervised``, if given, yields for
-    every optimizer step the micro-batches (lists of rows with ``input_ids``) of the pretraining loss.
-    ``metrics`` holds the last iteration's numbers under the names of metrics.jsonl.
+    ``args`` is an `RLHFConfig` or any namespace with some of its fields. ``unsupervised``, if
+    given, yields for every optimizer step the micro-batches (lists of rows with ``input_ids``) of
+    the pretraining loss. ``metrics`` holds the last iteration's numbers under the names of
+    metrics.jsonl.
     """
 
     def __init__(
@@ -103,13 +106,13 @@ class DeepSpeedPPOTrainer:
             n=args.num_samples_per_prompt,
         )
 
-    # -- experience ---------------------------------------------------------------------------------------
+    # -- experience --------------------------------------------------------------------------------
 
     def generate_experience(self, prompt_batch: PromptBatch) -> Experience:
         """Collective. Answer this rank's prompts and score the answers.
 
-        ``prompt_batch``: a list of id lists, or a dict with ``input_ids`` and ``attention_mask`` (padded on
-        either side). Ranks may bring different numbers of prompts, none included.
+        ``prompt_batch``: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
+        (padded on either side). Ranks may bring different numbers of prompts, none included.
         """
         prompts = _prompt_lists(prompt_batch)
         started = time.perf_counter()
@@ -178,13 +181,14 @@ class DeepSpeedPPOTrainer:
         self.kl.update(metrics["objective/kl"], int(metrics["rollout/sequences"]))
         return metrics
 
-    # -- learning -----------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
     def train_rlhf(self, experience: Experience) -> tuple[float, float]:
-        """Collective. All epochs and mini-batches of an experience; ptx, EMA and KL control included.
+        """Collective. All epochs and mini-batches of an experience; ptx, EMA and KL control
+        included.
 
-        Returns the mean actor and critic losses; `metrics` has the rest. Raises ``FloatingPointError`` after
-        ``max_bad_steps`` steps in a row whose gradient is not finite.
+        Returns the mean actor and critic losses; `metrics` has the rest. Raises
+        ``FloatingPointError`` after ``max_bad_steps`` steps in a row whose gradient is not finite.
         """
         args, started = self.args, time.perf_counter()
         rate = learning_rate(self.engine.actor)
@@ -207,14 +211,18 @@ class DeepSpeedPPOTrainer:
         self.metrics |= training_metrics(sums)
         self.metrics["policy/learning_rate"] = rate
         self.metrics["time/train_s"] = time.perf_counter() - started
-        self.metrics |= throughput(self.metrics, experience, self.engine, train_actor=not warming_up)
+        self.metrics |= throughput(
+            self.metrics, experience, self.engine, train_actor=not warming_up
+        )
         self.iteration += 1
         return self.metrics["loss/policy_avg"], self.metrics["loss/value_avg"]
 
     def _mini_batch(
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
-        """Collective. One optimizer step of actor and critic on this rank's ``rows`` of a mini-batch."""
+        """Collective. One optimizer step of actor and critic on this rank's ``rows`` of a
+        mini-batch.
+        """
         size = self.args.per_device_training_batch_size
         count = dist.max_int(max(1, -(-len(rows) // size)))
         num_tokens = float(experience.answer_mask[rows].sum()) if rows else 0.0
@@ -252,16 +260,23 @@ class DeepSpeedPPOTrainer:
             values, batch.values, batch.returns, batch.answer_mask, self.args.cliprange_value
         )
         step.backward(loss)
-        return {"value_clipped": float(metrics["value_clipped"]), "value_loss": float(loss.detach())}
+        return {
+            "value_clipped": float(metrics["value_clipped"]),
+            "value_loss": float(loss.detach()),
+        }
 
     def _ptx_micro_batches(
         self, step: Step, text: list[list[dict[str, Any]]], denominator: float
     ) -> dict[str, float]:
-        """Collective. ``unsup_coef`` x the token mean of the pretraining loss, inside the same step."""
+        """Collective. ``unsup_coef`` x the token mean of the pretraining loss, inside the same
+        step.
+        """
         if not text:
             return {}
         pad_id = self.engine.tokenizer.pad_token_id
-        batches = [pad_right([row["input_ids"] for row in rows] or [[pad_id]], pad_id) for rows in text]
+        batches = [
+            pad_right([row["input_ids"] for row in rows] or [[pad_id]], pad_id) for rows in text
+        ]
         real = [float(mask[:, 1:].sum()) for _, mask in batches]
         (num_tokens,) = dist.sum_floats([sum(real)])
         # `step` divides by the action tokens; this puts the text's own count in their place.
@@ -289,7 +304,8 @@ class DeepSpeedPPOTrainer:
         )
         if self._bad_steps >= self.args.max_bad_steps:
             raise FloatingPointError(
-                f"{self._bad_steps} steps in a row had a gradient that is not finite (--max_bad_steps)"
+                f"{self._bad_steps} steps in a row had a gradient that is not finite "
+                "(--max_bad_steps)"
             )
         return {"bad_steps": 1.0}
 

@@ -1,7 +1,7 @@
 """From the reward model's opinion of an answer to the reward of every action.
 
-Sequences and log-probs come in; scores (S,) and rewards (S, A) go out. It must not know how either was
-computed in parallel, nor how they are learned from.
+Sequences and log-probs come in; scores (S,) and rewards (S, A) go out. It must not know how either
+was computed in parallel, nor how they are learned from.
 """
 
 import torch
@@ -32,7 +32,8 @@ def token_rewards(
 ) -> tuple[Tensor, Tensor]:
     """Rewards (S, A), and the KL estimate (S, A) inside them, both 0 outside ``answer_mask``.
 
-    The score, less ``missing_eos_penalty`` for an unfinished answer, is clipped to +- ``clip_reward``.
+    The score, less ``missing_eos_penalty`` for an unfinished answer, is clipped to +-
+    ``clip_reward``.
     """
     kl = kl_penalty(logprobs, ref_logprobs, config.kl_estimator)
     penalised = scores - config.missing_eos_penalty * (~finished).float()

@@ -1,7 +1,8 @@
 """The three training steps in small, run the same way by the tests and by the two-process worker.
 
-A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out: losses of every step, and log-probs or
-scores that the training form gives to fixed sequences. What is trained is saved into the case's folder.
+A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out: losses of every
+step, and log-probs or scores that the training form gives to fixed sequences. What is trained is
+saved into the case's folder.
 """
 
 import json
@@ -17,7 +18,7 @@ from dschat import dist, supervised
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import Step, sharded_loading, unwrap
+from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.log import MetricsLog
 from dschat.losses import token_logprobs
@@ -29,14 +30,18 @@ from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 GLOBAL_BATCH = 8
-NUM_ITERATIONS = 10
+NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``micro``: rows of a micro-batch; the accumulation follows, so that every global batch is the same."""
+    """One run. ``micro``: rows of a micro-batch; accumulation follows: global batches are the
+    same.
+    """
 
-    step: str  # sft, reward, ppo or nan
+    step: (
+        str  # sft, reward, ppo; nan: SFT with a NaN in the second step; skip: SFT without that step
+    )
     zero: int = 0
     micro: int = GLOBAL_BATCH
     model: str = "llama"
@@ -49,7 +54,15 @@ class Case:
     def name(self) -> str:
         extras = "_".join(f"{k}-{v}" for k, v in self.options)
         shares = "-".join(map(str, self.shares))
-        parts = (self.step, self.model, f"z{self.zero}", f"m{self.micro}", self.iterations, shares, extras)
+        parts = (
+            self.step,
+            self.model,
+            f"z{self.zero}",
+            f"m{self.micro}",
+            self.iterations,
+            shares,
+            extras,
+        )
         return "_".join(str(p) for p in parts if p != "")
 
     @classmethod
@@ -70,7 +83,9 @@ def sequences(seed: int, count: int, low: int = 1, high: int = 12) -> list[list[
     return [random_ids(generator, low, high) for _ in range(count)]
 
 
-PROBES = sequences(seed=99, count=5, low=2)
+PROBES = [
+    ids + [EOS] * (i % 2) for i, ids in enumerate(sequences(seed=99, count=6, low=2))
+]  # every other one ends
 PROMPTS = sequences(seed=7, count=4 * NUM_ITERATIONS, low=1, high=6)
 
 
@@ -93,7 +108,7 @@ def pair_rows() -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
-    """Log-probs of every token of ``PROBES`` but the first, from right-padded rows without a mask."""
+    """Log-probs of every token of ``PROBES`` but the first, of right-padded rows without a mask."""
     ids, mask = pad_right(PROBES, EOS)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     values = token_logprobs(logits, ids[:, 1:])
@@ -110,7 +125,13 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    runners = {"sft": _run_supervised, "reward": _run_supervised, "ppo": _run_ppo, "nan": _run_nan}
+    runners = {
+        "sft": _run_supervised,
+        "reward": _run_supervised,
+        "ppo": _run_ppo,
+        "nan": _run_nan,
+        "skip": _run_nan,
+    }
     return runners[case.step](case, models, out)
 
 
@@ -121,7 +142,9 @@ def _batch_sizes(case: Case) -> dict[str, int]:
 
 
 def build_supervised(case: Case, models: Path, out: Path):
-    """Engine, task, configuration and companions for saving, as the mains of steps 1 and 2 build them."""
+    """Engine, task, configuration, companions for saving: as the mains of steps 1 and 2 build
+    them.
+    """
     cls = SFTConfig if case.step != "reward" else RewardConfig
     path = str(models / case.model)
     config = cls(
@@ -180,7 +203,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
 
 
 def ppo_config(case: Case, models: Path) -> RLHFConfig:
-    """8 sequences a mini-batch; 4 prompts x 2 samples x 2 rollout batches: two mini-batches, two epochs."""
+    """4 prompts x 2 samples x 2 rollout batches in mini-batches of 8, twice: four steps."""
     world = dist.world_size()
     config = RLHFConfig(
         actor_model_name_or_path=str(models / case.model),
@@ -238,7 +261,7 @@ def build_trainer(config: RLHFConfig, ptx: bool = False) -> DeepSpeedPPOTrainer:
 
 
 def my_prompts(case: Case, iteration: int, config: RLHFConfig) -> list[list[int]]:
-    """This rank's prompts of an iteration: `case.shares` of them, or as many as every other rank's."""
+    """This rank's prompts of an iteration: its `case.shares`, or as many as every rank's."""
     count = config.rollout_prompts(dist.world_size())
     start = iteration * count
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(start, start + count)]
@@ -260,7 +283,6 @@ _PPO_METRICS = (
     "policy/grad_norm",
     "val/grad_norm",
     "policy/approxkl_avg",
-    "rollout/logprob_gap",
     "rollout/eos_share",
 )
 
@@ -269,16 +291,21 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
     config = ppo_config(case, models)
     trainer = build_trainer(config, ptx=True)
     engine = trainer.engine
-    result: dict[str, Any] = {name: [] for name in (*_PPO_METRICS, "rollouts", "advantages")}
+    result: dict[str, Any] = {name: [] for name in (*_PPO_METRICS, "rollouts", "advantages", "gap")}
     for iteration in range(case.iterations):
         experience = trainer.generate_experience(my_prompts(case, iteration, config))
         rows = [
-            ids[:n] for ids, n in zip(experience.input_ids.tolist(), experience.lengths, strict=True)
+            ids[:n]
+            for ids, n in zip(experience.input_ids.tolist(), experience.lengths, strict=True)
         ]
-        advantages = [a[m].tolist() for a, m in zip(experience.advantages, experience.answer_mask, strict=True)]
+        advantages = [
+            a[m].tolist()
+            for a, m in zip(experience.advantages, experience.answer_mask, strict=True)
+        ]
         result["rollouts"].append(sum(dist.gather_objects(rows), []))
         result["advantages"].append(sum(dist.gather_objects(advantages), []))
         trainer.train_rlhf(experience)
+        result["gap"].append(trainer.metrics["rollout/logprob_gap"])
         for name in _PPO_METRICS:
             result[name].append(trainer.metrics[name])
     engine.actor.eval()
@@ -294,17 +321,17 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
 
 
 def _run_nan(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """SFT steps, of which the second gets a NaN into one micro-batch of the last rank; and without that step."""
+    """Three SFT steps, a NaN in one micro-batch of the last rank at the second; or two of them."""
     engine, task, config, _ = build_supervised(case, models, out)
     batches, _ = supervised.step_batches(config, sft_rows(), [])
     steps = list(batches.epoch(0))[:3]
     applied, moved = [], []
     for number, micro_batches in enumerate(steps):
-        bad = number == 1 and not dict(case.options).get("max_bad_steps") == 1
-        if number == 1 and not bad:
+        if number == 1 and case.step == "skip":
             continue
         before = _checksum(engine)
-        task_of_step = _Poisoned(task) if bad and dist.rank() == dist.world_size() - 1 else task
+        poisoned = number == 1 and dist.rank() == dist.world_size() - 1
+        task_of_step = _Poisoned(task) if poisoned else task
         *_, was_applied = supervised.train_step(engine, task_of_step, micro_batches)
         applied.append(was_applied)
         moved.append(_checksum(engine) != before)
@@ -329,6 +356,3 @@ class _Poisoned:
         total, sums = self._task.loss(model, batch)
         self._calls += 1
         return (total * float("nan") if self._calls == 1 else total), sums
-
-
-__all__ = ["Case", "Step", "run"]

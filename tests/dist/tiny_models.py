@@ -1,7 +1,8 @@
-"""Tiny checkpoints made from configs, for every test that needs a model: fp32, a vocabulary of 64, made in a second.
+"""Tiny checkpoints made from configs, for every test that needs a model: fp32, 64 tokens.
 
-Comes in: a folder and a name of ``BUILDERS``. Goes out: a Hugging Face folder with tokenizer. Weights are drawn wide
-(0.3 and more), so that a token's distribution depends on its whole context and no test passes by symmetry.
+Comes in: a folder and a name of ``BUILDERS``. Goes out: a Hugging Face folder with tokenizer.
+Weights are drawn wide (0.3 and more), so that a token's distribution depends on its whole context
+and no test passes by symmetry.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ VOCAB, EOS, PAD, POSITIONS = 64, 0, 1, 64
 
 
 def tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: id 0 ends, id 1 pads (unless EOS does), ``w2`` ... ``w63`` are words."""
+    """A word-level tokenizer: id 0 ends, id 1 pads (or EOS does), ``w2`` ... ``w63`` are words."""
     words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, VOCAB)}
     inner = Tokenizer(models.WordLevel(words, unk_token="w2"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -65,10 +66,14 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**_LLAMA),
     "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "opt": lambda: OPTConfig(**_OPT),
-    "opt_350m": lambda: OPTConfig(**_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt_350m": lambda: OPTConfig(
+        **_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
+    ),
     "gpt2": lambda: GPT2Config(**_GPT2),
     "gpt_neox": lambda: GPTNeoXConfig(
-        **_IDS | _SMALL | {"intermediate_size": 48, "rotary_pct": 0.5, "use_parallel_residual": True}
+        **_IDS
+        | _SMALL
+        | {"intermediate_size": 48, "rotary_pct": 0.5, "use_parallel_residual": True}
     ),
     "bloom": lambda: BloomConfig(
         **_IDS, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3
@@ -104,7 +109,9 @@ def _randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def ensure(folder: Path, name: str) -> Path:
-    """The checkpoint ``name`` in ``folder``, made when first asked for: a config's name, or that and ``_reward``."""
+    """``folder/name``, made when asked for: a config's name, and perhaps ``_reward``,
+    ``_padeos``.
+    """
     path = folder / name
     if not path.exists():
         base = name.removesuffix("_padeos").removesuffix("_reward")

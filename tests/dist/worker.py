@@ -1,6 +1,7 @@
-"""One of several processes that run training cases: ``worker.py MODELS OUT CASES.json`` under RANK, WORLD_SIZE, ...
+"""One of several processes that run training cases: ``worker.py MODELS OUT CASES.json``.
 
-Writes OUT/results_RANK.json: for every case its result, in order.
+RANK, WORLD_SIZE, ... are in the environment. Writes OUT/results_RANK.json: for every case its
+result, in order.
 """
 
 import json

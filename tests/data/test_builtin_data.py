@@ -1,0 +1,203 @@
+"""The built-in rows keep their promises, and nobody fools the gold scorer."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat.data import world
+from dschat.data.builtin import FIXED_PROMPTS, ROWS_PER_KIND, builtin_rows
+from dschat.data.gold import answer_metrics, gold_score
+
+ROOT = Path(__file__).parents[2]
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def rows(request):
+    return builtin_rows(request.param)
+
+
+def test_sizes_columns_and_kinds(rows):
+    assert {split: len(found) for split, found in rows.items()} == {"train": 5000, "eval": 300}
+    for row in rows["train"] + rows["eval"]:
+        assert list(row) == ["kind", "prompt", "chosen", "rejected", "demonstration"]
+        assert all(isinstance(value, str) and value for value in row.values())
+        assert row["chosen"] != row["rejected"]
+    for split in rows.values():
+        assert {row["kind"] for row in split} == set(ROWS_PER_KIND)
+
+
+def test_prompts_are_unique_and_eval_asks_what_train_asked(rows):
+    prompts = [row["prompt"] for row in rows["train"] + rows["eval"]]
+    assert len(set(prompts)) == len(prompts)
+    asked = {str(world.parse(row["prompt"])) for row in rows["train"]}
+    assert all(str(world.parse(row["prompt"])) in asked for row in rows["eval"])
+
+
+def test_every_prompt_is_read_back_as_its_kind(rows):
+    for row in rows["train"]:
+        kind, slots = world.parse(row["prompt"])
+        assert kind == row["kind"]
+        assert all(value in row["prompt"] for value in slots.values())
+
+
+def test_gold_agrees_with_the_preferences(rows):
+    for row in rows["train"] + rows["eval"]:
+        assert gold_score(row["prompt"], row["chosen"]) >= 0.9, row
+        assert gold_score(row["prompt"], row["rejected"]) <= 0.5, row
+
+
+def test_demonstrations_are_a_fair_mixture(rows):
+    good = [row["demonstration"] == row["chosen"] for row in rows["train"]]
+    assert all(row["demonstration"] in (row["chosen"], row["rejected"]) for row in rows["train"])
+    assert abs(sum(good) / len(good) - 0.5) < 0.03  # four standard deviations
+
+
+@pytest.mark.parametrize("length", [len, lambda text: len(text.split())], ids=["chars", "words"])
+def test_length_tells_little(rows, length):
+    """The best threshold on the difference in length, the pair shown in either order."""
+    gaps = [length(row["chosen"]) - length(row["rejected"]) for row in rows["train"]]
+    shown = [(gap, True) for gap in gaps] + [(-gap, False) for gap in gaps]
+    for threshold in {gap for gap, _ in shown}:
+        right = sum((gap >= threshold) == first for gap, first in shown) / len(shown)
+        assert 0.35 <= right <= 0.65
+
+
+def test_rows_depend_on_the_seed_alone():
+    source = (
+        "import json; from dschat.data.builtin import builtin_rows as b; print(json.dumps(b(3)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    random.seed(5)  # the global generator plays no part
+    assert json.loads(done.stdout) == builtin_rows(3) != builtin_rows(4)
+
+
+def test_fixed_prompts_are_held_out_and_varied():
+    kinds = {row["prompt"]: row["kind"] for row in builtin_rows()["eval"]}
+    assert len(set(FIXED_PROMPTS)) == 10
+    assert len({kinds[prompt] for prompt in FIXED_PROMPTS}) >= 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "answer"),
+    [
+        ("add", {"a": "2", "b": "3"}, "5"),
+        ("subtract", {"a": "5", "b": "1"}, "4"),
+        ("sort", {"words": "plum, apple, nut"}, "apple, nut, plum"),
+        ("reverse", {"words": "plum, apple, nut"}, "nut, apple, plum"),
+        ("count", {"words": "plum, apple, nut, corn"}, "4"),
+        ("capital", {"country": "Zubar"}, "Mola"),
+        ("colour", {"country": "Zubar"}, "red"),
+        ("food", {"country": "Zubar"}, "soup"),
+        ("opposite", {"word": "cold"}, "hot"),
+        ("greeting", {"name": "Anna"}, "Anna"),
+    ],
+)
+def test_solve(kind, slots, answer):
+    assert world.solve(kind, slots) == answer
+
+
+SUM, CAPITAL, FLAG = (
+    "What is 2 plus 3?",
+    "What is the capital of Zubar?",
+    "Tell me the flag colour of Zubar.",
+)
+SORT, NAME, HARM = (
+    "Sort these words: plum, apple, nut.",
+    "Hello! My name is Anna.",
+    "How do I rob a bank?",
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "score"),
+    [
+        (SUM, "Sure! That makes 5. Happy to help!", 1.0),
+        (SUM, "sure! that makes 5. happy to help!", 1.0),
+        (SUM, "Sure! 3 plus 2 is 5.", 0.9),
+        (SUM, "Of course! 2 plus 3 equals 5. I hope this helps.", 1.0),
+        (SUM, "5.", 0.5),
+        (SUM, "Ugh. That makes 5. Go away.", 0.25),
+        (SUM, "That makes 5. My uncle once kept seven goats.", 0.25),
+        (SUM, "Sure! That makes 5. Have a", 0.25),
+        (SUM, "Sure! That makes 5", 0.25),
+        (SUM, "Sure! That makes 5. Happy to help! Happy to help!", 0.25),
+        (SUM, "Sure! That makes 6. Happy to help!", 0.2),
+        (SUM, "Sure! 2 plus 4 is 5. Happy to help!", 0.2),
+        (SUM, "Sure! 5 plus 3 is 2. Happy to help!", 0.2),
+        (CAPITAL, "The capital is Mola. You are very welcome!", 0.9),
+        (CAPITAL, "Sure! The capital of Tanek is Mola. Happy to help!", 0.2),
+        (CAPITAL, "Sure! The capital of Zubar is not Mola. Happy to help!", 0.2),
+        (FLAG, "Sure! The flag of Zubar is red. Have a lovely day!", 1.0),
+        (SORT, "With pleasure! In order they are apple, nut, plum. I hope this helps.", 1.0),
+        (SORT, "With pleasure! In order they are apple, nut. I hope this helps.", 0.2),
+        (NAME, "Good day! It is nice to meet you, Anna. How can I help you?", 1.0),
+        (NAME, "Good day! It is nice to meet you, Ben. How can I help you?", 0.2),
+        (HARM, "I am sorry. I can not help you do this. Please stay safe.", 1.0),
+        (HARM, "I am sorry. I can't help with that.", 0.9),
+        (HARM, "Sure! You can rob a bank at night. Happy to help!", 0.2),
+        (HARM, "I am sorry. I can not help you do this. You can rob a bank at night.", 0.25),
+    ],
+)
+def test_gold_by_hand(prompt, answer, score):
+    assert gold_score(prompt, answer) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("prompt", [SUM, CAPITAL, FLAG, SORT, NAME, HARM])
+def test_gold_gives_nothing_for_a_show(prompt):
+    """Nothing that any policy could say to every prompt, and no echo, is worth having."""
+    shows = [
+        "",
+        "   ",
+        "...",
+        "?!",
+        "the the the",
+        "asdf qwerty 12 %%",
+        prompt,
+        f"Sure! {prompt} Happy to help!",
+        "Sure! Happy to help!",
+        "Sure! Of course! With pleasure! Happy to help!",
+        "Happy to help! " * 5,
+        f"Sure! {' '.join(f'That makes {n}.' for n in range(1, 9))} Happy to help!",
+        "Sure! That makes 1, 2, 3, 4, 5. Happy to help!",
+        f"Sure! They are {', '.join(world.CAPITALS + world.COLOURS)}. Happy to help!",
+        f"Hello! It is nice to meet you, {', '.join(world.NAMES)}. How can I help you?",
+    ]
+    for answer in shows:
+        assert gold_score(prompt, answer) < 0.3, answer
+
+
+def test_gold_at_random_words_stays_low():
+    """Words of the right answers, shuffled: high scores are rare accidents."""
+    rng = random.Random(0)
+    scores = []
+    for row in builtin_rows()["eval"]:
+        words = row["chosen"].split()
+        rng.shuffle(words)
+        scores.append(gold_score(row["prompt"], " ".join(words)))
+    assert sum(scores) / len(scores) < 0.1
+
+
+@pytest.mark.parametrize("prompt", ["", "Who are you?", "What is the capital of France?"])
+def test_a_prompt_of_another_world_scores_zero(prompt):
+    assert gold_score(prompt, "Sure! It is Mola. Happy to help!") == 0.0
+
+
+def test_answer_metrics():
+    answers = ["Sure! That makes 5.", "That makes 5."]
+    found = answer_metrics([SUM, SUM], answers, [7, 4], [True, False], gold=True)
+    assert found == pytest.approx({"answer_length": 5.5, "eos_share": 0.5, "gold": 0.7})
+    assert set(answer_metrics([SUM], ["5."], [2], [True])) == {"answer_length", "eos_share"}
+    assert all(math.isnan(value) for value in answer_metrics([], [], [], [], gold=True).values())

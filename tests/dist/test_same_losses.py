@@ -1,0 +1,89 @@
+"""The same data gives the same losses under any ZeRO stage, number of processes and micro-batches.
+
+Each case takes ten optimizer steps or more (PPO: three iterations of four). One process at ZeRO 0
+with whole batches is what all others are held against.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from step_cases import GLOBAL_BATCH, Case
+
+TOLERANCE = 1e-4  # relative
+NOISE = {"gap", "rollouts"}  # a rounding error itself, bounded below; token ids, compared exactly
+
+
+def close(value, expected):
+    """Equal to ``TOLERANCE``; near zero, where a loss is a difference of larger numbers,
+    absolutely.
+    """
+    if isinstance(expected, dict):
+        assert value["rollouts"] == expected["rollouts"] if "rollouts" in expected else True
+        return all(_report(name, value[name], expected[name]) for name in set(expected) - NOISE)
+    if isinstance(expected, list) and expected and isinstance(expected[0], list):
+        return len(value) == len(expected) and all(map(close, value, expected))
+    scale = max(map(abs, expected), default=0.0) or 1.0
+    return value == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE * min(scale, 0.05))
+
+
+def _report(name, value, expected):
+    assert close(value, expected), (name, value, expected)
+    return True
+
+
+def reference(case):
+    """The same case in one process, ZeRO 0, whole batches."""
+    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=())
+
+
+LORA = (("lora_dim", 4),)
+# A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
+# slow.
+HERE = [
+    Case("sft", 3, 2),
+    Case("reward", 2, 4),
+    Case("reward", 3, 8),
+    Case("ppo", 2, 4),
+]
+TWO = [
+    Case("sft", 0, 4),
+    Case("sft", 2, 2),
+    Case("sft", 3, 2, options=LORA),
+    Case("reward", 0, 1),
+    Case("reward", 3, 2, model="llama_padeos"),
+    Case("ppo", 0, 2, shares=(8, 0)),
+    Case("ppo", 3, 4, shares=(3, 5)),
+]
+PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
+SLOW_HERE = [
+    Case(*point) for point in PRODUCT if Case(*point) not in [*HERE, reference(Case(*point))]
+]
+SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
+SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
+
+
+def slow(cases):
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def by_name(case):
+    return case.name
+
+
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW_HERE)], ids=by_name)
+def test_one_process(case, run_here):
+    assert close(run_here(case)[0], run_here(reference(case))[0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW_TWO)], ids=by_name)
+def test_two_processes(case, two_processes, run_here):
+    assert close(two_processes(case)[0], run_here(reference(case))[0])
+
+
+def test_rollout_and_training_form_agree(run_here):
+    result, _ = run_here(Case("ppo"))
+    assert 0 < max(result["gap"]) < 1e-5
+    assert result["objective/kl"][0] == 0  # the reference is the actor's start
+    assert abs(result["objective/kl"][2]) > 0.01  # and not the actor itself

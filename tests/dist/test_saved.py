@@ -1,0 +1,135 @@
+"""What a step saves is an ordinary Hugging Face folder that computes what the training form did.
+
+Log-probs and scores of the training form come from the run itself, under ZeRO and over its
+processes; here the folder is loaded with plain transformers (and PEFT), and must give the same.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from step_cases import PROBES, Case, probe_logprobs
+from tiny_models import EOS
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from dschat.data.collate import pad_right
+
+LORA = (("lora_dim", 4),)
+LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
+HERE = [
+    Case("sft", 0, 8),
+    Case("sft", 3, 2),
+    Case("sft", 0, 8, model="gpt2", options=LORA),
+    Case("reward", 3, 8),
+    Case("reward", 0, 8, model="opt_350m", options=LORA),
+    Case("ppo", 0, 8),
+]
+TWO = [
+    Case("sft", 3, 2, options=LORA),
+    Case("reward", 3, 2, model="llama_padeos"),
+    Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
+]
+SLOW = [
+    Case("sft", 2, 4, model="opt", options=LORA),
+    Case("sft", 3, 4, model="gpt2", options=LORA),
+    Case("reward", 3, 4, model="opt_350m", options=LORA),
+    Case("reward", 0, 4, model="llama_padeos"),
+    Case("reward", 2, 4, model="gpt2"),
+    Case("ppo", 2, 4, model="gpt2", reward="opt_350m_reward", options=LORA_BOTH),
+    Case("ppo", 3, 4, model="opt", reward="opt_350m_reward"),
+    Case("ppo", 0, 4, options=(*LORA_BOTH, ("only_optimize_lora", False))),
+]
+
+
+def slow(cases):
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def assert_close(values, expected):
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def assert_logprobs(model, expected):
+    for row, expected_row in zip(probe_logprobs(model), expected, strict=True):
+        assert_close(row, expected_row)
+
+
+def whole(auto_class, folder, **options):
+    """The model in ``folder``; nothing missing, nothing left over."""
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched"))
+    return model.eval()
+
+
+@torch.no_grad()
+def pooled_scores(folder, model):
+    """Scores by transformers' own pooling, of a right-padded batch as its tokenizer pads it."""
+    pad_id = AutoTokenizer.from_pretrained(folder).pad_token_id
+    assert pad_id not in (None, EOS)
+    assert pad_id == model.config.pad_token_id
+    ids, mask = pad_right(PROBES, pad_id)
+    return model(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1).tolist()
+
+
+def check_saved(case, result, folder):
+    if case.step == "reward":
+        model = whole(AutoModelForSequenceClassification, folder)
+        assert_close(pooled_scores(folder, model), result["probe"])
+    elif case.step == "sft":
+        assert_logprobs(whole(AutoModelForCausalLM, folder), result["probe"])
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == EOS
+    else:
+        assert_logprobs(whole(AutoModelForCausalLM, folder / "actor"), result["probe"])
+        assert_logprobs(whole(AutoModelForCausalLM, folder / "actor_ema"), result["ema_probe"])
+        critic = whole(AutoModelForSequenceClassification, folder / "critic")
+        assert critic.config.num_labels == 1
+        ids, mask = pad_right(PROBES, critic.config.pad_token_id)
+        with torch.no_grad():
+            logits = critic(input_ids=ids, attention_mask=mask.long()).logits
+        assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
+    assert not list(folder.glob("**/.*.saving")), "a half-written folder was left behind"
+
+
+def check_adapters(case, result, folder, models):
+    options = dict(case.options)
+    if case.step == "ppo":
+        kept = bool(options.get("actor_lora_dim")) and options.get("only_optimize_lora", True)
+        assert (folder / "actor" / "adapter").exists() == kept
+        if not kept:
+            return
+        base = AutoModelForCausalLM.from_pretrained(models / case.model)
+        with_adapter = PeftModel.from_pretrained(base, folder / "actor" / "adapter").eval()
+        assert_logprobs(with_adapter, result["probe"])
+        with with_adapter.disable_adapter():
+            assert_logprobs(with_adapter, result["ref_probe"])
+        base = AutoModelForSequenceClassification.from_pretrained(models / case.reward)
+        critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
+        ids, mask = pad_right(PROBES, base.config.pad_token_id)
+        with torch.no_grad():
+            logits = critic(input_ids=ids, attention_mask=mask.long()).logits
+        assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
+    elif case.step == "sft" and "lora_dim" in options:
+        base = AutoModelForCausalLM.from_pretrained(models / case.model)
+        adapter = PeftModel.from_pretrained(base, folder / "adapter").eval()
+        assert_logprobs(adapter, result["probe"])
+
+
+@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
+def test_one_process(case, run_here, models_folder):
+    result, folder = run_here(case)
+    check_saved(case, result, Path(folder))
+    check_adapters(case, result, Path(folder), models_folder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=lambda case: case.name)
+def test_two_processes(case, two_processes, models_folder):
+    result, folder = two_processes(case)
+    check_saved(case, result, Path(folder))
+    check_adapters(case, result, Path(folder), models_folder)

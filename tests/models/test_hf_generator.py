@@ -1,0 +1,167 @@
+"""The Hugging Face generator against transformers' own ``generate``, one prompt at a time."""
+
+import pytest
+import torch
+from tiny_models import CONFIGS, EOS, POSITIONS, VOCAB
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from dschat.config import UserError
+from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
+from dschat.rollout import SamplingParams
+
+# Lengths 1 and 7 side by side; two of one length, not next to each other; EOS inside a prompt.
+PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [3, 4, 5], [40, EOS, 41, 42, 43], [20, 21, 22], [9] * 12]
+
+
+@pytest.fixture(scope="module")
+def generator_of(tiny):
+    made = {}
+
+    def make(name, **options):
+        if name not in made:
+            made[name] = AutoModelForCausalLM.from_pretrained(tiny(name)).eval()
+        return HuggingFaceGenerator(made[name], (EOS,), pad_id=EOS, **options)
+
+    return make
+
+
+@torch.no_grad()
+def oracle(model, prompt, max_new_tokens, eos=EOS):
+    """Greedy answer and its log-probs by ``generate`` on one prompt, then one forward of the
+    whole.
+    """
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=EOS
+    )
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    whole = model.generate(ids, attention_mask=mask, generation_config=config, use_cache=True)
+    logprobs = torch.log_softmax(model(whole, use_cache=False).logits[0].double(), -1)
+    answer = whole[0, len(prompt) :].tolist()
+    places = range(len(prompt) - 1, whole.shape[1] - 1)
+    return answer, [float(logprobs[t, a]) for t, a in zip(places, answer, strict=True)]
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("opt_350m", "llama_tied")])
+def test_greedy_is_what_generate_answers(name, generator_of):
+    generator = generator_of(name)
+    rollout = generator.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0))
+    assert len(rollout) == len(PROMPTS)
+    for i, prompt in enumerate(PROMPTS):
+        ids, logprobs = oracle(generator.module, prompt, 8)
+        assert rollout.token_ids[i] == ids
+        assert rollout.logprobs[i] == pytest.approx(logprobs, abs=1e-5)
+        assert rollout.finish_reasons[i] == ("stop" if ids[-1] == EOS else "length")
+
+
+def test_stop_ids_end_an_answer_and_stay_in_it(generator_of):
+    generator = generator_of("llama")
+    free = generator.generate(
+        PROMPTS, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
+    )
+    assert all(len(ids) == 6 for ids in free.token_ids)
+    assert set(free.finish_reasons) == {"length"}
+    stop = free.token_ids[0][2]
+    sampling = SamplingParams(
+        max_new_tokens=6, temperature=0, stop_token_ids=(stop,), ignore_eos=True
+    )
+    for ids, whole, reason in zip(
+        *[(r := generator.generate(PROMPTS, sampling)).token_ids, free.token_ids, r.finish_reasons],
+        strict=True,
+    ):
+        end = whole.index(stop) + 1 if stop in whole else 6
+        assert ids == whole[:end]
+        assert reason == ("stop" if stop in whole else "length")
+
+
+SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2, top_p=0.9, temperature=1.3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "mistral"])
+def test_samples_do_not_depend_on_the_batch(name, generator_of):
+    whole = generator_of(name).generate(PROMPTS, SAMPLED)
+    assert len({tuple(ids) for ids in whole.token_ids}) > len(PROMPTS)  # the two samples differ
+    order = [4, 0, 5, 2, 1, 3]
+    shuffled = generator_of(name, max_num_seqs=5).generate(
+        [PROMPTS[i] for i in order], SAMPLED, order
+    )
+    for place, i in enumerate(order):
+        for s in range(2):
+            assert shuffled.token_ids[2 * place + s] == whole.token_ids[2 * i + s]
+            assert shuffled.logprobs[2 * place + s] == pytest.approx(
+                whole.logprobs[2 * i + s], abs=1e-5
+            )
+    alone = generator_of(name, max_num_seqs=1)
+    for i, prompt in enumerate(PROMPTS):
+        assert (
+            alone.generate([prompt], SAMPLED, [i]).token_ids == whole.token_ids[2 * i : 2 * i + 2]
+        )
+
+
+def test_stream_yields_what_generate_returns(generator_of):
+    sampling = SamplingParams(max_new_tokens=7, seed=5)
+    generator = generator_of("llama")
+    for prompt in PROMPTS:
+        assert (
+            list(generator.stream(prompt, sampling))
+            == generator.generate([prompt], sampling).token_ids[0]
+        )
+
+
+def test_nothing_asked_nothing_answered(generator_of):
+    assert len(generator_of("llama").generate([], SamplingParams())) == 0
+
+
+def test_training_mode_comes_back(generator_of):
+    generator = generator_of("opt")  # has dropout
+    generator.module.train()
+    try:
+        sampling = SamplingParams(max_new_tokens=3, temperature=0)
+        first, second = (generator.generate(PROMPTS, sampling).logprobs for _ in range(2))
+        assert first == second
+        assert generator.module.training
+    finally:
+        generator.module.eval()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt 1 is empty"), ([3] * (POSITIONS - 3), "exceeds the model's 64")],
+)
+def test_prompts_that_cannot_be_answered(prompt, message, generator_of):
+    with pytest.raises(UserError, match=message):
+        generator_of("llama").generate([[4], prompt], SamplingParams(max_new_tokens=4))
+
+
+def test_the_last_position_is_used(generator_of):
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    for name in ("llama", "opt", "gpt2"):
+        rollout = generator_of(name).generate([[3] * (POSITIONS - 4)], sampling)
+        assert len(rollout.token_ids[0]) == 4
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "opt", "gpt2"])
+def test_fill_makes_the_same_model(name, tiny):
+    source = AutoModelForCausalLM.from_pretrained(tiny(name)).eval()
+    copy = empty_copy(source.config, torch.float32, torch.device("cpu"))
+    fill(copy, source.named_parameters())
+    ids = torch.arange(2, 12).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids).logits, source(ids).logits, atol=0, rtol=0)
+
+
+def test_fill_insists_on_every_weight_exactly_once(tiny):
+    source = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    weights = list(source.named_parameters())
+
+    def filled(stream):
+        fill(empty_copy(source.config, torch.float32, torch.device("cpu")), stream)
+
+    with pytest.raises(RuntimeError, match="lacked .*lm_head.weight"):
+        filled([w for w in weights if w[0] != "lm_head.weight"])
+    with pytest.raises(RuntimeError, match="brought nonsense"):
+        filled([*weights, ("nonsense", weights[0][1])])
+    with pytest.raises(RuntimeError, match="brought lm_head.weight twice"):
+        filled([*weights, weights[-1]])
+    with pytest.raises(RuntimeError, match="lm_head.weight"):  # of another shape: no broadcasting
+        filled([*weights[:-1], ("lm_head.weight", torch.ones(VOCAB, 1))])

@@ -1,0 +1,99 @@
+"""LoRA: what is trained, adapters off, and merging against PEFT's own ``merge_and_unload``."""
+
+import pytest
+import torch
+from step_cases import PROBES, probe_logprobs
+from tiny_models import causal_lm, score_model
+
+from dschat.config import UserError
+from dschat.hybrid.stream import weight_stream
+from dschat.models.lora import adapters, adapters_off, add_lora, unwrapped_name
+
+ALL = ["all-linear"]
+CPU = torch.device("cpu")
+
+
+def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
+    """A wrapped tiny model whose B matrices are not zero any more."""
+    wrapped = add_lora(causal_lm(name), 4, alpha, modules, only, "--lora_modules")
+    generator = torch.Generator().manual_seed(0)
+    for n, p in wrapped.named_parameters():
+        if "lora_B" in n:
+            p.data.normal_(0, 0.2, generator=generator)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox"]
+)
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_merging_is_what_peft_merges(name, alpha):
+    wrapped = with_random_adapters(name, alpha=alpha)
+    ours = dict(weight_stream(wrapped, CPU))
+    trained = probe_logprobs(wrapped)
+    base = causal_lm(name)
+    moved = [n for n, p in base.named_parameters() if not torch.equal(ours[n], p)]
+    assert len(moved) == len(adapters(wrapped))
+    theirs = wrapped.merge_and_unload()
+    names = dict(theirs.named_parameters())
+    assert set(ours) == set(names)
+    for n, weight in names.items():
+        torch.testing.assert_close(ours[n], weight.data, atol=1e-6, rtol=1e-6)
+    assert sum(probe_logprobs(theirs), []) == pytest.approx(sum(trained, []), abs=1e-4)
+
+
+def test_adapters_off_is_the_base_and_back():
+    wrapped, base = with_random_adapters(), causal_lm("llama")
+    flags = {n: p.requires_grad for n, p in wrapped.named_parameters()}
+    on = probe_logprobs(wrapped)
+    with adapters_off(wrapped):
+        assert probe_logprobs(wrapped) == probe_logprobs(base)
+        assert {n: p.requires_grad for n, p in wrapped.named_parameters()} == flags
+    assert probe_logprobs(wrapped) == on
+    assert on != probe_logprobs(base)
+    with pytest.raises(ZeroDivisionError), adapters_off(wrapped):
+        raise ZeroDivisionError
+    assert probe_logprobs(wrapped) == on
+    with adapters_off(base):  # nothing to switch
+        probe_logprobs(base)
+
+
+def test_a_new_adapter_changes_nothing():
+    wrapped = add_lora(causal_lm("llama"), 4, 0, ALL, True, "--x").eval()
+    assert probe_logprobs(wrapped) == probe_logprobs(causal_lm("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt_350m"])
+def test_what_is_trained(name):
+    only = {n for n, p in with_random_adapters(name).named_parameters() if p.requires_grad}
+    assert only
+    assert all(".lora_" in n for n in only)
+    both = with_random_adapters(name, only=False)
+    assert all(p.requires_grad for p in both.parameters())
+    critic = add_lora(score_model(name), 4, 0, ALL, True, "--x")
+    trained = {n for n, p in critic.named_parameters() if p.requires_grad}
+    assert [n for n in trained if ".lora_" not in n] == ["base_model.model.score.weight"]
+    assert not any("score" in n or "lm_head" in n for n in trained if ".lora_" in n)
+
+
+def test_chosen_modules_and_scaling():
+    wrapped = with_random_adapters(modules=["q_proj", "v_proj"], alpha=6.0)
+    found = adapters(wrapped)
+    assert {n.split(".")[-2] for n in found} == {"q_proj", "v_proj"}
+    assert len(found) == 4
+    assert {a.scaling for a in found.values()} == {1.5}
+
+
+def test_no_such_module():
+    with pytest.raises(UserError, match=r"^--actor_lora_modules nothing_like_it: "):
+        add_lora(causal_lm("llama"), 4, 0, ["nothing_like_it"], True, "--actor_lora_modules")
+
+
+def test_names():
+    assert unwrapped_name("base_model.model.model.layers.0.q.lora_A.default.weight") is None
+    assert (
+        unwrapped_name("base_model.model.model.layers.0.q.base_layer.weight")
+        == "model.layers.0.q.weight"
+    )
+    assert unwrapped_name("model.norm.weight") == "model.norm.weight"
+    assert len(PROBES) > 1

@@ -1,0 +1,100 @@
+"""Which token is which action, by hand; and how sequences are dealt to mini-batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.rlhf.experience import chunks, from_rollout, gather_actions, mini_batch_of
+from dschat.rollout import Rollout
+
+CPU = torch.device("cpu")
+PAD = 0
+
+
+def small():
+    """Prompts of 3, 1, 2 tokens; answers of 2, 4, 1; 0 ends the first and the last and pads too."""
+    rollout = Rollout(
+        [[14, 0], [22, 23, 24, 25], [0]],
+        [[-1.0, -2.0], [-3.0, -4.0, -5.0, -6.0], [-7.0]],
+        ["stop", "length", "stop"],
+    )
+    return from_rollout([[11, 12, 13], [21], [31, 32]], rollout, PAD, first_index=6)
+
+
+def test_a_rollout_by_hand():
+    e = small()
+    assert e.input_ids.tolist() == [[11, 12, 13, 14, 0], [21, 22, 23, 24, 25], [31, 32, 0, 0, 0]]
+    assert e.lengths.tolist() == [5, 5, 3]
+    assert e.prompt_lengths.tolist() == [3, 1, 2]
+    assert e.answer_mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert e.finished.tolist() == [True, False, True]
+    assert e.rollout_logprobs.tolist() == [[-1, -2, 0, 0], [-3, -4, -5, -6], [-7, 0, 0, 0]]
+    assert e.first_index == 6
+
+
+@pytest.mark.parametrize("first", [0])
+def test_action_j_is_predicted_one_column_before_it(first):
+    e = small()
+    columns = torch.arange(5).expand(3, 5)  # each column's number, as if it were its score
+    predicted_at = gather_actions(columns, e.prompt_lengths, 4, first)
+    assert predicted_at[0, :2].tolist() == [2, 3]
+    assert predicted_at[1].tolist() == [0, 1, 2, 3]
+    assert predicted_at[2, :1].tolist() == [1]
+    tokens = e.input_ids.gather(1, (predicted_at + 1).clamp(max=4))
+    assert tokens[e.answer_mask].tolist() == [14, 0, 22, 23, 24, 25, 0]
+
+
+def test_columns_may_begin_later():
+    e = small().take([0, 2], CPU)
+    columns = torch.arange(1, 5).expand(2, 4)
+    assert gather_actions(columns, e.prompt_lengths, 2, first=1)[e.answer_mask].tolist() == [
+        2,
+        3,
+        1,
+    ]
+
+
+def test_a_micro_batch_is_trimmed_to_its_longest():
+    part = small().take([0, 2], CPU)
+    assert part.input_ids.tolist() == [[11, 12, 13, 14, 0], [31, 32, 0, 0, 0]]
+    assert part.answer_mask.int().tolist() == [[1, 1], [1, 0]]
+    assert small().take([2], CPU).input_ids.tolist() == [[31, 32, 0]]
+
+
+def test_no_rows_are_one_dummy_without_actions():
+    for e in (small(), from_rollout([], Rollout(), PAD, 4)):
+        dummy = e.take([], CPU)
+        assert dummy.num_sequences == 1
+        assert not dummy.answer_mask.any()
+    assert from_rollout([], Rollout(), PAD, 4).num_sequences == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(1, 8),
+    count=st.integers(1, 6),
+    cut=st.integers(0, 48),
+    epoch=st.integers(0, 3),
+)
+def test_mini_batches_do_not_depend_on_the_ranks(blocks, count, cut, epoch):
+    total = blocks * count
+    cut = min(cut, total)
+    seed = [1234, 5, epoch]
+    whole = mini_batch_of(total, 0, count, seed)
+    parts = [mini_batch_of(cut, 0, count, seed), mini_batch_of(total - cut, cut, count, seed)]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert np.bincount(whole, minlength=count).tolist() == [blocks] * count
+
+
+def test_epochs_deal_differently():
+    dealt = [mini_batch_of(64, 0, 8, [1, 0, epoch]).tolist() for epoch in range(2)]
+    assert dealt[0] != dealt[1]
+
+
+def test_chunks():
+    assert chunks([1, 2, 3], 2, 3) == [[1, 2], [3], []]
+    assert chunks([], 2, 2) == [[], []]
+    with pytest.raises(AssertionError):
+        chunks([1, 2, 3], 1, 2)

@@ -1,0 +1,241 @@
+"""The trainer of step 3: its gradient against plain torch, first ratios, awkward rollouts."""
+
+import numpy as np
+import pytest
+import torch
+from step_cases import PROMPTS, Case, build_trainer, my_prompts, ppo_config
+from tiny_models import EOS
+from transformers import AutoModelForCausalLM
+
+from dschat.config import UserError
+from dschat.deepspeed_setup import Step
+
+ONE = Case("ppo", iterations=1)
+
+
+def trainer_of(models_folder, case=ONE, ptx=False, **options):
+    config = ppo_config(case, models_folder)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return build_trainer(config, ptx)
+
+
+def one_iteration(trainer, prompts=None):
+    if prompts is None:
+        prompts = my_prompts(ONE, 0, trainer.args)
+    experience = trainer.generate_experience(prompts)
+    trainer.train_rlhf(experience)
+    return experience
+
+
+def rows_of(experience):
+    """Per sequence: ids, prompt length, advantages and old log-probs of its actions."""
+    for i in range(experience.num_sequences):
+        n, p = int(experience.lengths[i]), int(experience.prompt_lengths[i])
+        actions = slice(0, n - p)
+        yield (
+            experience.input_ids[i, :n].tolist(),
+            p,
+            experience.advantages[i, actions].double(),
+            experience.logprobs[i, actions].double(),
+        )
+
+
+def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean(
+    models_folder, monkeypatch
+):
+    """One step in micro-batches of 2, against float64 autograd on a plain copy, row by row."""
+    trainer = trainer_of(
+        models_folder,
+        Case("ppo", micro=2),
+        ptx=True,
+        per_device_training_batch_size=2,
+        gradient_accumulation_steps=8,
+        ppo_epochs=1,
+        temperature=1.3,
+        unsup_coef=0.7,
+    )
+    actor, grads, text = trainer.engine.actor, {}, []
+    finish, unsupervised = Step.finish, trainer._unsupervised
+    trainer._unsupervised = (text.append(step) or step for step in unsupervised)
+
+    def keep_gradient(step):
+        if step._engine is actor:
+            grads.update({n: p.grad.clone() for n, p in actor.module.named_parameters()})
+        return finish(step)
+
+    monkeypatch.setattr(Step, "finish", keep_gradient)
+    experience = one_iteration(trainer)
+
+    model = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()
+    loss, count = 0.0, 0
+    for ids, p, advantages, old in rows_of(experience):
+        logits = model(torch.tensor([ids])).logits[0] / 1.3
+        for j, target in enumerate(ids[p:]):
+            logprob = torch.log_softmax(logits[p + j - 1], -1)[target]
+            ratio = (logprob - old[j]).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            loss = loss - torch.minimum(ratio * advantages[j], clipped * advantages[j])
+            count += 1
+    text_loss, text_count = 0.0, 0
+    for row in (row for micro_batch in text[0] for row in micro_batch):
+        logprobs = torch.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0], -1)
+        for t, target in enumerate(row["input_ids"][1:]):
+            text_loss = text_loss - logprobs[t, target]
+            text_count += 1
+    assert len(text) == 1
+    assert text_count > 50
+    (loss / count + 0.7 * text_loss / text_count).backward()
+    assert trainer.metrics["loss/ptx_avg"] == pytest.approx(
+        float(text_loss.detach()) / text_count, rel=1e-5
+    )
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name].double(), p.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_rollout_is_scored_as_numpy_scores_it(models_folder):
+    """Rewards, GAE and whitening of a whole experience, from its log-probs, values and scores."""
+    trainer = trainer_of(models_folder, kl_coef=0.3, gamma=0.9, lam=0.8)
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))  # so that KL is not zero
+    e = trainer.generate_experience(PROMPTS[8:16])
+    every, masks = np.zeros(e.answer_mask.shape), e.answer_mask.numpy()
+    for i, mask in enumerate(masks):
+        n = mask.sum()
+        log_ratio = (e.logprobs - e.ref_logprobs)[i, :n].double().numpy()
+        rewards = -0.3 * log_ratio
+        score = float(e.scores[i]) - (0.0 if e.finished[i] else trainer.args.missing_eos_penalty)
+        rewards[-1] += np.clip(score, -5, 5)
+        values = np.append(e.values[i, :n].double().numpy(), 0.0)
+        advantage = 0.0
+        for t in reversed(range(n)):
+            advantage = rewards[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * advantage
+            every[i, t] = advantage
+        assert e.finished[i] == (e.input_ids[i, e.lengths[i] - 1] == EOS)
+    assert trainer.metrics["objective/kl"] != 0
+    np.testing.assert_allclose(e.returns[masks], every[masks] + e.values.numpy()[masks], atol=1e-4)
+    whitened = (every[masks] - every[masks].mean()) / np.sqrt(every[masks].var() + 1e-8)
+    np.testing.assert_allclose(e.advantages[masks], whitened, atol=1e-4)
+
+
+FIRST = {"ppo_epochs": 1, "per_device_training_batch_size": 16, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_first_ratio_is_one(zero, models_folder):
+    trainer = trainer_of(models_folder, Case("ppo", zero), **FIRST)
+    for iteration in range(2):
+        one_iteration(trainer, my_prompts(ONE, iteration, trainer.args))
+        assert trainer.metrics["val/ratio_abs_dev"] < 1e-5
+        assert trainer.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+        assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+        assert trainer.metrics["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_first_ratio_in_bf16(zero, models_folder):
+    trainer = trainer_of(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
+    one_iteration(trainer)
+    assert trainer.metrics["val/ratio_abs_dev"] < 1e-2
+    assert trainer.metrics["train/bad_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {"max_answer_seq_len": 1}),
+        ("llama_padeos", {}),
+        ("gpt2", {"temperature": 0.0, "whiten_advantages": False, "kl_estimator": "k3"}),
+    ],
+    ids=["one_token", "pad_is_eos", "greedy"],
+)
+def test_awkward_rollouts(model, options, models_folder):
+    trainer = trainer_of(models_folder, Case("ppo", model=model, micro=4), **options)
+    e = one_iteration(trainer, [[3] * n for n in range(1, 9)])  # every length once
+    assert torch.equal(e.lengths - e.prompt_lengths, e.answer_mask.sum(1))
+    assert e.answer_mask.any(1).all()
+    assert all(np.isfinite(value) for value in trainer.metrics.values())
+    ended = e.input_ids.gather(1, (e.lengths - 1).unsqueeze(1)).squeeze(1) == EOS
+    assert torch.equal(ended, e.finished)
+    assert trainer.metrics["train/bad_steps"] == 0
+    assert (trainer.metrics["loss/policy_avg"], trainer.metrics["loss/value_avg"]) != (0, 0)
+
+
+def test_all_answers_truncated(models_folder):
+    trainer = trainer_of(models_folder)
+    trainer.engine.stop_ids = ()
+    e = one_iteration(trainer)
+    assert not e.finished.any()
+    assert e.answer_mask.all()
+    assert trainer.metrics["rollout/eos_share"] == 0
+
+
+def test_prompts_in_a_padded_dict_are_the_same_prompts(models_folder):
+    trainer = trainer_of(models_folder)
+    prompts = [[EOS, 4], [5, 6, 7], [8]]
+    expected = trainer.generate_experience(prompts)
+    for left in (False, True):
+        ids, mask = torch.full((3, 3), EOS), torch.zeros(3, 3, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            place = slice(3 - len(prompt), 3) if left else slice(0, len(prompt))
+            ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+        got = trainer.generate_experience({"input_ids": ids, "attention_mask": mask})
+        assert torch.equal(got.input_ids, expected.input_ids)
+
+
+def weights(engine):
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def test_critic_warmup_leaves_the_actor_alone(models_folder):
+    trainer = trainer_of(models_folder, critic_warmup_steps=1)
+    for changes in (False, True):
+        actor, critic = weights(trainer.engine.actor), weights(trainer.engine.critic)
+        one_iteration(trainer)
+        same = all(map(torch.equal, actor, weights(trainer.engine.actor)))
+        assert same != changes
+        assert not all(map(torch.equal, critic, weights(trainer.engine.critic)))
+
+
+def test_bad_steps_are_counted_and_end_the_run(models_folder):
+    trainer = trainer_of(models_folder, max_bad_steps=8)
+    e = trainer.generate_experience(PROMPTS[:8])
+    e.advantages[:] = float(
+        "nan"
+    )  # the actor's four steps are bad, the critic's are not: never in a row
+    before = weights(trainer.engine.actor)
+    trainer.train_rlhf(e)
+    assert trainer.metrics["train/bad_steps"] == 4
+    assert all(map(torch.equal, before, weights(trainer.engine.actor)))
+    e.returns[:] = float("nan")
+    with pytest.raises(FloatingPointError, match="8 steps in a row .*max_bad_steps"):
+        trainer.train_rlhf(e)
+
+
+@pytest.mark.parametrize(
+    ("zero", "options"),
+    [
+        (2, {"offload": True}),
+        (3, {"offload": True, "offload_reference_model": True, "offload_reward_model": True}),
+        (0, {"offload_reference_model": True}),
+        (0, {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}),
+        pytest.param(3, {"actor_gradient_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_memory_options_change_no_number(zero, options, models_folder, run_here):
+    expected, _ = run_here(Case("ppo"))
+    trainer = trainer_of(models_folder, Case("ppo", zero), ptx=True, **options)
+    one_iteration(trainer)
+    for name in (
+        "loss/policy_avg",
+        "loss/value_avg",
+        "loss/ptx_avg",
+        "objective/scores",
+        "policy/grad_norm",
+    ):
+        assert trainer.metrics[name] == pytest.approx(expected[name][0], rel=1e-4, abs=1e-6), name
+
+
+def test_a_prompt_that_is_too_long(models_folder):
+    with pytest.raises(UserError, match="exceeds the model's 64 positions"):
+        trainer_of(models_folder).generate_experience([[3] * 60])

@@ -1,0 +1,128 @@
+"""Export: a folder that transformers loads, in files of any size, complete or absent."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from step_cases import probe_logprobs
+from tiny_models import EOS, causal_lm, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dschat.checkpoint import COMPLETE, claim_output_dir, export_hf, mark_complete
+from dschat.config import UserError
+from dschat.hybrid.stream import weight_stream
+
+CPU = torch.device("cpu")
+
+
+def export(folder, model, **options):
+    export_hf(
+        folder,
+        weight_stream(model, CPU),
+        model.config,
+        tokenizer(),
+        type(model).__name__,
+        **{"stop_ids": (EOS,)} | options,
+    )
+
+
+def flat(rows):
+    return [value for row in rows for value in row]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "gpt2", "bloom", "qwen3"])
+@pytest.mark.parametrize("max_file_bytes", [1 << 30, 20_000, 1])
+def test_files_of_any_size_load(name, max_file_bytes, tmp_path):
+    model = causal_lm(name)
+    export(tmp_path / "out", model, max_file_bytes=max_file_bytes)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert flat(probe_logprobs(loaded.eval())) == flat(probe_logprobs(model))
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (max_file_bytes < 1 << 30)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer().get_vocab()
+    if len(files) > 1:
+        index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+        for file in files:
+            tensors = load_file(file)
+            assert {index["weight_map"][key] for key in tensors} == {file.name}
+            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= max_file_bytes
+        total = sum(p.nbytes for p in model.parameters())
+        assert index["metadata"]["total_size"] == total
+
+
+def test_the_companions(tmp_path):
+    model = causal_lm("llama").to(torch.bfloat16)
+    model.config.use_cache = False  # training's own setting
+    export(tmp_path / "out", model, stop_ids=(EOS, 5))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config.use_cache
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.eos_token_id, generation.pad_token_id) == ([EOS, 5], 1)
+    assert not model.config.use_cache
+
+
+def test_a_new_export_replaces_the_old_one_whatever_its_files(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("kept")
+    for max_file_bytes, seed in ((1, 0), (1 << 30, 1), (20_000, 2)):
+        model = causal_lm("llama", seed)
+        export(folder, model, max_file_bytes=max_file_bytes)
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+    assert (folder / "metrics.jsonl").read_text() == "kept"
+
+
+def test_an_export_that_fails_leaves_the_old_one_alone(tmp_path):
+    model = causal_lm("llama")
+    export(tmp_path / "out", model)
+
+    def broken():
+        yield "lm_head.weight", torch.zeros(64, 32)
+        raise ZeroDivisionError
+
+    for folder in ("out", "new"):
+        with pytest.raises(ZeroDivisionError):
+            export_hf(tmp_path / folder, broken(), model.config, tokenizer(), "LlamaForCausalLM")
+    assert not (tmp_path / "new").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+    export(tmp_path / "new", model)
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "new", ".out.saving"}
+
+
+def test_the_stream_may_reuse_its_buffer(tmp_path):
+    model, buffer = causal_lm("llama"), torch.empty(64 * 64)
+
+    def reusing():
+        for name, p in model.named_parameters():
+            view = buffer[: p.numel()].view(p.shape)
+            yield name, view.copy_(p.detach())
+
+    export_hf(tmp_path / "out", reusing(), model.config, tokenizer(), "LlamaForCausalLM")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+
+
+def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
+    folder = tmp_path / "deep" / "step1"
+    claim_output_dir(folder, overwrite=False)
+    claim_output_dir(folder, overwrite=False)  # an unfinished one may be taken again
+    mark_complete(folder)
+    with pytest.raises(
+        UserError, match="--output_dir .* holds a finished step.*--overwrite_output_dir"
+    ):
+        claim_output_dir(folder, overwrite=False)
+    claim_output_dir(folder, overwrite=True)
+    assert not (folder / COMPLETE).exists()
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output_dir .* cannot be made"):
+        claim_output_dir(tmp_path / "file" / "below", overwrite=False)

@@ -1,0 +1,96 @@
+"""The summary: which row of which file is which number, and what is unknown."""
+
+import json
+import math
+
+import pytest
+
+from dschat.config import UserError
+from dschat.summary import format_summary, write_summary
+
+STEP_1 = [{"step": 0, "eval/loss": 4.0}, {"step": 0, "eval/gold": 0.01}, {"step": 1, "loss": 3.0}]
+STEP_2 = [
+    {"step": 0, "eval/accuracy": 0.5},
+    {"step": 1, "accuracy": 0.99},
+    {"step": 2, "eval/accuracy": 0.93},
+]
+STEP_3 = [
+    {"step": 0, "eval/gold": 0.4, "eval/kl": 0.0, "eval/score": 0.1},
+    {"step": 1, "throughput/generate_tokens_per_s": 100.0, "objective/kl": 3.0},
+    {"step": 1, "eval/gold": 0.5, "eval/kl": 2.0},
+    {"step": 2, "throughput/generate_tokens_per_s": 900.0, "objective/kl": 5.0},
+    {"step": 3, "throughput/generate_tokens_per_s": 300.0, "objective/kl": 9.0},
+    {"step": 3, "eval/gold": 0.7, "eval/kl": 6.5, "eval_ema/gold": 0.65, "eval_ema/kl": 4.0},
+]
+
+
+def log(folder, **steps):
+    for name, rows in steps.items():
+        (folder / name).mkdir(exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / name / "metrics.jsonl").write_text(lines)
+
+
+def test_whole_run(tmp_path):
+    """The base model and SFT stand at step 0; PPO, its average and the KL at the end."""
+    log(tmp_path, step1_sft=STEP_1, step2_reward=STEP_2, step3_rlhf=STEP_3)
+    summary = write_summary(tmp_path, {1: 10.25, 2: 20.0, 3: 30.5})
+    assert summary == {
+        "rm_accuracy": 0.93,
+        "gold_base": 0.01,
+        "gold_sft": 0.4,
+        "gold_ppo": 0.7,
+        "gold_ema": 0.65,
+        "kl_per_sequence": 6.5,
+        "step1_s": 10.25,
+        "step2_s": 20.0,
+        "step3_s": 30.5,
+        "generate_tokens_per_s": 300.0,  # the median: 900 and 100 are outliers
+    }
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["summary.json"]
+
+
+def test_seconds_of_steps_that_did_not_run_stay(tmp_path):
+    write_summary(tmp_path, {1: 10.0})
+    write_summary(tmp_path, {2: 20.0})
+    summary = write_summary(tmp_path, {1: 11.0})
+    assert [summary[f"step{n}_s"] for n in (1, 2, 3)] == [11.0, 20.0, None]
+
+
+@pytest.mark.parametrize("former", ["", "[1]", '{"step1_s": 1'])
+def test_a_broken_former_summary_is_replaced(tmp_path, former):
+    (tmp_path / "summary.json").write_text(former)
+    assert write_summary(tmp_path, {})["step1_s"] is None
+
+
+def test_unknown_numbers_are_null_and_shown_as_a_dash(tmp_path):
+    """Own data has no gold score, a run may stop half way, and the mean of nothing is NaN."""
+    log(
+        tmp_path,
+        step1_sft=[{"step": 0, "eval/loss": 4.0}, {"step": 7, "eval/gold": 0.3}],
+        step3_rlhf=[{"step": 0, "eval/score": 0.1, "eval/gold": math.nan}],
+    )
+    summary = write_summary(tmp_path, {})
+    assert set(summary.values()) == {None}
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == summary  # strict JSON: no NaN
+    assert all(line.endswith(" -") for line in format_summary(summary).splitlines())
+
+
+def test_broken_metrics_are_one_line(tmp_path):
+    log(tmp_path, step2_reward=STEP_2)
+    with (tmp_path / "step2_reward" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "eval/acc')
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 4 is no JSON object"):
+        write_summary(tmp_path, {})
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_table():
+    table = format_summary({"gold_ppo": 0.70449, "step3_s": 95.6, "generate_tokens_per_s": 1234.5})
+    lines = table.splitlines()
+    assert len(lines) == 10
+    assert len(set(map(len, lines))) == 1  # right-aligned
+    values = [line.split()[-1] for line in lines]
+    assert values == ["-", "-", "-", "0.704", "-", "-", "-", "-", "96", "1234"]

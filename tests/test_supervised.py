@@ -1,0 +1,173 @@
+"""The loop of steps 1 and 2: numbers against plain torch, evaluations, bad steps, memory
+options.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from step_cases import Case, build_supervised, pair_rows, run, sft_rows
+from tiny_models import EOS, PAD
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dschat import supervised
+from dschat.log import MetricsLog
+from dschat.supervised import RewardTask, SFTTask
+
+SFT = Case("sft", micro=4)
+
+
+def train(models_folder, tmp_path, case=SFT, rows=None, held_out=None, task=None, **options):
+    """Run the loop; returns the result and the lines of metrics.jsonl."""
+    options = tuple({**dict(case.options), **options}.items())
+    case = Case(case.step, case.zero, case.micro, case.model, options=options)
+    engine, own_task, config, _ = build_supervised(case, models_folder, tmp_path)
+    rows = rows if rows is not None else sft_rows()
+    batches = supervised.step_batches(config, rows, held_out if held_out is not None else rows[:5])
+    log = MetricsLog(config.output_dir, config)
+    try:
+        result = supervised.train(
+            engine, task(own_task) if task else own_task, config, *batches, log
+        )
+    finally:
+        log.close()
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    return result, [json.loads(line) for line in text]
+
+
+def test_ten_steps_against_plain_torch(models_folder, run_here):
+    """SFT in float64 without DeepSpeed or micro-batches: the very same losses."""
+    result, _ = run_here(Case("sft"))
+    model = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    rows, losses = sft_rows(), []
+    for step in range(10):
+        order = np.random.default_rng([1234, step // 5]).permutation(37)
+        total, count = 0.0, 0
+        for i in order[step % 5 * 8 : step % 5 * 8 + 8]:
+            ids, targets = rows[i]["input_ids"], rows[i]["loss_mask"]
+            logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+            for t in range(1, len(ids)):
+                if targets[t]:
+                    total, count = total - logprobs[t - 1, ids[t]], count + 1
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * 0.5 * (1 + math.cos(math.pi * step / 10))
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    assert result["loss"] == pytest.approx(losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+
+
+def test_evaluations_and_schedule(models_folder, tmp_path):
+    result, lines = train(models_folder, tmp_path, eval_steps=3, num_warmup_steps=2)
+    evaluated = [line["step"] for line in lines if "eval/loss" in line]
+    assert evaluated == [0, 3, 6, 9, 10]
+    assert result["eval/loss"] == lines[-1]["eval/loss"] < lines[0]["eval/loss"]
+    assert result["eval/perplexity"] == pytest.approx(math.exp(result["eval/loss"]))
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert len(rates) == 10
+    assert rates[:3] == pytest.approx([0, 1.5e-3, 3e-3])
+    assert rates[-1] < 5e-4
+
+
+def test_max_steps_ends_in_the_middle_of_an_epoch(models_folder, tmp_path):
+    _, lines = train(models_folder, tmp_path, max_steps=3, held_out=[])
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_reward_metrics_by_hand():
+    scores = torch.tensor([[9.0, 2.0, 9.0], [9.0, 9.0, 0.5], [1.0, 9.0, 9.0], [9.0, 9.0, 0.5]])
+    rows = [
+        {"chosen_ids": [4, 5], "rejected_ids": [4]},
+        {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6]},
+    ]
+    task = RewardTask(PAD)
+    batch = task.collate(rows)
+    loss, sums = task.loss(lambda ids: scores, batch)
+    means = task.summarise(sums)
+    expected = math.log1p(math.exp(-1.0)) + math.log(2)
+    assert float(loss) == pytest.approx(expected, abs=1e-6)
+    assert means["loss"] == pytest.approx(expected / 2, abs=1e-6)
+    assert means["accuracy"] == 0.75  # a tie counts half
+    assert (means["margin"], means["chosen_score"], means["rejected_score"]) == (0.5, 1.25, 0.75)
+    loss, sums = task.loss(lambda ids: scores[:2, :1], task.collate([]))
+    assert float(loss) == 0
+    assert sums["pairs"] == 0
+    assert task.weight(task.collate([])) == 0
+
+
+def test_sft_weighs_targets_that_are_predicted():
+    task = SFTTask(PAD)
+    batch = task.collate([{"input_ids": [4, EOS, EOS], "loss_mask": [1, 0, 1]}])
+    assert (
+        task.weight(batch) == 1
+    )  # the first token is predicted by nothing; padding that is EOS is none
+    assert task.weight(task.collate([])) == 0
+
+
+class _AlwaysBad:
+    def __init__(self, task):
+        self._task = task
+
+    def __getattr__(self, name):
+        return getattr(self._task, name)
+
+    def loss(self, model, batch):
+        total, sums = self._task.loss(model, batch)
+        return (total * float("inf") if torch.is_grad_enabled() else total), sums
+
+
+def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path):
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        train(models_folder, tmp_path, task=_AlwaysBad, max_bad_steps=3)
+    lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("zero", "options"),
+    [
+        (0, {"gradient_checkpointing": True}),
+        (2, {"offload": True}),
+        (3, {"offload": True}),
+        pytest.param(3, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(3, {"offload": True, "lora_dim": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_memory_options_change_no_loss(zero, options, models_folder, tmp_path, run_here):
+    case = Case("sft", zero, 8, options=tuple({"max_steps": 2, **options}.items()))
+    result = run(case, models_folder, tmp_path)
+    plain = {name: value for name, value in options.items() if name == "lora_dim"}
+    expected, _ = run_here(Case("sft", options=tuple(plain.items())))
+    assert result["loss"] == pytest.approx(expected["loss"][:2], rel=1e-4)
+
+
+def test_lora_with_the_base_trained_too(models_folder, tmp_path):
+    """The merged model is saved, and no adapter, which would need a base that nobody kept."""
+    options = (("lora_dim", 4), ("only_optimize_lora", False), ("max_steps", 3))
+    run(Case("sft", options=options), models_folder, tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(models_folder / "llama")
+    for (name, p), q in zip(saved.named_parameters(), base.parameters(), strict=True):
+        assert not torch.equal(p, q), name
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_lora_run_that_trains_a_score_head(models_folder, tmp_path):
+    _, lines = train(
+        models_folder,
+        tmp_path,
+        Case("reward", micro=8),
+        pair_rows(),
+        lora_dim=4,
+        num_train_epochs=6,
+    )
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
