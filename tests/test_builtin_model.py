@@ -53,7 +53,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(builtin, "_tiny_model", fail)
+    monkeypatch.setattr(builtin, "_save_tiny_model", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         materialise_tiny(tmp_path / "tiny")
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +129,7 @@ def test_resolve_model(tmp_path, monkeypatch):
     path = Path(resolve_model("builtin/tiny", tmp_path))
     assert path.parent == tmp_path
     before = (path / "config.json").stat().st_mtime_ns
-    monkeypatch.setattr(builtin, "_tiny_model", None)  # a second call makes nothing
+    monkeypatch.setattr(builtin, "_save_tiny_model", None)  # a second call makes nothing
     assert resolve_model("builtin/tiny", tmp_path) == str(path)
     assert (path / "config.json").stat().st_mtime_ns == before
 

@@ -102,7 +102,8 @@ class HuggingFaceGenerator:
             if self.max_positions and len(prompt) + sampling.max_new_tokens > self.max_positions:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens; with max_new_tokens "
-                    f"{sampling.max_new_tokens} that exceeds the model's {self.max_positions} positions"
+                    f"{sampling.max_new_tokens} that exceeds the model's {self.max_positions} "
+                    "positions"
                 )
 
     def _stops(self, token: int, sampling: SamplingParams) -> bool:
@@ -243,8 +244,8 @@ def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     free = _free_bytes(device)
     if needed > 0.9 * free:
         raise UserError(
-            f"a whole copy of the actor for generation takes {needed / 2**30:.1f} GiB per process and "
-            f"{free / 2**30:.1f} GiB are free; use a smaller --actor_zero_stage or a smaller model"
+            f"a whole copy of the actor for generation takes {needed / 2**30:.1f} GiB per process "
+            f"and {free / 2**30:.1f} GiB are free; use a smaller --actor_zero_stage or model"
         )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()

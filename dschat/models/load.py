@@ -36,11 +36,11 @@ _WEIGHT_FILES = (
 def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
     """The checkpoint's configuration; raises ``UserError`` naming ``flag`` where there is none."""
     path = name_or_path
-    if Path(path).is_dir() and (Path(path) / "adapter_config.json").exists():
-        if not (Path(path) / "config.json").exists():
-            raise UserError(
-                f"{flag} {name_or_path} is a LoRA adapter; merge it into its base model first"
-            )
+    has_adapter = (Path(path) / "adapter_config.json").exists()
+    if has_adapter and not (Path(path) / "config.json").exists():
+        raise UserError(
+            f"{flag} {name_or_path} is a LoRA adapter; merge it into its base model first"
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
+from dschat.builtin_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
 from dschat.deepspeed_setup import (
@@ -27,10 +28,9 @@ from dschat.deepspeed_setup import (
     unwrap,
 )
 from dschat.hybrid.stream import adapter_stream, weight_stream
-from dschat.builtin_model import resolve_model
 from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
-from dschat.models.lora import add_lora, adapters_off
+from dschat.models.lora import adapters_off, add_lora
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.rlhf.ema import ShardedEMA

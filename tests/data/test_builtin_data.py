@@ -37,7 +37,8 @@ def test_prompts_are_unique_and_eval_asks_what_train_asked(rows):
     prompts = [row["prompt"] for row in rows["train"] + rows["eval"]]
     assert len(set(prompts)) == len(prompts)
     asked = {str(world.parse(row["prompt"])) for row in rows["train"]}
-    assert all(str(world.parse(row["prompt"])) in asked for row in rows["eval"])
+    for row in rows["eval"]:  # lists to count are many; all else has been asked in other words
+        assert str(world.parse(row["prompt"])) in asked or row["kind"] == "count", row
 
 
 def test_every_prompt_is_read_back_as_its_kind(rows):
@@ -54,9 +55,11 @@ def test_gold_agrees_with_the_preferences(rows):
 
 
 def test_demonstrations_are_a_fair_mixture(rows):
-    good = [row["demonstration"] == row["chosen"] for row in rows["train"]]
-    assert all(row["demonstration"] in (row["chosen"], row["rejected"]) for row in rows["train"])
-    assert abs(sum(good) / len(good) - 0.5) < 0.03  # four standard deviations
+    scores = [gold_score(row["prompt"], row["demonstration"]) for row in rows["train"]]
+    assert all(score <= 0.5 or score >= 0.9 for score in scores)
+    good = sum(score >= 0.9 for score in scores) / len(scores)
+    assert abs(good - 0.5) < 0.03  # four standard deviations
+    assert sum(scores) / len(scores) < 0.75  # imitation leaves room for feedback
 
 
 @pytest.mark.parametrize("length", [len, lambda text: len(text.split())], ids=["chars", "words"])
@@ -179,15 +182,16 @@ def test_gold_gives_nothing_for_a_show(prompt):
         assert gold_score(prompt, answer) < 0.3, answer
 
 
-def test_gold_at_random_words_stays_low():
-    """Words of the right answers, shuffled: high scores are rare accidents."""
+def test_shuffled_words_earn_little():
+    """The words of the right answers in any order: a high score is a rare accident."""
     rng = random.Random(0)
     scores = []
     for row in builtin_rows()["eval"]:
         words = row["chosen"].split()
         rng.shuffle(words)
         scores.append(gold_score(row["prompt"], " ".join(words)))
-    assert sum(scores) / len(scores) < 0.1
+    assert sum(scores) / len(scores) < 0.2
+    assert sum(score >= 0.8 for score in scores) < 0.05 * len(scores)
 
 
 @pytest.mark.parametrize("prompt", ["", "Who are you?", "What is the capital of France?"])
