@@ -300,17 +300,13 @@ class RLHFConfig(CommonConfig):
     actor_zero_stage: int = flag(0, "ZeRO stage of the actor (and of the reference).")
     critic_zero_stage: int = flag(0, "ZeRO stage of the critic (and of the reward model).")
     offload: bool = flag(False, "Keep optimizer states of actor and critic in CPU memory.")
-    offload_reference_model: bool = flag(
-        False, "Keep the reference model's weights in CPU memory."
-    )
+    offload_reference_model: bool = flag(False, "Keep the reference model's weights in CPU memory.")
     offload_reward_model: bool = flag(False, "Keep the reward model's weights in CPU memory.")
     actor_gradient_checkpointing: bool = flag(False, "Recompute the actor's activations.")
     critic_gradient_checkpointing: bool = flag(False, "Recompute the critic's activations.")
     # LoRA
     actor_lora_dim: int = flag(0, "Rank of the actor's LoRA adapters; 0: train the whole actor.")
-    critic_lora_dim: int = flag(
-        0, "Rank of the critic's LoRA adapters; 0: train the whole critic."
-    )
+    critic_lora_dim: int = flag(0, "Rank of the critic's LoRA adapters; 0: train the whole critic.")
     lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
     actor_lora_modules: list[str] = flag(
         ["all-linear"],

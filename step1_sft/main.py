@@ -1,7 +1,7 @@
 """Step 1, supervised fine-tuning: a pretrained causal LM learns from demonstrations.
 
-    deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 3
-    python step1_sft/main.py --help
+deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 3
+python step1_sft/main.py --help
 """
 
 from dschat import cli, dist
@@ -16,10 +16,10 @@ def main() -> None:
 
     from dschat import log, supervised
     from dschat.builtin_eval import is_builtin, sample_gold
+    from dschat.builtin_model import resolve_model
     from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.builtin_model import resolve_model
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import load_tokenizer, stop_ids

@@ -1,7 +1,7 @@
 """Step 2, reward modelling: a language model learns which of two answers people prefer.
 
-    deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m
-    python step2_reward/main.py --help
+deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m
+python step2_reward/main.py --help
 """
 
 from dschat import cli, dist
@@ -15,10 +15,10 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import log, supervised
+    from dschat.builtin_model import resolve_model
     from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import preference_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.builtin_model import resolve_model
     from dschat.models.load import load_config, load_score_backbone
     from dschat.models.reward import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer

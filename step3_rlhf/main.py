@@ -18,10 +18,10 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
+    from dschat.builtin_model import resolve_model
     from dschat.checkpoint import claim_output_dir, mark_complete
     from dschat.data.batches import PromptBatches
     from dschat.data.tokenize import prompt_dataset
-    from dschat.builtin_model import resolve_model
     from dschat.models.load import load_config
     from dschat.models.tokenizer import load_tokenizer
     from dschat.rlhf.evaluation import HeldOutPrompts

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dschat import cli
+from dschat.builtin_model import materialise_tiny, tiny_tokenizer
 from dschat.chat import Chat, ChatConfig, Conversation, StreamDecoder
 from dschat.config import UserError
-from dschat.builtin_model import materialise_tiny, tiny_tokenizer
 from dschat.rollout import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""What README shows runs: its Python snippet on tiny models, its commands through --help or --dry-run."""
+"""What README shows runs: its Python snippet on tiny models; its commands parse."""
 
 import os
 import re

@@ -117,7 +117,8 @@ def load_source(
             columns = ", ".join(table.column_names)
             hint = "" if adapter.prompt or adapter.messages else "; name it with --prompt_column"
             raise UserError(
-                f"{flag}: {name} has no usable row: {why}{hint} (it has: {columns}); look at {where}"
+                f"{flag}: {name} has no usable row: {why}{hint} (it has: {columns}); "
+                f"look at {where}"
             )
         logger.warning(
             "%s: dropped %d of %d rows (%s); the first is %s",
