@@ -8,6 +8,7 @@ Plans first: a mistake in any step's flags shows before anything runs. Then each
 process of its own (several under DeepSpeed's launcher), and the first that fails ends the run.
 """
 
+import os
 import shlex
 import sys
 import time
@@ -51,7 +52,8 @@ def main() -> int:
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
     if finished[-1]:
-        talk = ["python", "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
+        python = os.path.relpath(sys.executable) if ".venv" in sys.executable else "python"
+        talk = [python, "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
 

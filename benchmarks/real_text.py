@@ -40,7 +40,7 @@ def main() -> None:
         make_base(base, train)
 
     data = ["--data_path", args.train_file, "--eval_data_path", args.eval_file]
-    common = [*data, "--data_split", "1,1,1", "--max_steps", "0", "--overwrite_output_dir"]
+    common = [*data, "--overwrite_output_dir"]
     supervised = [
         "--max_seq_len",
         "256",
@@ -87,7 +87,7 @@ def main() -> None:
             "--num_warmup_steps",
             "5",
         ]
-        + ["--num_train_epochs", "100", "--max_steps", str(args.ppo_steps)],
+        + ["--max_steps", str(args.ppo_steps)],
     )
     sft, ppo = evaluations(out / "step1_sft"), evaluations(out / "step3_rlhf")
     mean, interval = mean_and_interval(accuracies)

@@ -129,9 +129,7 @@ def _write_companions(
 
 
 def _move_in(staging: Path, folder: Path) -> None:
-    """Put the finished files into ``folder``, which may hold metrics already; weights go last but
-    for the index.
-    """
+    """Move the finished files into ``folder``, which may hold metrics already; weights go last."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
@@ -146,9 +144,7 @@ def _move_in(staging: Path, folder: Path) -> None:
 def export_adapter(
     folder: str | Path, stream: Iterable[tuple[str, Tensor]], wrapped: PeftModel
 ) -> None:
-    """Collective. Write a LoRA adapter in PEFT's format to ``folder``; ``stream`` carries adapters
-    only.
-    """
+    """Collective. Write a LoRA adapter in PEFT's format; ``stream`` carries adapters only."""
     state = {}
     for name, tensor in stream:
         if dist.is_main_process():

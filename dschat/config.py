@@ -24,9 +24,7 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: one line that names the flag or file and the remedy. Exit code
-    2.
-    """
+    """A mistake the user can mend: one line naming flag or file, and the remedy. Exit code 2."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -79,7 +77,7 @@ class CommonConfig:
     )
     num_train_epochs: int = flag(1, "Passes over this step's part of the data.")
     max_steps: int = flag(
-        0, "Stop after this many optimizer steps (step 3: iterations); 0: all epochs."
+        0, "Optimizer steps (step 3: iterations) in place of --num_train_epochs; 0: by epochs."
     )
     max_bad_steps: int = flag(
         20, "Stop with an error after this many steps in a row with a non-finite loss or gradient."
@@ -231,9 +229,7 @@ class RewardConfig(SupervisedConfig):
 
 @dataclass
 class RLHFConfig(CommonConfig):
-    """Step 3. All counts of prompts and samples are of the whole rollout, unless the name says
-    per_device.
-    """
+    """Step 3. Counts are of the whole rollout, unless the name says per_device."""
 
     actor_model_name_or_path: str = flag(
         "", "The policy to start from: step 1's folder, or any causal LM."

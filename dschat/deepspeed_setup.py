@@ -65,9 +65,7 @@ class ZeroSettings:
 
 
 def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
-    """The configuration DeepSpeed gets. Accumulation is ours (`Step`), so it is told of one
-    micro-batch.
-    """
+    """The configuration DeepSpeed gets. It hears of one micro-batch: accumulation is `Step`'s."""
     # 16-bit weights need fp32 masters, and bf16 ones fp32 sums of gradients: over 256 micro-batches
     # bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages 0 and 1 sum in bf16 or
     # need another optimizer.
@@ -99,9 +97,7 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
 
 @contextmanager
 def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
-    """A scope in which ``from_pretrained`` loads straight into ZeRO-3 shards; nothing below stage
-    3.
-    """
+    """A scope in which ``from_pretrained`` loads straight into shards, if this is ZeRO-3."""
     if not zero.shards_parameters:
         yield
         return
@@ -156,9 +152,7 @@ def initialize_training(
     num_warmup_steps: int,
     num_total_steps: int,
 ) -> "deepspeed.DeepSpeedEngine":
-    """Collective. An engine with AdamW and a learning-rate schedule over ``num_total_steps``
-    optimizer steps.
-    """
+    """Collective. An engine with AdamW and a schedule over ``num_total_steps`` optimizer steps."""
     start_deepspeed()
     # NOTE: torch's fused AdamW needs no compilation and runs on CUDA and on offloaded CPU shards
     # alike.
@@ -178,9 +172,7 @@ def initialize_training(
 
 
 def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
-    """Collective. A frozen model for scoring: a ZeRO-3 engine where it is sharded, else just moved
-    to the device.
-    """
+    """Collective. A frozen model for scoring: sharded under ZeRO-3, else whole on the device."""
     module.requires_grad_(False).eval()
     if not zero.shards_parameters:
         return module.to(device=dist.device(), dtype=zero.dtype)
@@ -226,18 +218,14 @@ class Step:
         self.grad_norm = 0.0
 
     def backward(self, loss_sum: Tensor) -> None:
-        """Collective. Accumulate the gradient of this rank's ``loss_sum`` (0-d) of one
-        micro-batch.
-        """
+        """Collective. Accumulate the gradient of one micro-batch's ``loss_sum`` (0-d)."""
         self._remaining -= 1
         assert self._remaining >= 0, "more micro-batches than announced"
         self._engine.set_gradient_accumulation_boundary(self._remaining == 0)
         self._engine.backward(loss_sum * self._scale, scale_wrt_gas=False)
 
     def finish(self) -> bool:
-        """Collective. Clip, update, advance the schedule; or skip, on all ranks, if the gradient is
-        not finite.
-        """
+        """Collective. Clip, update, advance the schedule; or, if not finite, skip on all ranks."""
         assert self._remaining == 0, "fewer micro-batches than announced"
         engine = self._engine
         if engine.zero_optimization_stage() == 0:

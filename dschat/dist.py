@@ -109,9 +109,7 @@ def all_reduce_sum(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def sum_floats(values: list[float]) -> list[float]:
-    """Collective. Sums each entry over processes, in float64; every process passes the same number
-    of entries.
-    """
+    """Collective. Sum each entry over processes, in float64; all pass as many entries."""
     import torch
 
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -129,9 +127,7 @@ def max_int(value: int) -> int:
 
 
 def all_gather_flat(output: "torch.Tensor", shard: "torch.Tensor") -> None:
-    """Collective. Fill ``output`` (world_size * n,) with every process's ``shard`` (n,), in rank
-    order.
-    """
+    """Collective. Fill ``output`` (world_size * n,) with every ``shard`` (n,), in rank order."""
     import torch.distributed as torch_dist
 
     torch_dist.all_gather_into_tensor(output, shard)
@@ -161,8 +157,6 @@ def main_process_first() -> Iterator[None]:
 
 
 def my_share(indices: list[int]) -> list[int]:
-    """This process's contiguous part of ``indices``; the parts of all processes are ``indices``
-    again.
-    """
+    """This process's contiguous part of ``indices``; together the parts are all of them."""
     count, size, me = len(indices), world_size(), rank()
     return indices[count * me // size : count * (me + 1) // size]

@@ -5,6 +5,7 @@ Comes in: metric dicts of floats. Goes out: the console, ``metrics.jsonl``, Tens
 Biases. It must not know what is being trained.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm.auto import tqdm
 
 from dschat import dist
@@ -76,7 +78,8 @@ def format_line(step: int, total: int, metrics: dict[str, float], columns: Itera
 
 
 class MetricsLog:
-    """Writes one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same numbers to the
+    """Writes the settings, then one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same
+    numbers to the
     other sinks.
     """
 
@@ -88,6 +91,8 @@ class MetricsLog:
             return
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+        (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -39,9 +39,7 @@ Sums = dict[str, float]
 
 
 class Task(Protocol):
-    """What a step trains on: how rows become a batch, what a batch weighs, its loss and its
-    metrics.
-    """
+    """What a step trains on: rows to batch, the batch's weight, its loss, its metrics."""
 
     columns: tuple[str, ...]  # what the one line a step shows
 
@@ -86,9 +84,7 @@ class SFTTask:
 
 
 class RewardTask:
-    """-log sigmoid of the difference between the two answers' last-token scores (InstructGPT eq.
-    1).
-    """
+    """-log sigmoid of the difference of two last-token scores (InstructGPT, eq. 1)."""
 
     columns = ("loss", "accuracy", "margin")
 
@@ -141,9 +137,7 @@ def build_engine(
     num_steps: int,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
-    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` around it, an engine around
-    that.
-    """
+    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora_dim:
@@ -230,9 +224,8 @@ def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, fl
 
 
 def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
-    """Optimizer steps of the whole run."""
-    steps = config.num_train_epochs * len(batches)
-    return min(steps, config.max_steps) if config.max_steps else steps
+    """Optimizer steps of the whole run: ``max_steps``, or as many as the epochs have."""
+    return config.max_steps or config.num_train_epochs * len(batches)
 
 
 def train_step(

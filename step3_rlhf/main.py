@@ -45,8 +45,7 @@ def main() -> None:
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
-    num_iters = args.num_train_epochs * len(prompt_train_dataloader)
-    num_iters = min(num_iters, args.max_steps) if args.max_steps else num_iters
+    num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
     claim_output_dir(args.output_dir, args.overwrite_output_dir)
 
     engine = DeepSpeedRLHFEngine(

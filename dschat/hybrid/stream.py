@@ -20,9 +20,7 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass
 class Shard:
-    """This rank's part of one tensor. ``partitioned``: rank r holds elements [r * n, (r + 1) * n)
-    of it, padded.
-    """
+    """This rank's part of a tensor. ``partitioned``: elements [r * n, (r + 1) * n), padded."""
 
     name: str
     shape: torch.Size
@@ -77,9 +75,7 @@ def whole_tensors(
 
 
 def _gather(bucket: list[Shard], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Collective. One all-gather of the ranks' parts, laid end to end, for all tensors of a
-    bucket.
-    """
+    """Collective. One all-gather for all tensors of a bucket, laid end to end."""
     if not bucket:
         return
     sizes = [shard.tensor.numel() for shard in bucket]
@@ -127,8 +123,6 @@ def weight_stream(
 
 
 def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The adapters alone (and a trained score head), under the wrapped module's
-    names.
-    """
+    """Collective. The adapters (and a trained score head), under the wrapped module's names."""
     wanted = [s for s in module_shards(module) if ".lora_" in s.name or ".score." in f".{s.name}"]
     yield from whole_tensors(wanted, device)

@@ -112,9 +112,7 @@ class HuggingFaceGenerator:
         )
 
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
-        """Numbers of prompts that decode together: longest first, of one length where gaps are not
-        allowed.
-        """
+        """Prompts that decode together: longest first; of one length where gaps are not allowed."""
         size = max(1, self._max_num_seqs // samples)
         batch: list[int] = []
         for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
@@ -151,9 +149,7 @@ class HuggingFaceGenerator:
         indices: list[int],
         sampling: SamplingParams,
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Per step: the rows still running (numbered prompt-major within ``batch``), their tokens
-        and log-probs.
-        """
+        """Per step: rows still running (prompt-major in ``batch``), their tokens and log-probs."""
         n, device = sampling.n, self.device
         logits, cache = self._prefill([prompts[p] for p in batch])
         lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
@@ -235,9 +231,7 @@ def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A module of ``config`` to be filled, refused with the figure where it does not fit in
-    memory.
-    """
+    """A module of ``config`` to be filled; refused, with the figure, where it does not fit."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())

@@ -200,9 +200,7 @@ def _checked(
 
 
 def _unexpected_keys(model: PreTrainedModel, path: str) -> set[str]:
-    """Keys on disk that the model has no place for. transformers does not report them under
-    ZeRO-3.
-    """
+    """Keys on disk that the model has no place for; under ZeRO-3 transformers reports none."""
     prefix = model.base_model_prefix + "."
     ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
     wanted = {k.removeprefix(prefix) for k in model.state_dict()}
@@ -217,9 +215,7 @@ def _unexpected_keys(model: PreTrainedModel, path: str) -> set[str]:
 
 
 def checkpoint_keys(path: str) -> set[str]:
-    """Names of all tensors in a checkpoint, read from its index or its headers, without the
-    weights.
-    """
+    """Names of all tensors in a checkpoint, from its index or headers, without the weights."""
     for name in _WEIGHT_FILES:
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is None:

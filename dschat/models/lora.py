@@ -82,9 +82,7 @@ class Adapter:
 
 
 def unwrapped_name(name: str) -> str | None:
-    """The checkpoint's name of a parameter of a PEFT-wrapped module; None for the adapters
-    themselves.
-    """
+    """The checkpoint's name of a PEFT-wrapped module's parameter; None for an adapter's own."""
     if ".lora_A." in name or ".lora_B." in name:
         return None
     return name.replace("base_model.model.", "").replace(".base_layer.", ".")

@@ -31,9 +31,7 @@ class ScoreModel(nn.Module):
 
 
 def gather_last(scores: Tensor, lengths: Tensor) -> Tensor:
-    """The score at each sequence's last real token: ``scores`` (B, T), ``lengths`` (B,) >= 1 ->
-    (B,).
-    """
+    """Scores at the last real tokens: ``scores`` (B, T), ``lengths`` (B,) >= 1 -> (B,)."""
     return scores.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 

@@ -12,9 +12,7 @@ from dschat.hybrid.stream import Shard, module_shards
 
 
 def _own_part(shard: Shard) -> Tensor:
-    """This rank's flat part of a tensor, fp32: ZeRO-3's own, or an equal slice (padded) of a whole
-    one.
-    """
+    """This rank's flat part, fp32: ZeRO-3's own, or an equal slice (padded) of a whole tensor."""
     if shard.partitioned:
         return shard.tensor.float().reshape(-1)
     size = -(-shard.numel // dist.world_size())

@@ -195,9 +195,7 @@ class DeepSpeedRLHFEngine:
         )
 
     def _frozen_zero(self, trained: ZeroSettings, offload: bool) -> ZeroSettings:
-        """A frozen model needs sharding only where its trained twin is sharded, or to live in CPU
-        memory.
-        """
+        """A frozen model is sharded only where its trained twin is, or to live in CPU memory."""
         stage = 3 if trained.shards_parameters or offload else 0
         return ZeroSettings(stage, trained.dtype, offload_parameters=offload)
 
@@ -245,9 +243,7 @@ class DeepSpeedRLHFEngine:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HuggingFaceGenerator]:
-        """Collective. A scope in which the actor generates; refreshed once per optimizer
-        version.
-        """
+        """Collective. A scope in which the actor generates; refreshed once per version."""
         if not self._actor_zero.shards_parameters:
             yield self._generator(unwrap(self.actor))
             return
@@ -260,9 +256,7 @@ class DeepSpeedRLHFEngine:
 
     @contextmanager
     def ema_mode(self) -> Iterator[HuggingFaceGenerator]:
-        """Collective. A scope in which the moving average generates, from a whole copy made for
-        it.
-        """
+        """Collective. A scope in which the moving average generates, from a copy made for it."""
         assert self.ema is not None, "there is no moving average; set enable_ema"
         copy = self._empty_copy()
         fill(copy, self._actor_stream(ema=True))
@@ -287,9 +281,7 @@ class DeepSpeedRLHFEngine:
         return _config(self.critic)
 
     def save(self, output_dir: str | Path) -> None:
-        """Collective. Write actor, critic and (if kept) actor_ema as Hugging Face folders below
-        ``output_dir``.
-        """
+        """Collective. Write actor, critic and any actor_ema as Hugging Face folders."""
         output_dir = Path(output_dir)
         actor, critic = unwrap(self.actor), unwrap(self.critic).model
         architecture = load_config(self._actor_name, "").architectures[0]

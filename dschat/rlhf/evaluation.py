@@ -50,9 +50,7 @@ class HeldOutPrompts:
 def evaluate_policy(
     engine: DeepSpeedRLHFEngine, generator: Generator, prompts: HeldOutPrompts
 ) -> dict[str, float]:
-    """Collective. ``eval/...`` means over all ranks' prompts, one answer each, sampled as in
-    training.
-    """
+    """Collective. ``eval/...`` means over all ranks' prompts, one answer each, as in training."""
     args, device = engine.args, dist.device()
     sampling = SamplingParams(
         max_new_tokens=args.max_answer_seq_len,

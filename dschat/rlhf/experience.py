@@ -22,9 +22,7 @@ from dschat.rollout import Rollout
 
 @dataclass
 class Experience:
-    """S sequences of this rank, T columns, at most A actions each. Tensors stay on the CPU until
-    trained on.
-    """
+    """S sequences of this rank, T columns, at most A actions each. Kept on the CPU."""
 
     input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
     lengths: Tensor  # (S,) int64, prompt + answer tokens
@@ -46,9 +44,7 @@ class Experience:
         return self.lengths.shape[0]
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
-        """These rows as a micro-batch on ``device``, columns trimmed to its longest; no rows: one
-        masked dummy.
-        """
+        """These rows on ``device``, columns trimmed to the longest; no rows: one masked dummy."""
         if not rows:
             return _dummy(device)
         index = torch.tensor(rows)
@@ -67,9 +63,7 @@ class Experience:
 
 
 def _dummy(device: torch.device) -> Experience:
-    """One sequence without actions, so that a rank that has none can run the forwards all ranks
-    must run.
-    """
+    """One sequence without actions, for a rank with no rows to run the forwards all must run."""
     long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     row = flat.unsqueeze(1)
     return Experience(
@@ -144,9 +138,7 @@ def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
 def gather_actions(
     per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0
 ) -> Tensor:
-    """Reorder (S, columns) by action: (S, A). ``first`` is the column that ``per_column`` begins
-    with.
-    """
+    """Reorder (S, columns) by action: (S, A). ``per_column`` begins with column ``first``."""
     columns = action_columns(prompt_lengths, num_actions) - first
     return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
 

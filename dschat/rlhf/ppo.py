@@ -50,9 +50,7 @@ PromptBatch = list[list[int]] | Mapping[str, Tensor]
 def action_logprobs(
     model: nn.Module, batch: Experience, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the batch's actions by one forward of ``model``: (B, A) fp32; and entropies,
-    same shape.
-    """
+    """One forward of ``model``: log-probs of the actions, and entropies; (B, A) fp32 each."""
     first = int(batch.prompt_lengths.min()) - 1  # no column before this predicts an action
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, first:-1]
     num_actions = batch.answer_mask.shape[1]
@@ -90,7 +88,7 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self._unsupervised = unsupervised
-        self._bad_steps = 0
+        self._bad_steps = {"actor": 0, "critic": 0}  # in a row
         self._device = dist.device()
 
     def sampling(self) -> SamplingParams:
@@ -220,9 +218,7 @@ class DeepSpeedPPOTrainer:
     def _mini_batch(
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
-        """Collective. One optimizer step of actor and critic on this rank's ``rows`` of a
-        mini-batch.
-        """
+        """Collective. An optimizer step of actor and critic on this rank's ``rows``."""
         size = self.args.per_device_training_batch_size
         count = dist.max_int(max(1, -(-len(rows) // size)))
         num_tokens = float(experience.answer_mask[rows].sum()) if rows else 0.0
@@ -268,9 +264,7 @@ class DeepSpeedPPOTrainer:
     def _ptx_micro_batches(
         self, step: Step, text: list[list[dict[str, Any]]], denominator: float
     ) -> dict[str, float]:
-        """Collective. ``unsup_coef`` x the token mean of the pretraining loss, inside the same
-        step.
-        """
+        """Collective. ``unsup_coef`` x the token mean of the pretraining loss, in the same step."""
         if not text:
             return {}
         pad_id = self.engine.tokenizer.pad_token_id
@@ -293,19 +287,19 @@ class DeepSpeedPPOTrainer:
     def _finish(self, step: Step, name: str) -> dict[str, float]:
         """Collective. Take the step; count it where the gradient was not finite."""
         if step.finish():
-            self._bad_steps = 0
+            self._bad_steps[name] = 0
             return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
-        self._bad_steps += 1
+        self._bad_steps[name] += 1
         logger.warning(
             "iteration %d: skipped a step of the %s, its gradient is not finite (%d in a row)",
             self.iteration,
             name,
-            self._bad_steps,
+            self._bad_steps[name],
         )
-        if self._bad_steps >= self.args.max_bad_steps:
+        if self._bad_steps[name] >= self.args.max_bad_steps:
             raise FloatingPointError(
-                f"{self._bad_steps} steps in a row had a gradient that is not finite "
-                "(--max_bad_steps)"
+                f"{self._bad_steps[name]} steps of the {name} in a row had a gradient that is not "
+                "finite (--max_bad_steps)"
             )
         return {"bad_steps": 1.0}
 

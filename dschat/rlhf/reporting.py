@@ -61,9 +61,7 @@ def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
 
 
 def training_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Collective. Means over every optimizer step of an iteration, from this rank's sums over
-    micro-batches.
-    """
+    """Collective. Means over every optimizer step of an iteration, from this rank's sums."""
     local = sorted(set(sums) - set(_GLOBAL))
     totals = sums | dict(zip(local, dist.sum_floats([sums[k] for k in local]), strict=True))
 
@@ -90,9 +88,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
 def throughput(
     metrics: dict[str, float], e: Experience, engine: DeepSpeedRLHFEngine, train_actor: bool
 ) -> dict[str, float]:
-    """Collective. Seconds, tokens and model FLOPs per second of one iteration; scoring counts in
-    the whole.
-    """
+    """Collective. Seconds, tokens and model FLOPs per second; scoring counts in the whole."""
     args = engine.args
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
     generate_s, _, train_s = parts

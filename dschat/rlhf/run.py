@@ -92,9 +92,7 @@ class Reporter:
             self.evaluate()
 
     def evaluate(self, final: bool = False) -> None:
-        """Collective. Held-out prompts answered by the actor and, at the end, by its moving
-        average.
-        """
+        """Collective. Held-out prompts, by the actor and at the end by its moving average."""
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
