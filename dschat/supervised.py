@@ -29,7 +29,7 @@ from dschat.deepspeed_setup import (
 from dschat.hybrid.stream import adapter_stream, weight_stream
 from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
-from dschat.models.lora import add_lora
+from dschat.models.lora import prepare_for_training
 from dschat.models.reward import gather_last
 
 logger = logging.getLogger("dschat")
@@ -138,17 +138,15 @@ def build_engine(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
     """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it."""
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.lora_dim:
-        model = add_lora(
-            model,
-            config.lora_dim,
-            config.lora_alpha,
-            config.lora_modules,
-            config.only_optimize_lora,
-            "--lora_modules",
-        )
+    model = prepare_for_training(
+        model,
+        config.gradient_checkpointing,
+        config.lora_dim,
+        config.lora_alpha,
+        config.lora_modules,
+        config.only_optimize_lora,
+        "--lora_modules",
+    )
     return initialize_training(
         wrap(model),
         zero,

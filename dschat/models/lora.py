@@ -50,6 +50,23 @@ def add_lora(
     return wrapped
 
 
+def prepare_for_training(
+    model: nn.Module,
+    gradient_checkpointing: bool,
+    lora_dim: int,
+    lora_alpha: float,
+    lora_modules: list[str],
+    only_optimize_lora: bool,
+    flag: str,
+) -> nn.Module:
+    """What a loaded model needs before an engine wraps it: checkpointing, and adapters if any."""
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not lora_dim:
+        return model
+    return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)
+
+
 def adapters_off(module: nn.Module):
     """A scope in which ``module`` computes without its adapters; a no-op where it has none."""
     for child in module.modules():

@@ -30,7 +30,7 @@ from dschat.deepspeed_setup import (
 from dschat.hybrid.stream import adapter_stream, weight_stream
 from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
-from dschat.models.lora import adapters_off, add_lora
+from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.rlhf.ema import ShardedEMA
@@ -142,57 +142,40 @@ class DeepSpeedRLHFEngine:
                 trust_remote_code=self.args.trust_remote_code,
             )
 
-    def _build_actor(self) -> Any:
+    def _trained(self, model: nn.Module, name: str, zero: ZeroSettings, wrap: Any = None) -> Any:
+        """Collective. An engine around ``model``, by the knobs of ``name``: actor or critic."""
         args = self.args
-        model = self._load_actor(self._actor_zero, args.actor_dropout or 0.0)
-        if args.actor_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.actor_lora_dim:
-            model = add_lora(
-                model,
-                args.actor_lora_dim,
-                args.lora_alpha,
-                args.actor_lora_modules,
-                args.only_optimize_lora,
-                "--actor_lora_modules",
-            )
-        return self._trained(
-            model, self._actor_zero, args.actor_learning_rate, args.actor_weight_decay
-        )
 
-    def _build_critic(self) -> Any:
-        args = self.args
-        model = self._load_score(self._critic_zero, args.critic_dropout or 0.0)
-        if args.critic_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.critic_lora_dim:
-            model = add_lora(
-                model,
-                args.critic_lora_dim,
-                args.lora_alpha,
-                args.critic_lora_modules,
-                args.only_optimize_lora,
-                "--critic_lora_modules",
-            )
-        return self._trained(
-            ScoreModel(model),
-            self._critic_zero,
-            args.critic_learning_rate,
-            args.critic_weight_decay,
-        )
+        def own(knob: str) -> Any:
+            return getattr(args, f"{name}_{knob}")
 
-    def _trained(self, module: nn.Module, zero: ZeroSettings, rate: float, decay: float) -> Any:
-        args = self.args
+        model = prepare_for_training(
+            model,
+            own("gradient_checkpointing"),
+            own("lora_dim"),
+            args.lora_alpha,
+            own("lora_modules"),
+            args.only_optimize_lora,
+            f"--{name}_lora_modules",
+        )
         return initialize_training(
-            module,
+            wrap(model) if wrap else model,
             zero,
-            rate,
-            decay,
+            own("learning_rate"),
+            own("weight_decay"),
             args.adam_betas,
             args.lr_scheduler_type,
             args.num_warmup_steps,
             self._updates,
         )
+
+    def _build_actor(self) -> Any:
+        model = self._load_actor(self._actor_zero, self.args.actor_dropout or 0.0)
+        return self._trained(model, "actor", self._actor_zero)
+
+    def _build_critic(self) -> Any:
+        model = self._load_score(self._critic_zero, self.args.critic_dropout or 0.0)
+        return self._trained(model, "critic", self._critic_zero, wrap=ScoreModel)
 
     def _frozen_zero(self, trained: ZeroSettings, offload: bool) -> ZeroSettings:
         """A frozen model is sharded only where its trained twin is, or to live in CPU memory."""
