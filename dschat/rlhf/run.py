@@ -97,13 +97,17 @@ class Reporter:
             return
         with self._engine.rollout_mode() as generator:
             metrics = evaluate_policy(self._engine, generator, self._held_out)
+        self._log_held_out(metrics, "held out")
         if final and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
-                ema = evaluate_policy(self._engine, generator, self._held_out)
-            metrics |= {name.replace("eval/", "eval_ema/"): value for name, value in ema.items()}
+                average = evaluate_policy(self._engine, generator, self._held_out)
+            self._log_held_out(average, "held out, moving average")
+            metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}
         self._log.write(self._trainer.iteration, metrics)
+
+    def _log_held_out(self, metrics: dict[str, float], of: str) -> None:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
-        logger.info("%s  (held out)", line)
+        logger.info("%s  (%s)", line, of)
 
     def _print_answers(self, e: Experience) -> None:
         tokenizer = self._engine.tokenizer
