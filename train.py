@@ -52,7 +52,8 @@ def main() -> int:
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
     if finished[-1]:
-        python = os.path.relpath(sys.executable) if ".venv" in sys.executable else "python"
+        here = os.path.relpath(sys.executable)
+        python = "python" if here.startswith("..") else here
         talk = [python, "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0

@@ -121,7 +121,8 @@ def test_dry_run_prints_runnable_commands_and_nothing_else(tree):
 
 def test_no_flags_is_the_demo(tree):
     fields = planned(tree)
-    assert fields[1]["model_name_or_path"] == fields[2]["model_name_or_path"] == "builtin/tiny"
+    assert fields[1]["model_name_or_path"] == "builtin/tiny"
+    assert fields[2]["model_name_or_path"] == "output/demo/step1_sft"  # the recipe's {step1}
     assert fields[3]["output_dir"] == "output/demo/step3_rlhf"
     assert plan(tree).summary
 

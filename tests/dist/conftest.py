@@ -55,7 +55,9 @@ def two_processes(models_folder, tmp_path_factory, request):
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
-        if item.get_closest_marker("dist") and "case" in getattr(item, "callspec", object()).params
+        if item.get_closest_marker("dist")
+        and hasattr(item, "callspec")
+        and "case" in item.callspec.params
     ]
     out = tmp_path_factory.mktemp("two_processes")
     results = launch(list(dict.fromkeys(wanted)), models_folder, out)
