@@ -12,14 +12,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent / "dist"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """With xdist a file's tests stay on one worker, and those of tests/dist share one launch."""
-    for item in items:
-        group = item.path.parent if item.path.parent.name == "dist" else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """``tiny("llama")`` is the folder of that tiny checkpoint; see ``tiny_models.BUILDERS``."""

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
@@ -49,8 +50,9 @@ def launch(cases, models, out: Path, world_size: int = 2):
 
 @pytest.fixture(scope="session")
 def two_processes(models_folder, tmp_path_factory, request):
-    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases
-    collected.
+    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases.
+
+    One for all of pytest-xdist's workers, too: the first that asks launches, the others wait.
     """
     wanted = [
         item.callspec.params["case"]
@@ -59,6 +61,13 @@ def two_processes(models_folder, tmp_path_factory, request):
         and hasattr(item, "callspec")
         and "case" in item.callspec.params
     ]
-    out = tmp_path_factory.mktemp("two_processes")
-    results = launch(list(dict.fromkeys(wanted)), models_folder, out)
-    return lambda case: (results[case][0], out / case.name)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    out, answers = shared / "two_processes", shared / "two_processes.json"
+    with FileLock(shared / "two_processes.lock"):
+        if not answers.exists():
+            results = launch(list(dict.fromkeys(wanted)), models_folder, out)
+            answers.write_text(json.dumps({case.name: r[0] for case, r in results.items()}))
+    by_name = json.loads(answers.read_text())
+    return lambda case: (by_name[case.name], out / case.name)
