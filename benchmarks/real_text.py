@@ -110,6 +110,9 @@ def read(path: str) -> list[dict]:
 
 
 def run(step: str, flags: list[str]) -> None:
+    """Run a step, unless its folder holds it finished: an interrupted benchmark goes on."""
+    if Path(flags[flags.index("--output_dir") + 1], "COMPLETE").exists():
+        return
     print(f"== {step}", flush=True, file=sys.stderr)
     subprocess.run([sys.executable, str(ROOT / step / "main.py"), *flags], check=True, cwd=ROOT)
 

@@ -129,7 +129,7 @@ def test_training_and_generation_see_the_same_prompt_ids(tokenizer, turns, answe
         assert ids.count(tokenizer.eos_token_id) == 1
         assert ids[-1] == tokenizer.eos_token_id
         written = tokenizer.decode(ids[:-1])
-        assert written.removeprefix(" ") == answer.removeprefix(" ")
+        assert written in (answer, " " + answer)
 
 
 @every_tokenizer
