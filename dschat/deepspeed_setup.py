@@ -70,9 +70,10 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
     # bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages 0 and 1 sum in bf16 or
     # need another optimizer.
     lowest = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[zero.dtype]
-    stage = max(zero.stage, lowest)
+    # Only ZeRO's optimizers can live in CPU memory.
+    stage = max(zero.stage, lowest, 2 if zero.offload_optimizer else 0)
     zero_section: dict[str, Any] = {"stage": stage}
-    if zero.offload_optimizer and stage > 0:
+    if zero.offload_optimizer:
         zero_section["offload_optimizer"] = {
             "device": "cpu",
             "pin_memory": torch.cuda.is_available(),

@@ -67,7 +67,7 @@ def main() -> None:
             report.step(out)
             if trainer.iteration == num_iters:
                 break
-    report.evaluate(final=True)
+    report.evaluate()
     report.close()
 
     # Save.

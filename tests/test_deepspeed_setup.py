@@ -139,6 +139,11 @@ def test_masters_and_sums_by_configuration():
     )
     assert offloaded["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert offloaded["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    # At stage 0 there is nothing that could be offloaded: the flag must not be silently without
+    # effect.
+    offloaded = deepspeed_config(ZeroSettings(0, FP32, offload_optimizer=True))
+    assert offloaded["zero_optimization"]["stage"] == 2
+    assert offloaded["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     fp16 = deepspeed_config(ZeroSettings(0, torch.float16))
     assert fp16["fp16"]["enabled"]
     assert fp16["zero_optimization"]["stage"] == 1

@@ -91,14 +91,14 @@ class Reporter:
         if args.eval_steps and done % args.eval_steps == 0 and done < self._num_iters:
             self.evaluate()
 
-    def evaluate(self, final: bool = False) -> None:
-        """Collective. Held-out prompts, by the actor and at the end by its moving average."""
+    def evaluate(self) -> None:
+        """Collective. Held-out prompts, by the actor and (once it differs) its moving average."""
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
             metrics = evaluate_policy(self._engine, generator, self._held_out)
         self._log_held_out(metrics, "held out")
-        if final and self._engine.ema is not None:
+        if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
                 average = evaluate_policy(self._engine, generator, self._held_out)
             self._log_held_out(average, "held out, moving average")

@@ -1,0 +1,72 @@
+"""The knobs: batch sizes derived in one place, and what is refused, with the flag in the line."""
+
+import argparse
+
+import pytest
+
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+
+MODELS = {"actor_model_name_or_path": "a", "critic_model_name_or_path": "c"}
+
+
+def test_batch_sizes_of_step_3():
+    args = RLHFConfig(
+        **MODELS,
+        per_device_generation_batch_size=8,
+        generation_batches=3,
+        num_samples_per_prompt=2,
+        per_device_training_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
+    assert args.rollout_prompts(5) == 8 * 3 * 5
+    assert args.rollout_samples(5) == 8 * 3 * 5 * 2
+    assert args.mini_batch_size(5) == 4 * 2 * 5
+    assert args.num_mini_batches == 6  # 48 sequences a process, 8 of them a step
+
+
+def test_batch_size_of_steps_1_and_2():
+    config = SFTConfig(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    assert config.global_batch_size(2) == 24
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"zero_stage": 9}, ["--zero_stage 9", "0, 1, 2 and 3"]),
+        ({"data_split": "2,4"}, ["--data_split", "three"]),
+        ({"data_split": "a,b,c"}, ["--data_split", "three"]),
+        ({"dtype": "fp8"}, ["--dtype", "bf16"]),
+        ({"learning_rate": -1.0}, ["--learning_rate", "negative"]),
+        ({"gradient_accumulation_steps": 0}, ["--gradient_accumulation_steps", "at least 1"]),
+    ],
+)
+@pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig])
+def test_refused_in_steps_1_and_2(config_class, knobs, words):
+    with pytest.raises(UserError) as caught:
+        config_class(**knobs).validate()
+    assert all(word in str(caught.value) for word in words)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"critic_zero_stage": 4}, ["--critic_zero_stage 4"]),
+        ({"kl_target": 0.0}, ["--kl_target", "positive"]),
+        ({"top_p": 0.0}, ["--top_p", "(0, 1]"]),
+        ({"per_device_training_batch_size": 5}, ["--per_device_training_batch_size", "divide"]),
+        ({"actor_model_name_or_path": ""}, ["--actor_model_name_or_path", "missing"]),
+    ],
+)
+def test_refused_in_step_3(knobs, words):
+    with pytest.raises(UserError) as caught:
+        RLHFConfig(**(MODELS | knobs)).validate()
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_any_namespace_with_some_of_the_fields_will_do():
+    args = RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1))
+    assert args.kl_coef == 0.3
+    assert args.cliprange == RLHFConfig().cliprange
+    assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
+    assert RLHFConfig.from_namespace(args) is args
