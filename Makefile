@@ -5,9 +5,10 @@ STAMP := .venv/.stamp
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help demo test test-full test-gpu lint format wheel clean
+.PHONY: help venv demo test test-full test-gpu lint format wheel clean
 
 help:
+	@echo "make venv       set up .venv with the pinned versions; every other target does so too"
 	@echo "make demo       train the tiny chat model: three steps, offline, into output/demo"
 	@echo "make test       lint, layering, and the quick tests"
 	@echo "make test-full  the same and the slow tests"
@@ -15,6 +16,8 @@ help:
 	@echo "make lint       ruff alone (make format mends what it can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
+
+venv: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python train.py
