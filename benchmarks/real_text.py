@@ -123,7 +123,7 @@ def evaluations(folder: Path) -> list[dict]:
 
 
 def make_base(folder: Path, rows: list[dict]) -> None:
-    """A 4k tokenizer trained on the rows, and a Llama of 5M random weights."""
+    """A 4k tokenizer trained on the rows, and a Llama of 4.3M random weights."""
     bpe = ByteLevelBPETokenizer()
     texts = [row[column] for row in rows for column in ("prompt", "chosen", "rejected")]
     bpe.train_from_iterator(texts, vocab_size=4096, special_tokens=["<|pad|>", "<|end|>"])
