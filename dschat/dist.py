@@ -160,3 +160,70 @@ def my_share(indices: list[int]) -> list[int]:
     """This process's contiguous part of ``indices``; together the parts are all of them."""
     count, size, me = len(indices), world_size(), rank()
     return indices[count * me // size : count * (me + 1) // size]
+
+
+class Group:
+    """Some processes that compute together; one process is a group too, and talks to nobody.
+
+    ``size`` consecutive ranks form a group: {0, ..., size - 1}, {size, ...}, and so on.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        """Collective over all processes where ``size`` > 1; all must ask for the same sizes.
+
+        Raises:
+            ValueError: ``size`` does not divide the number of processes.
+        """
+        if size < 1 or world_size() % size:
+            raise ValueError(f"groups of {size} do not divide {world_size()} processes")
+        self.size = size
+        self.rank = rank() % size
+        self._handle: Any = None
+        self._first = rank() - self.rank
+        if size == 1:
+            return
+        import torch.distributed as torch_dist
+
+        init()
+        for first in range(0, world_size(), size):
+            handle = torch_dist.new_group(list(range(first, first + size)))
+            if first == self._first:
+                self._handle = handle
+
+    def all_reduce_sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Collective. Sum over the group, in place."""
+        if self.size > 1:
+            import torch.distributed as torch_dist
+
+            torch_dist.all_reduce(tensor, group=self._handle)
+        return tensor
+
+    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Collective. Every member's ``tensor`` (...) in rank order: (size, ...)."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        import torch.distributed as torch_dist
+
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        torch_dist.all_gather_into_tensor(
+            gathered.view(-1), tensor.reshape(-1), group=self._handle
+        )
+        return gathered
+
+    def broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Collective. The first member's values for everybody, in place."""
+        if self.size > 1:
+            import torch.distributed as torch_dist
+
+            torch_dist.broadcast(tensor, src=self._first, group=self._handle)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Collective. Every member's ``value`` (picklable, small), in rank order."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as torch_dist
+
+        values: list[Any] = [None] * self.size
+        torch_dist.all_gather_object(values, value, group=self._handle)
+        return values

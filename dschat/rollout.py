@@ -26,10 +26,13 @@ class SamplingParams:
     n: int = 1  # answers per prompt
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own EOS
     ignore_eos: bool = False
+    min_new_tokens: int = 0  # before so many are out, no token that ends an answer is drawn
 
     def __post_init__(self) -> None:
         checks = {
             f"max_new_tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
+            f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "
+            f"({self.max_new_tokens})": 0 <= self.min_new_tokens <= self.max_new_tokens,
             f"temperature {self.temperature} must not be negative": self.temperature >= 0,
             f"top_p {self.top_p} must be in (0, 1]; 1 turns it off": 0 < self.top_p <= 1,
             f"top_k {self.top_k} must not be negative; 0 turns it off": self.top_k >= 0,
@@ -44,6 +47,10 @@ class SamplingParams:
     def logprob_temperature(self) -> float:
         """The T of every log-prob in the system: greedy decoding reports them at T = 1."""
         return self.temperature if self.temperature > 0 else 1.0
+
+    def end_ids(self, eos_ids: tuple[int, ...]) -> frozenset[int]:
+        """The tokens that end an answer of a model whose own EOS are ``eos_ids``."""
+        return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
 @dataclass

@@ -70,6 +70,7 @@ class HuggingFaceGenerator:
         """Answer every prompt ``sampling.n`` times; see `Generator`."""
         indices = list(range(len(prompts))) if indices is None else indices
         self._check(prompts, sampling)
+        end_ids = sampling.end_ids(self._stop_ids)
         answers: dict[int, tuple[list[int], list[float], str]] = {}
         with _evaluation_mode(self.module):
             for batch in self._batches(prompts, sampling.n):
@@ -81,9 +82,8 @@ class HuggingFaceGenerator:
                         ids[row].append(token)
                         logprobs[row].append(value)
                 for (p, s), row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
-                    stopped = self._stops(row_ids[-1], sampling)
-                    key = p * sampling.n + s
-                    answers[key] = (row_ids, row_logprobs, "stop" if stopped else "length")
+                    reason = "stop" if row_ids[-1] in end_ids else "length"
+                    answers[p * sampling.n + s] = (row_ids, row_logprobs, reason)
         ordered = [answers[key] for key in range(len(prompts) * sampling.n)]
         return Rollout(*([answer[i] for answer in ordered] for i in range(3)))
 
@@ -105,11 +105,6 @@ class HuggingFaceGenerator:
                     f"{sampling.max_new_tokens} that exceeds the model's {self.max_positions} "
                     "positions"
                 )
-
-    def _stops(self, token: int, sampling: SamplingParams) -> bool:
-        return token in sampling.stop_token_ids or (
-            not sampling.ignore_eos and token in self._stop_ids
-        )
 
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
         """Prompts that decode together: longest first; of one length where gaps are not allowed."""
@@ -162,17 +157,23 @@ class HuggingFaceGenerator:
         mask = torch.arange(longest, device=device) < lengths.unsqueeze(1)
         has_gaps = bool((lengths != longest).any())
         rows = torch.arange(len(batch) * n, device=device)
+        end_ids = sampling.end_ids(self._stop_ids)
+        known = [i for i in sorted(end_ids) if i < logits.shape[-1]]
+        forbidden_ids = torch.tensor(known, dtype=torch.int64, device=device)
         for position in range(sampling.max_new_tokens):
             uniform = None
             if sampling.temperature > 0:
                 here = torch.full_like(prompt_index, position)
                 uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
-            tokens, logprobs = sample(logits, sampling, uniform)
+            forbidden = None
+            if position < sampling.min_new_tokens:
+                forbidden = (torch.ones_like(rows, dtype=torch.bool), forbidden_ids)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden)
             drawn = tokens.tolist()
             yield rows.tolist(), drawn, logprobs.tolist()
             if position + 1 == sampling.max_new_tokens:
                 return
-            running = torch.tensor([not self._stops(t, sampling) for t in drawn], device=device)
+            running = torch.tensor([t not in end_ids for t in drawn], device=device)
             if not running.any():
                 return
             # A finished row leaves at once: rows are few enough that copying the cache beats

@@ -1,0 +1,221 @@
+"""Attention of one step: some sequences decode a token, others bring a piece of their prompt.
+
+Queries, keys and values of packed tokens come in, packed outputs go out; new keys and values are
+written into the cache on the way. This is the `sdpa` back end, which runs on any device. It must
+not know weights, sampling or schedules.
+
+Shapes: T packed tokens (B decoding ones first), H query heads, K key-value heads, D head size, L
+keys.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dschat.inference.arch import ModelSpec
+from dschat.inference.cache import KVCache
+
+
+@dataclass
+class Decodes:
+    """Sequences that bring one token each, the first rows of the packed ones."""
+
+    count: int  # B
+    lengths: Tensor  # (B,) int64: keys each sees, its own included
+    max_length: int  # of any, or a bound of it that fits the block table
+    block_table: Tensor | None  # (B, pages) int64; None: sequence b lies in page b, whole
+    ragged: bool  # whether some length is not max_length
+
+
+@dataclass
+class Chunk:
+    """A piece of a prompt: ``length`` packed tokens from ``start``, after ``prefix`` cached ones."""
+
+    start: int
+    length: int
+    prefix: int
+    pages: list[int]
+
+
+@dataclass
+class _Dense:
+    """Fresh prompts as one padded batch: where its cells are in the packed tokens, and back."""
+
+    rows: int
+    longest: int
+    cells: Tensor | None  # (rows * longest,): packed index of a cell; None: nothing is padded
+    packed: Tensor | None  # cell of each packed token
+    first: int
+    num_tokens: int
+
+
+@dataclass
+class Attention:
+    """What all layers of one step share. Call it with a layer's queries, keys and values."""
+
+    spec: ModelSpec
+    cache: KVCache
+    places: Tensor  # (T,) int64: where each token's key and value go
+    decodes: Decodes | None
+    chunks: list[Chunk]
+    slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
+    _biases: dict = field(default_factory=dict)
+    _dense: list[_Dense] = field(default_factory=list)
+    _later: list[Chunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        fresh = [c for c in self.chunks if c.prefix == 0]
+        self._later = [c for c in self.chunks if c.prefix > 0]
+        group: list[Chunk] = []
+        for chunk in fresh:  # longest first; what is less than half as long starts another batch
+            adjacent = not group or group[-1].start + group[-1].length == chunk.start
+            if group and (2 * chunk.length < group[0].length or not adjacent):
+                self._dense.append(self._padded(group))
+                group = []
+            group.append(chunk)
+        if group:
+            self._dense.append(self._padded(group))
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Returns (T, H * D)."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, self.places, k_TKD)
+        values.view(-1, *values.shape[2:]).index_copy_(0, self.places, v_TKD)
+        outputs = []
+        if self.decodes is not None:
+            outputs.append(self._decode(layer, q_THD[: self.decodes.count], keys, values))
+        for dense in self._dense:
+            end = dense.first + dense.num_tokens
+            part = slice(dense.first, end)
+            outputs.append(self._fresh(layer, dense, q_THD[part], k_TKD[part], v_TKD[part]))
+        for chunk in self._later:
+            part = slice(chunk.start, chunk.start + chunk.length)
+            outputs.append(self._continued(layer, chunk, q_THD[part], keys, values))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    # -- decode ------------------------------------------------------------------------------------
+
+    def _decode(self, layer: int, q_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        d = self.decodes
+        k, v = (self._history(x, d) for x in (keys, values))
+        num_kv_heads = k.shape[2]
+        # The query heads that share a key head become query positions: nothing is repeated.
+        q = q_BHD.view(d.count, num_kv_heads, -1, q_BHD.shape[-1])
+        bias = self._decode_bias(layer, q, k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q,
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=bias,
+            scale=self.spec.attention_scale(layer),
+        )
+        return out.reshape(d.count, -1)
+
+    @staticmethod
+    def _history(cached: Tensor, d: Decodes) -> Tensor:
+        """Keys or values of the decoding sequences, (B, L, K, D)."""
+        if d.block_table is None:
+            return cached[: d.count, : d.max_length]
+        if cached.shape[1] >= d.max_length:  # one page each, but not in order
+            return cached[:, : d.max_length].index_select(0, d.block_table[:, 0])
+        return cached[d.block_table].flatten(1, 2)
+
+    def _decode_bias(self, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
+        """(B, 1 or K, 1 or G, L) added to the scores, shared by layers with the same window."""
+        d, window = self.decodes, self.spec.window(layer)
+        if window is not None and window >= num_keys:
+            window = None
+        if not d.ragged and window is None and self.slopes is None and num_keys == d.max_length:
+            return None
+        key = ("decode", window)
+        if key not in self._biases:
+            positions = torch.arange(num_keys, device=q.device)
+            seen = positions < d.lengths.unsqueeze(1)
+            if window is not None:
+                seen &= positions >= (d.lengths - window).unsqueeze(1)
+            hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+            hidden = hidden.masked_fill_(~seen, float("-inf"))[:, None, None, :]
+            if self.slopes is not None:
+                # A constant per row changes nothing in a softmax: count from the newest key.
+                distance = positions - (d.lengths - 1).unsqueeze(1)
+                slopes = self.slopes.view(q.shape[1], q.shape[2], 1)
+                hidden = hidden + (slopes * distance[:, None, None, :]).to(q.dtype)
+            self._biases[key] = hidden
+        return self._biases[key]
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def _padded(self, group: list[Chunk]) -> _Dense:
+        rows, longest = len(group), max(c.length for c in group)
+        first, num_tokens = group[0].start, sum(c.length for c in group)
+        device = self.places.device
+        if num_tokens == rows * longest:
+            return _Dense(rows, longest, None, None, first, num_tokens)
+        cells = torch.zeros(rows, longest, dtype=torch.int64)
+        packed = torch.empty(num_tokens, dtype=torch.int64)
+        for row, chunk in enumerate(group):
+            offset = chunk.start - first
+            inside = torch.arange(chunk.length)
+            cells[row, : chunk.length] = offset + inside
+            packed[offset : offset + chunk.length] = row * longest + inside
+        cells, packed = cells.view(-1).to(device), packed.to(device)
+        return _Dense(rows, longest, cells, packed, first, num_tokens)
+
+    def _fresh(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Whole prompts, causally: padding on the right is never seen by what is real."""
+        if dense.cells is not None:
+            q, k, v = (x.index_select(0, dense.cells) for x in (q, k, v))
+        q, k, v = (x.view(dense.rows, dense.longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        bias = self._prompt_bias(layer, q, 0, dense.longest)
+        out = self._attend(layer, q, k, v, bias)
+        out = out.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
+        return out if dense.packed is None else out.index_select(0, dense.packed)
+
+    def _continued(self, layer: int, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A later piece of a prompt: it sees what is cached, itself included."""
+        total = chunk.prefix + chunk.length
+        pages = torch.tensor(chunk.pages[: self.cache.pages_for(total)], device=keys.device)
+        k, v = (
+            x.index_select(0, pages).flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
+            for x in (keys, values)
+        )
+        q = q.transpose(0, 1).unsqueeze(0)
+        out = self._attend(layer, q, k, v, self._prompt_bias(layer, q, chunk.prefix, total))
+        return out.transpose(1, 2).reshape(chunk.length, -1)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """(rows, heads, tokens, D); ``bias`` None: causal."""
+        if k.shape[1] != q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=self.spec.attention_scale(layer),
+        )
+
+    def _prompt_bias(self, layer: int, q: Tensor, prefix: int, total: int) -> Tensor | None:
+        """(1 or H, tokens, total) added to the scores; None where plain causality is all."""
+        window = self.spec.window(layer)
+        if window is not None and window >= total:
+            window = None
+        if prefix == 0 and window is None and self.slopes is None:
+            return None
+        key = (prefix, total, window)
+        if key not in self._biases:
+            query = torch.arange(prefix, total, device=q.device).unsqueeze(1)
+            positions = torch.arange(total, device=q.device)
+            seen = positions <= query
+            if window is not None:
+                seen &= positions > query - window
+            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+            bias = bias.masked_fill_(~seen, float("-inf")).unsqueeze(0)
+            if self.slopes is not None:
+                distance = (positions - query).unsqueeze(0)
+                bias = bias + (self.slopes.view(-1, 1, 1) * distance).to(q.dtype)
+            self._biases[key] = bias
+        return self._biases[key]

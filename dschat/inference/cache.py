@@ -1,0 +1,86 @@
+"""The key-value cache: a pool of pages that sequences share.
+
+Page numbers go in and out; keys and values stay here. A page holds `page_size` tokens of all
+layers; several sequences may read one page, and it is free again when the last one lets it go. It
+must not know prompts, sampling or schedules.
+"""
+
+import heapq
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """``num_pages`` pages, and one more that nobody owns, for rows that pad a captured batch.
+
+    ``keys`` and ``values``: (layers, num_pages + 1, page_size, kv heads, head size). A token's
+    place in a layer is page * page_size + offset.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_size)
+        # NOTE zeros, not empty: masked keys weigh 0, and 0 x NaN would still be NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.trash_page = num_pages
+        self._free = list(range(num_pages))  # a heap: the lowest number first
+        self._users = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages ``num_tokens`` take."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """The lowest ``count`` free pages, used by one sequence each."""
+        assert count <= len(self._free), "more pages than there are"
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        for page in pages:
+            self._users[page] = 1
+        return pages
+
+    def retain(self, pages: list[int]) -> None:
+        """One more user of each page."""
+        for page in pages:
+            self._users[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One user less; pages nobody uses are free."""
+        for page in pages:
+            self._users[page] -= 1
+            assert self._users[page] >= 0
+            if self._users[page] == 0:
+                heapq.heappush(self._free, page)
+
+    def num_users(self, page: int) -> int:
+        return self._users[page]
+
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` tokens of a page, in all layers."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :num_tokens].copy_(tensor[:, source, :num_tokens])
+
+    def swap_out(self, page: int, num_tokens: int) -> int:
+        """Move a page with one user to the lowest free place; returns its number there."""
+        (target,) = self.allocate(1)
+        self.copy_page(page, target, num_tokens)
+        self.release([page])
+        return target

@@ -1,0 +1,488 @@
+"""The inference engine: prompts in, answers with their log-probs out.
+
+A transformers config and a stream of weights make it; it needs no DeepSpeed and no module of
+transformers. Prompts are computed once each, answers decode together by continuous batching, and
+what an answer is does not depend on what is computed beside it. It must not know where weights come
+from, nor what the answers are for.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat.config import UserError
+from dschat.dist import Group
+from dschat.inference.arch import model_spec
+from dschat.inference.attention import Attention, Chunk, Decodes
+from dschat.inference.cache import KVCache
+from dschat.inference.decoder import Decoder
+from dschat.inference.disk import checkpoint_stream, normalised_names
+from dschat.inference.positions import rotary_limit
+from dschat.inference.scheduler import Plan, Prompt, Scheduler, Sequence
+from dschat.inference.weights import Weights
+from dschat.rollout import Rollout, SamplingParams
+from dschat.sampling import sample, uniforms
+
+logger = logging.getLogger("dschat")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNIFORMS_AHEAD = 128  # positions whose random numbers are drawn at once
+_CUDA_LENGTH_STEP = 128  # attention reads multiples of this
+
+
+@dataclass
+class GenerationStats:
+    """What one call of `generate` did on this rank (all of a tensor-parallel group's prompts).
+
+    A step that computes prompts counts as prefill, with the tokens it decodes on the side; any
+    other is decode.
+    """
+
+    prompts: int = 0
+    prefill_tokens: int = 0
+    prefill_steps: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    answer_tokens: int = 0
+    preemptions: int = 0
+    peak_pages: int = 0
+    num_pages: int = 0
+    max_num_seqs: int = 0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots that decode steps used."""
+        slots = self.decode_steps * self.max_num_seqs
+        return self.decode_tokens / slots if slots else 0.0
+
+    @property
+    def cache_use(self) -> float:
+        """Largest share of the pages in use."""
+        return self.peak_pages / self.num_pages if self.num_pages else 0.0
+
+
+class InferenceEngine:
+    """Generates with a causal LM of the architecture table.
+
+    Args:
+        config: the model's transformers config.
+        dtype, device: of weights and cache.
+        stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
+        max_num_seqs: sequences that decode together.
+        max_seq_len: longest prompt + answer; default and bound: what the model has positions for.
+        max_num_batched_tokens: tokens of one step; longer prompts come in pieces.
+        kv_cache_gib: size of the key-value cache; default: what ``max_num_seqs`` sequences of
+            ``max_seq_len`` need, within half of the free memory.
+        page_size: tokens of a page; default: ``max_seq_len``, a whole sequence.
+        group: ranks that share weights and cache (tensor parallelism); they call `generate`
+            together and pool their prompts.
+
+    Raises:
+        UnsupportedModel: the decoder cannot run this model.
+        UserError: sizes that cannot work, naming the knob.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stop_ids: tuple[int, ...] = (),
+        max_num_seqs: int = 64,
+        max_seq_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_gib: float | None = None,
+        page_size: int | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.spec = model_spec(config)
+        self.group = group or Group()
+        self.weights = Weights(self.spec, dtype, device, self.group)
+        self.stop_ids = tuple(stop_ids)
+        bound = self.spec.max_positions
+        if self.spec.rotary:
+            bound = rotary_limit(config, bound)
+        self.max_seq_len = min(x for x in (max_seq_len or bound or 2048, bound) if x is not None)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_seq_len", self.max_seq_len),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("page_size", page_size or 1),
+        ):
+            if value < 1:
+                raise UserError(f"{name} {value} must be at least 1")
+        self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
+        self._kv_cache_gib = kv_cache_gib
+        self._cache: KVCache | None = None
+        self._decoder: Decoder | None = None
+        self.stats = GenerationStats()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, dtype: str = "float32", device: str = "cpu", **knobs: Any
+    ) -> "InferenceEngine":
+        """An engine with the weights of a Hugging Face checkpoint; ``knobs`` as above.
+
+        Raises:
+            UserError: the checkpoint is missing, damaged or incomplete (the tensor is named).
+        """
+        from transformers import AutoConfig, GenerationConfig
+
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
+        try:
+            config = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+        stops = config.eos_token_id
+        try:
+            generation = GenerationConfig.from_pretrained(path)
+            stops = generation.eos_token_id if generation.eos_token_id is not None else stops
+        except OSError:
+            pass
+        if "stop_ids" not in knobs and stops is not None:
+            knobs["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
+        engine = cls(config, DTYPES[dtype], torch.device(device), **knobs)
+        engine.load_checkpoint(path)
+        return engine
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Read the weights of a checkpoint; one tensor of it is in memory at a time."""
+        names = normalised_names(self.weights.names, self.spec.prefix)
+        try:
+            self.weights.load(checkpoint_stream(path, names))
+        except UserError as error:
+            raise type(error)(f"{path}: {error}" if str(path) not in str(error) else str(error))
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def max_positions(self) -> int:
+        """Longest prompt + answer."""
+        return self.max_seq_len
+
+    def bytes_per_token(self) -> int:
+        """Of keys and values, on this rank."""
+        heads = 2 * self.weights.num_kv_heads * self.spec.head_size
+        return self.spec.num_layers * heads * self.dtype.itemsize
+
+    @property
+    def cache(self) -> KVCache:
+        """The key-value cache, made when it is first needed."""
+        if self._cache is None:
+            spec = self.spec
+            self._cache = KVCache(
+                spec.num_layers,
+                self._num_pages(),
+                self.page_size,
+                self.weights.num_kv_heads,
+                spec.head_size,
+                self.dtype,
+                self.device,
+            )
+        return self._cache
+
+    def _num_pages(self) -> int:
+        wanted = self.max_num_seqs * -(-self.max_seq_len // self.page_size)
+        page_bytes = self.page_size * self.bytes_per_token()
+        if self._kv_cache_gib is not None:
+            budget = int(self._kv_cache_gib * 2**30)
+        else:
+            budget = _free_bytes(self.device) // 2
+        # Ranks of a group must cut the same pages.
+        fit = min(self.group.gather_objects(budget // page_bytes))
+        if fit < 1:
+            raise UserError(
+                f"a key-value cache of {budget / 2**30:.3g} GiB holds no page of {self.page_size} "
+                f"tokens ({page_bytes / 2**30:.3g} GiB); raise kv_cache_gib or lower max_seq_len"
+            )
+        return min(wanted, fit)
+
+    def release_cache(self) -> None:
+        """Let the key-value cache go; the next `generate` makes it again."""
+        self._cache = None
+
+    def release_weights(self) -> None:
+        """Let the weights go, if they are its own; `weights.load` must bring them again."""
+        self.weights.drop()
+
+    # -- generation --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+        max_new_tokens: list[int] | None = None,
+    ) -> Rollout:
+        """Answer every prompt ``sampling.n`` times; see `dschat.rollout.Generator`.
+
+        Collective within the tensor-parallel group, whose ranks may bring different numbers of
+        prompts, none included. ``max_new_tokens`` bounds the answers of each prompt by itself
+        (default: ``sampling.max_new_tokens`` for all).
+
+        Raises:
+            UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
+                cache or the model, each by its number.
+        """
+        indices = list(range(len(prompts))) if indices is None else indices
+        limits = max_new_tokens or [sampling.max_new_tokens] * len(prompts)
+        mine = list(zip(prompts, indices, limits, strict=True))
+        problem = self._problem(mine)
+        pooled = self.group.gather_objects((problem, mine))
+        for message, _ in pooled:
+            if message is not None:
+                raise UserError(message)
+        entries = [entry for _, part in pooled for entry in part]
+        queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
+        done: dict[int, list[Sequence]] = {id(p): [None] * sampling.n for p in queue}
+        for sequence, _, finished in self._steps(queue, sampling):
+            if finished:
+                done[id(sequence.prompt)][sequence.sample] = sequence
+        first = sum(len(part) for _, part in pooled[: self.group.rank])
+        answers = [s for p in queue[first : first + len(mine)] for s in done[id(p)]]
+        return Rollout(
+            [s.answer for s in answers],
+            [s.logprobs for s in answers],
+            ["stop" if s.stopped else "length" for s in answers],
+        )
+
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
+        """The tokens of one answer, each as soon as it is decoded. Closing the iterator ends it."""
+        entry = (prompt, 0, sampling.max_new_tokens)
+        problem = self._problem([entry])
+        if problem is not None:
+            raise UserError(problem)
+        queue = [Prompt(prompt, 0, 1, sampling.max_new_tokens)]
+        for _, token, _ in self._steps(queue, sampling):
+            yield token
+
+    def _problem(self, entries: list[tuple[list[int], int, int]]) -> str | None:
+        """What is wrong with the first prompt that cannot be answered, in one line."""
+        if not entries:
+            return None
+        cache = self.cache
+        for i, (ids, _, limit) in enumerate(entries):
+            if not ids:
+                return f"prompt {i} is empty; a prompt needs at least one token"
+            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+                wrong = next(t for t in ids if not 0 <= t < self.spec.vocab_size)
+                return (
+                    f"prompt {i} has the id {wrong}, outside the vocabulary of "
+                    f"{self.spec.vocab_size}"
+                )
+            total = len(ids) + limit
+            if total > self.max_seq_len:
+                return (
+                    f"prompt {i} has {len(ids)} tokens; with {limit} new ones that exceeds "
+                    f"max_seq_len {self.max_seq_len}"
+                )
+            if cache.pages_for(total) > cache.num_pages:
+                return (
+                    f"prompt {i} has {len(ids)} tokens; with {limit} new ones that is more than "
+                    f"the key-value cache can ever hold ({cache.num_pages} pages of "
+                    f"{cache.page_size} tokens); raise kv_cache_gib"
+                )
+        return None
+
+    def _steps(
+        self, queue: list[Prompt], sampling: SamplingParams
+    ) -> Iterator[tuple[Sequence, int, bool]]:
+        """Every token as it is drawn: its sequence, its id, and whether it is the last."""
+        self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
+        stats.num_pages = self.cache.num_pages if queue else 0
+        if not queue:
+            return
+        if self._decoder is None:
+            self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
+        scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
+        scheduler.add(queue)
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops.update(self.stop_ids)
+        try:
+            while scheduler.has_work:
+                started = time.perf_counter()
+                plan = scheduler.plan()
+                rows, tokens, logprobs = self._compute(plan, scheduler, sampling, stops)
+                _count(stats, plan, len(tokens), time.perf_counter() - started)
+                events = _advance(scheduler, rows, tokens, logprobs, stops)
+                stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
+                yield from events
+        finally:
+            scheduler.clear()
+
+    def _compute(
+        self, plan: Plan, scheduler: Scheduler, sampling: SamplingParams, stops: set[int]
+    ) -> tuple[list[list[Sequence]], list[int], list[float]]:
+        """One step on the device: the sequences of each row that draws, and what they drew."""
+        ready, hidden = plan.ready, self._forward(plan)
+        scheduler.computed(plan)
+        rows = [scheduler.spawn(s) for s in ready]
+        logits = self._decoder.logits(hidden)
+        if any(len(row) > 1 for row in rows):
+            repeats = torch.tensor([len(row) for row in rows], device=self.device)
+            logits = logits.repeat_interleave(repeats, dim=0)
+        drawing = [s for row in rows for s in row]
+        if not drawing:
+            return [], [], []
+        tokens, logprobs = self._draw(logits, drawing, sampling, stops)
+        return rows, tokens, logprobs
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """Hidden states of the rows that draw, (R, embedding size)."""
+        cache, size = self.cache, self.cache.page_size
+        tokens, positions, places, last_rows = [], [], [], []
+        chunks: list[Chunk] = []
+        for s in plan.decodes:
+            p = s.computed
+            tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
+            positions.append(p)
+            places.append(s.pages[p // size] * size + p % size)
+        for s, count in plan.chunks:
+            first, end = s.computed, s.computed + count
+            chunks.append(Chunk(len(tokens), count, first, s.pages))
+            tokens += s.tokens(first, end)
+            positions += range(first, end)
+            places += [s.pages[p // size] * size + p % size for p in range(first, end)]
+            if end == len(s):
+                last_rows.append(len(tokens) - 1)
+        packed = torch.tensor([tokens, positions, places]).to(self.device)
+        attention = Attention(
+            self.spec,
+            cache,
+            packed[2],
+            self._decodes(plan.decodes, packed[1]) if plan.decodes else None,
+            chunks,
+            self._decoder.slopes,
+        )
+        hidden = self._decoder.hidden(packed[0], packed[1], attention)
+        if not chunks:
+            return hidden
+        kept = torch.tensor([*range(len(plan.decodes)), *last_rows], device=self.device)
+        return hidden.index_select(0, kept.long())
+
+    def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
+        lengths = [s.computed + 1 for s in sequences]
+        longest, size = max(lengths), self.cache.page_size
+        ragged = min(lengths) < longest
+        if self.device.type == "cuda":  # few shapes, and none that reads max_seq_len in vain
+            bound = -(-longest // _CUDA_LENGTH_STEP) * _CUDA_LENGTH_STEP
+            bound = max(longest, min(bound, size if size >= longest else bound))
+            ragged, longest = ragged or bound > longest, bound
+        count = len(sequences)
+        table = None
+        pages = [s.pages for s in sequences]
+        if size < longest or [p[0] for p in pages] != list(range(count)):
+            width = -(-longest // size)
+            rows = [(p + [p[0]] * width)[:width] for p in pages]
+            table = torch.tensor(rows, device=self.device)
+            if size < longest:
+                ragged = ragged or width * size > longest
+        return Decodes(count, positions[:count] + 1, longest, table, ragged)
+
+    def _draw(
+        self, logits: Tensor, drawing: list[Sequence], sampling: SamplingParams, stops: set[int]
+    ) -> tuple[list[int], list[float]]:
+        uniform = forbidden = None
+        if sampling.temperature > 0:
+            _draw_ahead([s for s in drawing if not s.uniforms], sampling)
+            numbers = [s.uniforms.pop() for s in drawing]
+            uniform = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if sampling.min_new_tokens and stops:
+            young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
+            if any(young):
+                forbidden = (
+                    torch.tensor(young, device=self.device),
+                    torch.tensor(sorted(stops), device=self.device),
+                )
+        tokens, logprobs = sample(logits, sampling, uniform, forbidden)
+        # Every rank of a group has the same logits; this makes sure of the same tokens.
+        tokens = self.group.broadcast(tokens)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def _draw_ahead(sequences: list[Sequence], sampling: SamplingParams) -> None:
+    """Random numbers of the next positions, last one first: they are popped."""
+    if not sequences:
+        return
+    ahead = min(_UNIFORMS_AHEAD, sampling.max_new_tokens)
+    prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
+    number = torch.tensor([s.sample for s in sequences]).unsqueeze(1)
+    position = torch.tensor([len(s.answer) for s in sequences]).unsqueeze(1)
+    position = position + torch.arange(ahead - 1, -1, -1)
+    shape = position.shape
+    drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)
+    for sequence, numbers in zip(sequences, drawn.tolist(), strict=True):
+        sequence.uniforms = numbers
+
+
+def _advance(
+    scheduler: Scheduler,
+    rows: list[list[Sequence]],
+    tokens: list[int],
+    logprobs: list[float],
+    stops: set[int],
+) -> list[tuple[Sequence, int, bool]]:
+    """Append what was drawn; finish sequences and start the other samples of a prompt."""
+    drawn = iter(zip(tokens, logprobs, strict=True))
+    events = []
+    for row in rows:
+        alive = []
+        for sequence in row:
+            token, logprob = next(drawn)
+            sequence.answer.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.stopped = token in stops
+            over = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
+            events.append((sequence, token, over))
+            if not over:
+                alive.append(sequence)
+        first = row[0]
+        if len(row) > 1:
+            scheduler.queue_samples(first, [s for s in alive if s is not first])
+        if first not in alive:
+            scheduler.finish(first)
+    return events
+
+
+def _count(stats: GenerationStats, plan: Plan, num_drawn: int, seconds: float) -> None:
+    stats.answer_tokens += num_drawn
+    # A prompt's last token, or its only one, may come among the decoding rows.
+    stats.prefill_tokens += sum(not s.answer for s in plan.decodes)
+    if plan.chunks:
+        stats.prefill_tokens += sum(count for _, count in plan.chunks)
+        stats.prefill_steps += 1
+        stats.prefill_s += seconds
+    else:
+        stats.decode_tokens += num_drawn
+        stats.decode_steps += 1
+        stats.decode_s += seconds
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available

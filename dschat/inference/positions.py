@@ -1,0 +1,89 @@
+"""Positions that are no weights: rotary tables and ALiBi slopes.
+
+A spec and a config come in, tensors go out. It must not know weights, ranks or caches.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dschat.inference.arch import UnsupportedModel
+
+
+class Rotary:
+    """cos and sin of every position: (num_positions, rotary_dim) each, in the model's dtype.
+
+    Su et al. 2021 (RoFormer), in the "rotate half" layout all families here share; sin is stored
+    with the sign of the rotation, so that a rotated x is ``x * cos + swap_halves(x) * sin``.
+    """
+
+    def __init__(
+        self, config: Any, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inv_freq, scale = _frequencies(config)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self.dim = 2 * inv_freq.numel()
+        self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)
+        self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for tokens at ``positions`` (T,): (T, 1, rotary_dim) each."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+    def rotate(self, x_THD: Tensor, rows: tuple[Tensor, Tensor]) -> Tensor:
+        """The heads of each token, rotated; (T, H, D), the input is left alone."""
+        cos, sin = rows
+        if self.dim == x_THD.shape[-1]:
+            return _rotated(x_THD, cos, sin)
+        turned = _rotated(x_THD[..., : self.dim], cos, sin)
+        return torch.cat([turned, x_THD[..., self.dim :]], dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def _frequencies(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies (rotary_dim / 2,) fp32 and the factor of cos and sin.
+
+    Scaled kinds (linear, dynamic, yarn, llama3, longrope) are transformers' own functions; those
+    that change with the sequence's length are taken within `rotary_limit`, where they do not.
+    """
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind != "default":
+        if kind not in ROPE_INIT_FUNCTIONS:
+            raise UnsupportedModel(f"rope type {kind} is unknown here")
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return inv_freq.float(), float(scale)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def rotary_limit(config: Any, max_positions: int) -> int:
+    """Longest sequence whose frequencies do not depend on its length."""
+    kind = config.rope_parameters["rope_type"]
+    if "longrope" in kind:
+        original = config.rope_parameters.get("original_max_position_embeddings")
+        return min(max_positions, original or max_positions)
+    return max_positions
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """One slope a head, (num_heads,) fp32: Press et al. 2021, section 3, as BLOOM extends it.
+
+    For a power of two they are ``2 ** (-8 h / num_heads)``, h = 1...; other counts take every other
+    slope of the next power of two for the heads beyond the last one.
+    """
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]
+    odd = range(1, 2 * (num_heads - lower) + 1, 2)
+    return torch.tensor(slopes + [2 ** (-4 * h / lower) for h in odd])

@@ -1,0 +1,395 @@
+"""The weight stream from disk: every file format, old names, and each way a checkpoint is broken.
+
+The oracle is the module that a checkpoint was saved from, and transformers' own loader.
+"""
+
+import json
+import os
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import CONFIGS, causal_lm
+from transformers import AutoModelForCausalLM
+
+from dschat.config import UserError
+from dschat.inference.disk import checkpoint_stream, normalise, normalised_names
+
+
+def stored(module):
+    """What a checkpoint of ``module`` holds: its state dict without second names of a tie."""
+    tied = module.all_tied_weights_keys or {}
+    return {name: t for name, t in module.state_dict().items() if name not in tied}
+
+
+def save_bin(state, folder, legacy=False, parts=1):
+    """``pytorch_model.bin`` of ``state``, or ``parts`` shards with an index."""
+    folder.mkdir()
+    zipped = {"_use_new_zipfile_serialization": not legacy}
+    if parts == 1:
+        torch.save(state, folder / "pytorch_model.bin", **zipped)
+        return folder
+    weight_map = {}
+    for part in range(parts):
+        file = f"pytorch_model-{part + 1:05}-of-{parts:05}.bin"
+        mine = dict(list(state.items())[part::parts])
+        torch.save(mine, folder / file, **zipped)
+        weight_map |= dict.fromkeys(mine, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A tiny Llama in several safetensors shards."""
+    folder = tmp_path_factory.mktemp("sharded")
+    causal_lm("llama").save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def assert_same(stream, expected):
+    got = [(name, tensor.clone()) for name, tensor in stream]
+    assert sorted(name for name, _ in got) == sorted(expected)  # each exactly once
+    for name, tensor in got:
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name])
+
+
+# Formats
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_one_safetensors_file(family, tmp_path):
+    module = causal_lm(family)
+    module.save_pretrained(tmp_path)
+    names = normalised_names(module.state_dict(), module.base_model_prefix + ".")
+    assert_same(checkpoint_stream(tmp_path, names), stored(module))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "opt", "gpt2"])
+def test_safetensors_shards(family, tmp_path):
+    module = causal_lm(family).bfloat16()
+    module.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(checkpoint_stream(str(tmp_path)), stored(module))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_bin_files(legacy, parts, tmp_path):
+    state = causal_lm("llama_tied").state_dict()  # a tie stands in it under both names
+    assert_same(checkpoint_stream(save_bin(state, tmp_path / "x", legacy, parts)), state)
+
+
+def test_a_bin_of_parameters_yields_plain_tensors(tmp_path):
+    state = dict(causal_lm("gpt2").named_parameters())
+    folder = save_bin(state, tmp_path / "x")
+    assert all(
+        type(t) is torch.Tensor and not t.requires_grad for _, t in checkpoint_stream(folder)
+    )
+
+
+@pytest.mark.parametrize("best", range(4))
+def test_the_order_of_preference_is_transformers_own(best, tmp_path):
+    """Four checkpoints of one model lie in the folder; take the preferred ones away, one by one."""
+    names = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
+    models = [causal_lm("llama", seed=seed) for seed in range(4)]
+    models[0].save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "kept")
+    models[1].save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "kept").rename(tmp_path / "model.safetensors")
+    for seed, parts in ((2, 1), (3, 2)):
+        for file in save_bin(models[seed].state_dict(), tmp_path / "b", parts=parts).iterdir():
+            file.rename(tmp_path / file.name)
+        (tmp_path / "b").rmdir()
+    for name in names[:best]:
+        (tmp_path / name).unlink()
+    assert_same(checkpoint_stream(tmp_path), models[best].state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(checkpoint_stream(tmp_path), loaded.state_dict())
+
+
+def test_a_hub_name_is_found_in_the_cache(sharded, tmp_path, monkeypatch):
+    repo = tmp_path / "models--someone--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("a" * 40)
+    (repo / "snapshots").mkdir()
+    (repo / "snapshots" / ("a" * 40)).symlink_to(sharded)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert_same(checkpoint_stream("someone/tiny"), causal_lm("llama").state_dict())
+    with pytest.raises(UserError, match="^someone/else is no folder, and no model of that name"):
+        checkpoint_stream("someone/else")
+
+
+# Memory
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin", "legacy bin"])
+def test_one_tensor_lives_at_a_time(form, sharded, tmp_path):
+    folder = sharded
+    if form != "safetensors":
+        state = causal_lm("llama").state_dict()
+        folder = save_bin(state, tmp_path / "x", legacy=form == "legacy bin", parts=2)
+    alive = []
+    stream = checkpoint_stream(folder)
+    for _, tensor in stream:
+        alive.append(weakref.ref(tensor))
+        del tensor
+        assert [ref() for ref in alive if ref() is not None] == []
+    assert len(alive) > 10
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's own count")
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_mapped_files_take_no_memory_of_our_own(form, tmp_path):
+    """Walking 64 MiB and reading every element: anonymous memory must not grow by the file."""
+    state = {f"t{i}.weight": torch.ones(2**20) for i in range(16)}
+    folder = tmp_path / "x"
+    if form == "bin":
+        save_bin(state, folder)
+    else:
+        folder.mkdir()
+        save_file(state, folder / "model.safetensors")
+    del state
+    before = anonymous_mib()
+    for _, tensor in checkpoint_stream(folder):
+        assert tensor.sum() == 2**20
+        assert anonymous_mib() - before < 32
+
+
+def anonymous_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
+
+
+def test_a_name_turned_down_is_not_read(sharded):
+    wanted = {"lm_head.weight", "model.norm.weight"}
+    stream = checkpoint_stream(sharded, lambda name: name if name in wanted else None)
+    assert_same(stream, {k: v for k, v in causal_lm("llama").state_dict().items() if k in wanted})
+
+
+# Names
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_names_of_every_family_with_and_without_its_prefix(family):
+    module = causal_lm(family)
+    expected, prefix = set(module.state_dict()), module.base_model_prefix + "."
+    bare = {name.removeprefix(prefix) for name in expected}
+    assert len(bare) == len(expected)
+    for name in expected:
+        for spelling in (name, name.removeprefix(prefix), "module." + name, prefix + name):
+            assert normalise(spelling, expected, prefix) == name
+        assert normalise(name, bare, prefix) == name.removeprefix(prefix)
+
+
+@pytest.mark.parametrize("family", ["opt", "opt_350m", "gpt2", "gpt_neox", "bloom"])
+def test_a_checkpoint_of_the_bare_base_model_is_read_as_transformers_reads_it(family, tmp_path):
+    module = causal_lm(family)
+    module.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    prefix = module.base_model_prefix + "."
+    old = {name.removeprefix(prefix): t for name, t in stored(module).items()}
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    names = normalised_names(stored(module), prefix)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(checkpoint_stream(tmp_path, names), stored(loaded))
+
+
+GPT2 = {
+    "transformer.h.0.ln_1.weight",
+    "transformer.h.0.ln_1.bias",
+    "transformer.h.0.attn.c_attn.bias",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "prefix", "wanted"),
+    [
+        ("h.0.ln_1.gamma", GPT2, "transformer.", "transformer.h.0.ln_1.weight"),
+        ("module.h.0.ln_1.beta", GPT2, "transformer.", "transformer.h.0.ln_1.bias"),
+        ("_orig_mod.module.h.0.ln_1.bias", GPT2, "transformer.", "transformer.h.0.ln_1.bias"),
+        ("h.0.attn.c_attn.bias", GPT2, "transformer.", "transformer.h.0.attn.c_attn.bias"),
+        # constants, and weights whose names look like them
+        ("h.0.attn.bias", GPT2, "transformer.", None),
+        ("module.transformer.h.0.attn.masked_bias", GPT2, "transformer.", None),
+        ("gpt_neox.layers.0.attention.bias", set(), "gpt_neox.", None),
+        ("gpt_neox.layers.0.attention.masked_bias", set(), "gpt_neox.", None),
+        ("gpt_neox.layers.0.attention.rotary_emb.inv_freq", set(), "gpt_neox.", None),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", set(), "model.", None),
+        ("x.attn.bias", {"x.attn.bias"}, "model.", "x.attn.bias"),
+        # GPT-NeoX's head, for a reader that goes by the module and one that goes by the disk
+        ("embed_out.weight", {"lm_head.weight"}, "gpt_neox.", "lm_head.weight"),
+        ("module.lm_head.weight", {"embed_out.weight"}, "gpt_neox.", "embed_out.weight"),
+        # nothing answers to them: the reader hears of them by the names on disk
+        ("layers.0.attention.dense.bias", set(), "m.", "layers.0.attention.dense.bias"),
+        ("module.score.weight", GPT2, "transformer.", "module.score.weight"),
+        ("h.9.ln_1.gamma", GPT2, "transformer.", "h.9.ln_1.gamma"),
+        # a real parameter called gamma stays what it is
+        ("layer.gamma", {"layer.gamma", "layer.weight"}, "model.", "layer.gamma"),
+        ("lm_head.weight", {"lm_head.weight"}, "", "lm_head.weight"),
+    ],
+)
+def test_names(name, expected, prefix, wanted):
+    assert normalise(name, expected, prefix) == wanted
+
+
+def test_old_constants_are_left_out_of_the_stream(tmp_path):
+    module = causal_lm("gpt2")
+    old = {name.removeprefix("transformer."): t for name, t in stored(module).items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    folder = save_bin(old, tmp_path / "x")
+    names = normalised_names(stored(module), "transformer.")
+    assert_same(checkpoint_stream(folder, names), stored(module))
+
+
+def test_two_tensors_of_one_name_are_an_error(tmp_path):
+    state = {"norm.weight": torch.ones(2), "model.norm.weight": torch.zeros(2)}
+    folder = save_bin(state, tmp_path / "x")
+    names = normalised_names({"model.norm.weight"}, "model.")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: model.norm.weight is a second"):
+        list(checkpoint_stream(folder, names))
+
+
+# What a user can get wrong: one line, with the file in it, and no traceback into the library
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def no_weights(folder):
+    (folder / "config.json").write_text("{}")
+
+
+def adapter_only(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+
+
+def missing_shard(folder):
+    causal_lm("llama").save_pretrained(folder, max_shard_size="20KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def bad_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+
+
+def empty_index(folder):
+    (folder / "pytorch_model.bin.index.json").write_text("[]")
+
+
+def truncated(folder):
+    causal_lm("llama").save_pretrained(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def truncated_last_shard(folder):
+    causal_lm("llama").save_pretrained(folder, max_shard_size="20KB")
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(b"<html>not found</html>")
+
+
+def lfs_pointer_bin(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+def empty_bin(folder):
+    (folder / "pytorch_model.bin").touch()
+
+
+def truncated_bin(folder):
+    file = folder / "pytorch_model.bin"
+    torch.save(causal_lm("llama").state_dict(), file)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def truncated_legacy_bin(folder):
+    file = folder / "pytorch_model.bin"
+    torch.save(causal_lm("llama").state_dict(), file, _use_new_zipfile_serialization=False)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled_code(folder):
+    torch.save({"a": torch.ones(1), "b": RunsCode()}, folder / "pytorch_model.bin")
+
+
+def training_state(folder):
+    torch.save({"epoch": 3, "model": {}}, folder / "pytorch_model.bin")
+
+
+def bare_tensor(folder):
+    torch.save(torch.ones(3), folder / "pytorch_model.bin")
+
+
+AT_ONCE = [
+    (no_weights, "holds no weights: none of model.safetensors, model.safetensors.index.json"),
+    (adapter_only, "holds an adapter only .* merge it into its base model some/base, or name"),
+    (missing_shard, r"index.json names 1 of \d files that are not there: model-00002-of"),
+    (bad_index, "model.safetensors.index.json is no index"),
+    (empty_index, "pytorch_model.bin.index.json is no index"),
+    (truncated, "model.safetensors cannot be read .* incomplete"),
+    (truncated_last_shard, r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete"),
+    (garbage, "model.safetensors cannot be read .* damaged"),
+]
+WHILE_WALKING = [
+    (lfs_pointer_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
+    (empty_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
+    (truncated_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
+    (truncated_legacy_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
+    (pickled_code, r"pytorch_model.bin holds more than tensors: .* run \w+.system"),
+    (training_state, "pytorch_model.bin is no plain state dict: its 'epoch' is a int"),
+    (bare_tensor, "pytorch_model.bin holds a Tensor, no state dict"),
+]
+
+
+def named(cases):
+    return [pytest.param(*case, id=case[0].__name__) for case in cases]
+
+
+@pytest.mark.parametrize(("breaks", "message"), named(AT_ONCE))
+def test_broken_checkpoints_are_found_before_the_walk(breaks, message, tmp_path):
+    breaks(tmp_path)
+    with pytest.raises(UserError, match=message) as caught:
+        checkpoint_stream(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("breaks", "message"), named(WHILE_WALKING))
+def test_broken_bins(breaks, message, tmp_path):
+    breaks(tmp_path)
+    stream = checkpoint_stream(tmp_path)
+    with pytest.raises(UserError, match=message) as caught:
+        list(stream)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_or_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="no_such is no folder, and .*check the name"):
+        checkpoint_stream(tmp_path / "no_such")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="model.safetensors is a file; name the checkpoint's"):
+        checkpoint_stream(tmp_path / "model.safetensors")
+
+
+def test_what_the_reader_raises_is_its_own(sharded):
+    """An error in `names` or in the loop over the stream must not be taken for a damaged file."""
+
+    def fails(_):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        list(checkpoint_stream(sharded, names=fails))
+    with pytest.raises(OSError, match="disk full"):
+        list(map(fails, checkpoint_stream(sharded)))
