@@ -8,28 +8,17 @@ Names are DeepSpeed-Chat's where DeepSpeed-Chat has one. Batch sizes are derived
 else.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
+
+from dschat.knobs import UserError, flag, require
+from dschat.rollout_config import RolloutConfig
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
-def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that carries its help text; mutable defaults are copied per instance."""
-    metadata["help"] = help
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-class UserError(ValueError):
-    """A mistake the user can mend: one line naming flag or file, and the remedy. Exit code 2."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
+__all__ = ["CommonConfig", "RLHFConfig", "RewardConfig", "SFTConfig", "UserError", "flag"]
 
 
 @dataclass
@@ -102,7 +91,7 @@ class CommonConfig:
 
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
-        _require(
+        require(
             bool(self.data_path),
             "--data_path is empty; name a file, a hub data set or builtin/chat",
         )
@@ -110,14 +99,14 @@ class CommonConfig:
             parts = self.split_weights
         except ValueError:
             parts = ()
-        _require(
+        require(
             len(parts) == 3 and min(parts) >= 0 and sum(parts) > 0,
             f"--data_split {self.data_split!r} is not three numbers, one a step, such as 2,4,4",
         )
-        _require(
+        require(
             0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
         )
-        _require(
+        require(
             len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
             f"--adam_betas {self.adam_betas} must be two numbers in [0, 1)",
         )
@@ -128,24 +117,24 @@ class CommonConfig:
             "logging_steps",
         ):
             value = getattr(self, name)
-            _require(value >= 1, f"--{name} {value} must be at least 1")
+            require(value >= 1, f"--{name} {value} must be at least 1")
         for name in ("max_grad_norm", "num_warmup_steps", "max_steps", "max_eval_samples"):
             value = getattr(self, name)
-            _require(value >= 0, f"--{name} {value} must not be negative")
+            require(value >= 0, f"--{name} {value} must not be negative")
         for f in fields(self):
             allowed = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
             value = getattr(self, f.name)
-            _require(
+            require(
                 not allowed or value in allowed,
                 f"--{f.name} {value!r} is not one of {', '.join(map(str, allowed))}",
             )
             if f.name.endswith("zero_stage"):
-                _require(
+                require(
                     value in (0, 1, 2, 3),
                     f"--{f.name} {value} does not exist; ZeRO has stages 0, 1, 2 and 3",
                 )
             if f.name.endswith(("learning_rate", "weight_decay")) and value is not None:
-                _require(value >= 0, f"--{f.name} {value} must not be negative")
+                require(value >= 0, f"--{f.name} {value} must not be negative")
 
     @classmethod
     def from_namespace(cls, args: Any):
@@ -205,9 +194,9 @@ class SupervisedConfig(CommonConfig):
         super().validate()
         for name in ("max_seq_len", "per_device_train_batch_size", "per_device_eval_batch_size"):
             value = getattr(self, name)
-            _require(value >= 1, f"--{name} {value} must be at least 1")
-        _require(self.lora_dim >= 0, f"--lora_dim {self.lora_dim} must not be negative")
-        _require(self.eval_steps >= 0, f"--eval_steps {self.eval_steps} must not be negative")
+            require(value >= 1, f"--{name} {value} must be at least 1")
+        require(self.lora_dim >= 0, f"--lora_dim {self.lora_dim} must not be negative")
+        require(self.eval_steps >= 0, f"--eval_steps {self.eval_steps} must not be negative")
 
 
 @dataclass
@@ -228,7 +217,7 @@ class RewardConfig(SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(CommonConfig):
+class RLHFConfig(RolloutConfig, CommonConfig):
     """Step 3. Counts are of the whole rollout, unless the name says per_device."""
 
     actor_model_name_or_path: str = flag(
@@ -239,18 +228,6 @@ class RLHFConfig(CommonConfig):
         "The reward model (step 2's folder); the critic starts from it too.",
         aliases=["--reward_model_name_or_path"],
     )
-    # rollout
-    max_prompt_seq_len: int = flag(
-        256, "Longest prompt in tokens; longer ones are dropped and counted."
-    )
-    max_answer_seq_len: int = flag(256, "Longest answer in tokens.")
-    per_device_generation_batch_size: int = flag(16, "Prompts per rollout batch and process.")
-    generation_batches: int = flag(1, "Rollout batches per update; they form one experience.")
-    num_samples_per_prompt: int = flag(1, "Answers sampled for each prompt.")
-    temperature: float = flag(1.0, "Sampling temperature; 0 is greedy.")
-    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
-    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
-    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
     # learning
     per_device_training_batch_size: int = flag(
         16, "Sequences per training micro-batch and process."
@@ -323,14 +300,6 @@ class RLHFConfig(CommonConfig):
     print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")
     print_answers_interval: int = flag(10, "Iterations between printed answers.")
 
-    def rollout_prompts(self, world_size: int) -> int:
-        """Prompts in one experience, over all processes."""
-        return self.per_device_generation_batch_size * self.generation_batches * world_size
-
-    def rollout_samples(self, world_size: int) -> int:
-        """Sequences in one experience, over all processes."""
-        return self.rollout_prompts(world_size) * self.num_samples_per_prompt
-
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""
         return self.per_device_training_batch_size * self.gradient_accumulation_steps * world_size
@@ -342,16 +311,10 @@ class RLHFConfig(CommonConfig):
 
     def validate(self) -> None:
         super().validate()
+        self.validate_rollout()
         for name in ("actor_model_name_or_path", "critic_model_name_or_path"):
-            _require(
-                bool(getattr(self, name)), f"--{name} is missing; name a folder or a hub model"
-            )
+            require(bool(getattr(self, name)), f"--{name} is missing; name a folder or a hub model")
         for name in (
-            "max_prompt_seq_len",
-            "max_answer_seq_len",
-            "per_device_generation_batch_size",
-            "generation_batches",
-            "num_samples_per_prompt",
             "per_device_training_batch_size",
             "ppo_epochs",
             "kl_horizon",
@@ -359,25 +322,21 @@ class RLHFConfig(CommonConfig):
             "print_answers_interval",
         ):
             value = getattr(self, name)
-            _require(value >= 1, f"--{name} {value} must be at least 1")
-        _require(self.temperature >= 0, f"--temperature {self.temperature} must not be negative")
-        _require(0 < self.top_p <= 1, f"--top_p {self.top_p} must be in (0, 1]; 1 turns it off")
-        _require(self.top_k >= 0, f"--top_k {self.top_k} must not be negative; 0 turns it off")
-        _require(0 <= self.min_p < 1, f"--min_p {self.min_p} must be in [0, 1); 0 turns it off")
-        _require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
-        _require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
-        _require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
-        _require(
+            require(value >= 1, f"--{name} {value} must be at least 1")
+        require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
+        require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
+        require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
+        require(
             self.kl_target is None or self.kl_target > 0,
             f"--kl_target {self.kl_target} must be positive; leave it out for a fixed --kl_coef",
         )
-        _require(self.cliprange > 0, f"--cliprange {self.cliprange} must be positive")
-        _require(
+        require(self.cliprange > 0, f"--cliprange {self.cliprange} must be positive")
+        require(
             self.cliprange_value > 0, f"--cliprange_value {self.cliprange_value} must be positive"
         )
-        _require(self.clip_reward > 0, f"--clip_reward {self.clip_reward} must be positive")
+        require(self.clip_reward > 0, f"--clip_reward {self.clip_reward} must be positive")
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
-        _require(
+        require(
             samples % mini == 0,
             f"--per_device_training_batch_size x --gradient_accumulation_steps = {mini} does not "
             f"divide the {samples} sequences of a rollout (--per_device_generation_batch_size x "

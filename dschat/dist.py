@@ -205,9 +205,7 @@ class Group:
         import torch.distributed as torch_dist
 
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        torch_dist.all_gather_into_tensor(
-            gathered.view(-1), tensor.reshape(-1), group=self._handle
-        )
+        torch_dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self._handle)
         return gathered
 
     def broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":

@@ -11,7 +11,6 @@ capture it in graphs. The one branch on data, in `_top_p`, is taken on CPU alone
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dschat.rollout import SamplingParams
 
@@ -129,6 +128,8 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
         else:
             ordered, ids = probs.sort(-1, descending=True)
         ordered, enough = _cut(ordered, top_p, total)
+        if size < num_tokens:  # NOTE: the next look may see other tokens of equal probability
+            ordered.masked_fill_(~enough.unsqueeze(-1), 0.0)
         kept.view(-1).scatter_(0, (ids + starts).view(-1), ordered.view(-1))
         if size == num_tokens or enough.all():
             break
@@ -196,7 +197,7 @@ def sample(
     cdf = _coarse_cdf(weights.exp_())
     if params.temperature == 0:
         ids = allowed.argmax(-1, keepdim=True)
-    elif _truncates(params):
+    elif params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
         ids = inverse_cdf(truncate(weights, params), uniform).unsqueeze(-1)
     else:
         ids = _draw(weights, cdf, uniform)
@@ -210,7 +211,3 @@ def sample(
         mass = _forbidden_mass(scores(banned.expand(len(logits), -1)), rows, banned)
         log_total = torch.logaddexp(log_total, mass)
     return ids.squeeze(-1), (scores(ids) - log_total).float().squeeze(-1)
-
-
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dschat"
 # A module imports lower layers, and in its own layer what stands before it; siblings of layers 2
 # and 4 never import each other. Packages count as one module.
 LAYERS = (
-    ("config", "losses"),
+    ("knobs", "rollout_config", "config", "losses"),
     ("dist", "cli", "rollout", "sampling", "log", "metrics"),
     ("data", "models", "inference"),
     ("builtin_model", "builtin_eval", "deepspeed_setup", "hybrid", "checkpoint"),

@@ -6,18 +6,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dschat import sampling
 from dschat.config import UserError
 from dschat.rollout import SamplingParams
 from dschat.sampling import inverse_cdf, sample, truncate, uniforms
 
-DRAWS = 40_000
-LOGITS = np.array([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -3.0, -9.0, 1.45])
+DRAWS = 20_000
+FEW = np.array([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -3.0, -9.0, 1.45])
+MANY = np.random.default_rng(5).normal(size=1000).astype(np.float32).astype(np.float64)
+ALMOST_ONE = 1 - 2.0**-53
 
 
-def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution after temperature, then top-k, top-p and min-p, token by token."""
-    p = np.exp(logits / temperature - np.max(logits / temperature))
-    p /= p.sum()
+@pytest.fixture(params=["one level", "two levels"])
+def levels(request, monkeypatch):
+    """Small vocabularies through either walk; blocks of 8 leave a shorter last one."""
+    if request.param == "two levels":
+        monkeypatch.setattr(sampling, "_ONE_LEVEL", 0)
+        monkeypatch.setattr(sampling, "_BLOCK", 8)
+
+
+def log_softmax(logits, temperature=1.0):
+    scaled = np.asarray(logits, dtype=np.float64) / temperature
+    shifted = scaled - scaled.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, without=()):
+    """The distribution after prohibition and temperature, then top-k, top-p, min-p, token by
+    token.
+    """
+    p = np.exp(log_softmax(logits, temperature))
+    p[list(without)] = 0
     order = np.argsort(-p)
     kept = list(order[:top_k] if top_k else order)
     mass = sum(p[kept])
@@ -40,112 +59,382 @@ def counters(count):
     return index // 100, index % 10, index // 10 % 10
 
 
-def draw(seed=0, **options):
-    params = SamplingParams(seed=seed, **options)
-    uniform = uniforms(seed, *counters(DRAWS))
-    logits = torch.tensor(LOGITS, dtype=torch.float32).expand(DRAWS, -1)
-    return sample(logits, params, uniform)
+def p_value(counts, expected):
+    """Of the chi-squared test; what is expected less than ten times is counted together."""
+    rare = expected < 10
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    if len(counts) == 1:
+        return 1.0 if counts[0] == round(expected[0]) else 0.0
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 3.0},
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"min_p": 0.2},
-        {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.3},
-        {"top_p": 1e-9},
-        {"top_k": 1},
-        {"top_k": 99},
-    ],
-    ids=str,
-)
-def test_draws_follow_the_exact_distribution(options):
-    expected = exact(LOGITS, **options)
-    ids, logprobs = draw(seed=1, **options)
-    counts = np.bincount(ids.numpy(), minlength=len(LOGITS))
+def assert_drawn_from(ids, expected):
+    counts = np.bincount(ids.numpy(), minlength=len(expected))
     assert counts[expected == 0].sum() == 0, "drew a token that was excluded"
     kept = expected > 0
-    chi_squared = ((counts - DRAWS * expected)[kept] ** 2 / (DRAWS * expected[kept])).sum()
-    # 99.9% quantile of chi-squared with 9 degrees of freedom, the most there are.
-    assert chi_squared < 27.9
-    raw = np.log(exact(LOGITS, temperature=options.get("temperature", 1.0)))
-    np.testing.assert_allclose(logprobs.numpy(), raw[ids.numpy()], atol=1e-5)
+    assert p_value(counts[kept], len(ids) * expected[kept]) > 1e-4
+
+
+def rows_of(logits, count=DRAWS):
+    return torch.from_numpy(logits).float().expand(count, -1)
+
+
+KNOBS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 9999},
+    {"top_p": 0.7},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"top_k": 6, "top_p": 0.8},
+    {"top_p": 0.9, "min_p": 0.3},
+    {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", KNOBS, ids=str)
+@pytest.mark.parametrize("logits", [FEW, MANY], ids=["few", "many"])
+def test_draws_follow_the_exact_distribution(logits, options, levels):
+    uniform = uniforms(1, *counters(DRAWS))
+    ids, logprobs = sample(rows_of(logits), SamplingParams(**options), uniform)
+    assert_drawn_from(ids, exact(logits, **options))
+    raw = log_softmax(logits, options.get("temperature", 1.0))
+    np.testing.assert_allclose(logprobs.numpy(), raw[ids.numpy()], atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5}, *KNOBS[3:]], ids=str)
+def test_forbidden_ids_leave_the_rest_renormalised(options, levels):
+    """In the rows named, and before any truncation; log-probs stay those of the raw logits."""
+    without = [0, 2, 8, 2]  # the best one; one twice
+    rows = torch.arange(DRAWS) % 2 == 0
+    uniform = uniforms(2, *counters(DRAWS))
+    ids, logprobs = sample(
+        rows_of(FEW), SamplingParams(**options), uniform, (rows, torch.tensor(without))
+    )
+    assert_drawn_from(ids[rows], exact(FEW, **options, without=without))
+    assert_drawn_from(ids[~rows], exact(FEW, **options))
+    raw = log_softmax(FEW, options.get("temperature", 1.0))
+    np.testing.assert_allclose(logprobs.numpy(), raw[ids.numpy()], atol=1e-6)
+
+
+def test_forbidden_ids_change_no_other_row():
+    logits = torch.randn(8, 5003, generator=torch.Generator().manual_seed(3))
+    uniform = uniforms(4, *counters(8))
+    rows = torch.tensor([True, False] * 4)
+    for options in ({}, {"top_k": 20}, {"temperature": 0}):
+        params = SamplingParams(**options)
+        plain = sample(logits, params, uniform)
+        some = sample(logits, params, uniform, (rows, torch.tensor([1, 4999])))
+        none = sample(logits, params, uniform, (rows & False, torch.tensor([1, 4999])))
+        empty = sample(logits, params, uniform, (rows, torch.tensor([], dtype=torch.int64)))
+        for a, b, c, d in zip(plain, some, none, empty, strict=True):
+            assert torch.equal(a[~rows], b[~rows])
+            assert torch.equal(a, c)
+            assert torch.equal(a, d)
+
+
+def test_a_forbidden_id_may_hold_all_the_mass():
+    """Everything else underflows beside it and must be told apart all the same."""
+    logits = torch.tensor([[1.0, 300.0, 3.0, 2.0]])
+    forbidden = (torch.tensor([True]), torch.tensor([1]))
+    raw = log_softmax(logits.numpy())[0]
+    for u, token in ((0.0, 0), (0.5, 2), (ALMOST_ONE, 3)):
+        uniform = torch.tensor([u], dtype=torch.float64)
+        ids, logprobs = sample(logits, SamplingParams(), uniform, forbidden)
+        assert ids.item() == token
+        assert logprobs.item() == pytest.approx(raw[token], rel=1e-6)
+    ids, logprobs = sample(logits, SamplingParams(temperature=0), None, forbidden)
+    assert (ids.item(), logprobs.item()) == (2, pytest.approx(raw[2], rel=1e-6))
 
 
 def test_greedy_takes_the_best_and_reports_it_at_temperature_one():
-    ids, logprobs = sample(torch.from_numpy(LOGITS)[None], SamplingParams(temperature=0), None)
+    ids, logprobs = sample(torch.from_numpy(FEW)[None], SamplingParams(temperature=0), None)
     assert ids.tolist() == [0]
-    assert logprobs.item() == pytest.approx(np.log(exact(LOGITS))[0], abs=1e-6)
+    assert logprobs.item() == pytest.approx(log_softmax(FEW)[0], abs=1e-6)
 
 
-def test_ties_keep_at_most_k():
-    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_k=3))
-    assert (kept > 0).sum(1).tolist() == [3, 3]
+def test_a_large_vocabulary_follows_the_distribution_too():
+    """The two-level walk as it is shipped: 40 blocks and a rest."""
+    logits = np.random.default_rng(6).normal(size=5200) * 2
+    ids = []
+    for chunk in range(10):
+        uniform = uniforms(chunk, *counters(DRAWS // 10))
+        ids.append(sample(rows_of(logits, DRAWS // 10), SamplingParams(), uniform)[0])
+    assert_drawn_from(torch.cat(ids), exact(logits.astype(np.float32)))
+
+
+SIZES = [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1000, 4096, 4097, 4224, 5000, 50_257]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inverse_cdf_is_the_token_where_the_mass_passes_the_uniform(size, levels):
+    generator = torch.Generator().manual_seed(size)
+    probs = torch.randn(24, size, generator=generator).mul(3).exp()
+    probs[torch.rand(24, size, generator=generator) < 0.3] = 0
+    probs[:, -1] += 1e-3
+    probs[:4] = 0
+    probs[:4, -1] = 1e-30  # everything on the last token
+    uniform = torch.rand(24, generator=generator, dtype=torch.float64)
+    uniform[::3], uniform[1::3] = 0.0, ALMOST_ONE
+    ids = inverse_cdf(probs, uniform)
+    assert ids[:4].tolist() == [size - 1] * 4
+    assert (probs.gather(1, ids[:, None]) > 0).all()
+    for row, token in enumerate(ids.tolist()):
+        cdf = np.concatenate([[0], np.cumsum(probs[row].numpy().astype(np.float64))])
+        cdf /= cdf[-1]
+        assert cdf[token] - 1e-6 <= uniform[row].item() <= cdf[token + 1] + 1e-6
+    first = (probs > 0).int().argmax(1)
+    assert torch.equal(ids[::3], first[::3])
+
+
+@pytest.mark.parametrize("size", [5120, 5003])
+def test_rounding_in_a_block_leads_to_no_token_without_mass(size):
+    """The last mass ends before its block does; in half of the rows the fp32 sum of the block is
+    more than its tokens have.
+    """
+    probs = torch.zeros(200, size)
+    start = (size - 1) // 128 * 128
+    length = (size - start) * 3 // 4
+    generator = torch.Generator().manual_seed(size)
+    probs[:, start : start + length] = torch.rand(200, length, generator=generator) + 0.1
+    probs[::2, 0] = 1e-6
+    ids = inverse_cdf(probs, torch.full((200,), ALMOST_ONE, dtype=torch.float64))
+    assert (ids == start + length - 1).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-8, 0.1, 1.0]), min_size=1, max_size=40),
-    uniform=st.one_of(st.sampled_from([0.0, 1 - 2.0**-53]), st.floats(0, 1, exclude_max=True)),
+    uniform=st.one_of(st.sampled_from([0.0, ALMOST_ONE]), st.floats(0, 1, exclude_max=True)),
+    repeat=st.sampled_from([1, 331]),
 )
-def test_never_a_token_of_probability_zero(weights, uniform):
-    probs = torch.tensor([weights])
+def test_never_a_token_of_probability_zero(weights, uniform, repeat):
+    probs = torch.tensor([weights]).repeat(1, repeat)
     if not probs.sum() > 0:
         return
     token = inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64)).item()
     assert probs[0, token] > 0
 
 
+def test_truncation_is_its_definition_however_wide_the_nucleus():
+    """Narrow, middling and wide rows side by side: all three looks of top-p, and top-k's."""
+    scales = [8.0, 0.01, 3.0, 1.0, 5.0, 0.3]
+    logits = np.random.default_rng(7).normal(size=(6, 6000)).astype(np.float32)
+    logits *= np.array(scales, dtype=np.float32)[:, None]
+    probs = torch.from_numpy(logits).softmax(-1)
+    sizes = set()
+    for options in (
+        {"top_p": 0.9},
+        {"top_p": 0.5, "min_p": 0.01},
+        {"top_k": 700},
+        {"top_k": 700, "top_p": 0.6, "min_p": 0.002},
+    ):
+        for scale in (1.0, 37.0):  # need not be normalised
+            kept = truncate(probs * scale, SamplingParams(**options))
+            for row in range(6):
+                expected = exact(logits[row], **options) > 0
+                assert np.array_equal(kept[row].numpy() > 0, expected)
+                sizes.add(int(expected.sum()))
+            assert torch.equal(kept[kept > 0], (probs * scale)[kept > 0])
+    assert min(sizes) < 128 < 1000 < max(sizes)
+    assert max(sizes) > 4096
+
+
+def test_ties_keep_no_more_than_the_definition_counts():
+    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_k=3))
+    assert (kept > 0).sum(1).tolist() == [3, 3]
+    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_p=0.5))
+    assert (kept > 0).sum(1).tolist() == [4, 4]
+    for size in (200, 3000, 8192, 12_000):  # the 128 likeliest are any 128
+        kept = truncate(torch.ones(2, size), SamplingParams(top_p=0.625))
+        assert (kept > 0).sum(1).tolist() == [size * 5 // 8] * 2
+    assert truncate(torch.ones(1, 8), SamplingParams(min_p=0.99)).sum() == 8
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
+def test_ties_are_not_kept_twice_by_a_second_look(share):
+    """Which of many equals are among the 128 likeliest is chance; a wider look may see others."""
+    probs = torch.randint(1, 4, (8, 9000), generator=torch.Generator().manual_seed(0)).float()
+    probs[:4] = 1.0
+    kept = truncate(probs, SamplingParams(top_p=share))
+    for row in range(8):
+        order = np.sort(probs[row].numpy().astype(np.float64))[::-1]
+        needed = np.searchsorted(np.cumsum(order), share * order.sum()) + 1  # whole numbers: exact
+        assert (kept[row] > 0).sum() == needed
+
+
+EVERY_WAY = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.5},
+]
+
+
+@pytest.mark.parametrize("size", [65, 4097, 5003, 50_257])
+def test_a_row_does_not_depend_on_its_batch(size):
+    """To the last bit: answers must not change with the batch they are generated in."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(9, size, generator=generator) * torch.linspace(0.3, 8, 9)[:, None]
+    uniform = uniforms(6, *counters(9))
+    rows = torch.arange(9) % 3 == 0
+    for options in EVERY_WAY:
+        params = SamplingParams(**options)
+        for forbidden in (None, (rows, torch.tensor([3, 60]))):
+            ids, logprobs = sample(logits, params, uniform, forbidden)
+            for part in ([0], [4], [8], [7, 2], [5, 6, 3, 0, 1]):
+                banned = forbidden and (forbidden[0][part], forbidden[1])
+                alone = sample(logits[part].clone(), params, uniform[part], banned)
+                assert torch.equal(alone[0], ids[part])
+                assert torch.equal(alone[1], logprobs[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1000, 5003])
+def test_logprobs_are_exact_for_any_dtype_and_layout(dtype, size):
+    generator = torch.Generator().manual_seed(8)
+    logits = (torch.randn(6, size, generator=generator) * 4 + 30).to(dtype)
+    layouts = [logits, logits.t().contiguous().t(), torch.stack([logits, -logits], -1)[..., 0]]
+    layouts.append(logits.repeat(1, 2)[:, :size])
+    uniform = uniforms(9, *counters(6))
+    for options in EVERY_WAY:
+        params = SamplingParams(**options)
+        golden = log_softmax(logits.float().numpy(), params.logprob_temperature)
+        results = []
+        for layout in layouts:
+            before = layout.clone()
+            forbidden = (torch.ones(6, dtype=torch.bool), torch.tensor([5]))
+            for banned in (None, forbidden):
+                ids, logprobs = sample(layout, params, uniform, banned)
+                assert ids.dtype == torch.int64
+                assert logprobs.dtype == torch.float32
+                expected = golden[np.arange(6), ids.numpy()]
+                np.testing.assert_allclose(logprobs.numpy(), expected, rtol=2e-7, atol=1e-6)
+                results.append((ids, logprobs))
+            assert torch.equal(layout, before), "the caller's logits changed"
+        for which in (0, 1):
+            for ids, logprobs in results[which::2]:
+                assert torch.equal(ids, results[which][0])
+                assert torch.equal(logprobs, results[which][1])
+
+
+def test_minus_infinity_is_never_drawn():
+    logits = torch.full((50, 5003), -torch.inf)
+    logits[:, [17, 4000, 5002]] = torch.tensor([0.0, 1.0, 2.0])
+    uniform = torch.linspace(0, 1 - 1e-9, 50).double()
+    expected = log_softmax(np.array([0.0, 1.0, 2.0]))
+    for options in EVERY_WAY:
+        ids, logprobs = sample(logits, SamplingParams(**options | {"top_p": 1.0}), uniform)
+        assert set(ids.tolist()) <= {17, 4000, 5002}
+        if not options:
+            places = np.searchsorted([17, 4000, 5002], ids.numpy())
+            assert set(places) == {0, 1, 2}
+            np.testing.assert_allclose(logprobs.numpy(), expected[places], atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [7, 5003])
+def test_a_row_of_nan_stays_in_the_vocabulary_and_shows(size):
+    """So that training's check for non-finite numbers is reached, not an index out of range."""
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(1))
+    uniform = uniforms(0, *counters(3))
+    good = sample(logits, SamplingParams(), uniform)
+    logits[1] = torch.nan
+    for options in EVERY_WAY:
+        ids, logprobs = sample(logits, SamplingParams(**options), uniform)
+        assert 0 <= ids[1] < size
+        assert logprobs[1].isnan()
+        assert logprobs[[0, 2]].isfinite().all()
+    ids, logprobs = sample(logits, SamplingParams(), uniform)
+    assert torch.equal(ids[[0, 2]], good[0][[0, 2]])
+
+
+def test_one_token_is_drawn_with_certainty():
+    for options in EVERY_WAY:
+        uniform = torch.tensor([0.0, ALMOST_ONE], dtype=torch.float64)
+        ids, logprobs = sample(torch.tensor([[3.0], [-2.0]]), SamplingParams(**options), uniform)
+        assert ids.tolist() == [0, 0]
+        assert logprobs.tolist() == [0.0, 0.0]
+
+
 def test_a_vocabulary_of_fifty_thousand_with_most_of_it_excluded():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 50_000, generator=generator)
     params = SamplingParams(top_k=5)
-    for uniform in (0.0, 0.5, 1 - 2.0**-53):
+    for uniform in (0.0, 0.5, ALMOST_ONE):
         ids, _ = sample(logits, params, torch.full((64,), uniform, dtype=torch.float64))
         assert (logits.topk(5).indices == ids.unsqueeze(1)).any(1).all()
 
 
+def splitmix(seed, *where):
+    """The hash in plain integers: SplitMix64's finaliser after every counter."""
+    gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(x):
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    state = seed & mask
+    for counter in where:
+        state = (mix((state + gamma) & mask) + counter * gamma) & mask
+    return (mix((state + gamma) & mask) >> 11) * 2.0**-53
+
+
+def test_uniforms_are_the_documented_hash_and_broadcast():
+    prompts, samples = torch.tensor([0, 3, 10**9, 3]), torch.tensor([0, 1, 2, 0])
+    positions = torch.arange(5)
+    for seed in (0, 17, -4, 2**31 * 1_000_003 + 5):  # step 3's seeds grow with every iteration
+        block = uniforms(seed, prompts[:, None], samples[:, None], positions[None])
+        assert block.shape == (4, 5)
+        assert block.dtype == torch.float64
+        for row in range(4):
+            for t in range(5):
+                where = prompts[row].item(), samples[row].item(), t
+                assert block[row, t].item() == splitmix(seed, *where)
+            one = uniforms(seed, prompts[row : row + 1], samples[row : row + 1], positions[2:3])
+            assert one.item() == block[row, 2].item()
+
+
 def test_uniforms_are_uniform_and_independent_across_counters():
     size = 24
-    axes = torch.meshgrid(*[torch.arange(size)] * 3, indexing="ij")
-    values = uniforms(17, *(axis.reshape(-1) for axis in axes)).reshape(size, size, size)
+    axis = torch.arange(size)
+    seeds = (17, 18, 17 + (1 << 40), -17)
+    values, *others = (uniforms(s, axis[:, None, None], axis[:, None], axis) for s in seeds)
+    assert values.shape == (size, size, size)
     flat = values.flatten().numpy()
     assert 0 <= flat.min() < flat.max() < 1
     assert len(np.unique(flat)) == size**3
     counts, _ = np.histogram(flat, bins=64, range=(0, 1))
-    expected = size**3 / 64
-    assert ((counts - expected) ** 2 / expected).sum() < 103.4  # 99.9% of chi-squared, 63 degrees
+    assert p_value(counts, np.full(64, size**3 / 64)) > 1e-3
     limit = 4 / np.sqrt(size**3)
-    for axis in range(3):  # neighbours along every counter are uncorrelated
-        a, b = (
-            values.narrow(axis, 0, size - 1).flatten(),
-            values.narrow(axis, 1, size - 1).flatten(),
-        )
+    for dim in range(3):  # neighbours along every counter are uncorrelated
+        a, b = (values.narrow(dim, start, size - 1).flatten() for start in (0, 1))
         assert abs(np.corrcoef(a, b)[0, 1]) < limit
-    for other in (18, 17 + (1 << 40), -17):
-        again = uniforms(other, *(axis.reshape(-1) for axis in axes)).numpy()
-        assert abs(np.corrcoef(flat, again)[0, 1]) < limit
-    swapped = (
-        values.permute(1, 0, 2).flatten().numpy()
-    )  # prompt 1 sample 2 is not prompt 2 sample 1
-    off_diagonal = swapped != flat
-    assert off_diagonal.mean() > 0.9
+    for other in others:
+        assert abs(np.corrcoef(flat, other.flatten())[0, 1]) < limit
+    swapped = values.permute(1, 0, 2).flatten().numpy()  # prompt 1 sample 2 is not 2, 1
+    assert (swapped != flat).mean() > 0.9
 
 
-def test_uniforms_depend_on_nothing_else():
-    prompt, number, position = counters(50)
-    whole = uniforms(5, prompt, number, position)
-    assert torch.equal(whole[7:9], uniforms(5, prompt[7:9], number[7:9], position[7:9]))
-
-
-def test_training_seeds_are_accepted():
-    """Step 3's seed grows with every iteration; a large one must not overflow."""
-    large = uniforms(2**31 * 1_000_003 + 5, *counters(10))
-    assert large.dtype == torch.float64
+@pytest.mark.parametrize("lag", [1, 2, 3, 7])
+def test_uniforms_have_no_memory_along_positions(lag):
+    """Serial correlation, and the joint distribution of one sequence's numbers in pairs."""
+    rows = torch.arange(40).unsqueeze(-1)
+    values = uniforms(23, rows // 4, rows % 4, torch.arange(1000).unsqueeze(0)).numpy()
+    early, late = values[:, :-lag].ravel(), values[:, lag:].ravel()
+    assert abs(np.corrcoef(early, late)[0, 1]) < 4 / np.sqrt(early.size)
+    counts, *_ = np.histogram2d(early, late, bins=16, range=[[0, 1], [0, 1]])
+    assert p_value(counts.ravel(), np.full(256, early.size / 256)) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -158,8 +447,50 @@ def test_training_seeds_are_accepted():
         {"top_k": -1},
         {"min_p": 1},
         {"n": 0},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
     ],
 )
 def test_bad_parameters_are_named(options):
     with pytest.raises(UserError, match=next(iter(options))):
         SamplingParams(**options)
+
+
+def test_what_ends_an_answer():
+    assert SamplingParams().end_ids((2, 3)) == {2, 3}
+    assert SamplingParams(stop_token_ids=(7, 2)).end_ids((2,)) == {2, 7}
+    assert SamplingParams(stop_token_ids=(7,), ignore_eos=True).end_ids((2,)) == {7}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1000, 50_257])
+@pytest.mark.parametrize("options", EVERY_WAY, ids=str)
+def test_on_cuda_it_never_waits_and_can_be_captured(options, size):
+    """Eager and replayed answers are the CPU's, but for rounding at the border of two tokens."""
+    generator = torch.Generator().manual_seed(10)
+    batches = [torch.randn(64, size, generator=generator) * 3 for _ in range(2)]
+    numbers = [uniforms(seed, *counters(64)) for seed in (1, 2)]
+    rows, banned = torch.arange(64) % 2 == 0, torch.tensor([3, 9])
+    params = SamplingParams(**options)
+    logits, uniform = batches[0].cuda(), numbers[0].cuda()
+    forbidden = (rows.cuda(), banned.cuda())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sample(logits, params, uniform, forbidden)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, logprobs = sample(logits, params, uniform, forbidden)
+    for batch, number in zip(batches, numbers, strict=True):
+        logits.copy_(batch)
+        uniform.copy_(number)
+        graph.replay()
+        expected = sample(batch, params, number, (rows, banned))
+        same = ids.cpu() == expected[0]
+        assert same.float().mean() > 0.96
+        torch.testing.assert_close(logprobs.cpu()[same], expected[1][same], atol=1e-5, rtol=1e-5)

@@ -6,7 +6,14 @@ from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM
 
 from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
-from dschat.hybrid.stream import Shard, adapter_stream, module_shards, weight_stream, whole_tensors
+from dschat.hybrid.stream import (
+    Buckets,
+    Shard,
+    adapter_stream,
+    module_shards,
+    weight_stream,
+    whole_tensors,
+)
 from dschat.models.lora import add_lora
 
 CPU = torch.device("cpu")
@@ -26,7 +33,7 @@ def test_sharded_weights_come_whole_and_once(name, bucket_bytes, tiny):
     module = sharded(tiny(name))
     expected = dict(causal_lm(name).named_parameters())
     seen = []
-    for key, tensor in weight_stream(module, CPU, bucket_bytes=bucket_bytes):
+    for key, tensor in weight_stream(module, CPU, buckets=Buckets(bucket_bytes)):
         assert torch.equal(tensor, expected[key])
         seen.append(key)
     assert sorted(seen) == sorted(expected)
@@ -60,7 +67,7 @@ def test_partitioned_shards_are_joined_without_their_padding(tiny):
     ]
     got = {name: tensor.tolist() for name, tensor in whole_tensors(shards, CPU)}
     assert got == {"a": [[0, 1, 2], [3, 4, 5]], "whole": [7, 8], "half": [0, 1, 2], "b": [5]}
-    assert list(got) == ["a", "whole", "half", "b"]
+    assert list(got) == ["a", "half", "b", "whole"]
 
 
 def test_replacements_take_the_place_of_weights_in_their_dtype():

@@ -6,6 +6,7 @@ all-gather per bucket of parameters; DeepSpeed's parameter status is never touch
 already holds whole weights nothing moves. It must not know who reads the stream.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,20 @@ from torch import Tensor, nn
 from dschat import dist
 from dschat.models.lora import Adapter, adapters, merge, unwrapped_name
 
-DEFAULT_BUCKET_BYTES = 256 * 2**20
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass
+class Buckets:
+    """How much one all-gather joins, and what has been joined so far.
+
+    A bucket ends at ``max_bytes`` or before the layer after ``max_layers``, whichever comes first.
+    """
+
+    max_bytes: int = 256 * 2**20
+    max_layers: int = 8
+    num_collectives: int = 0
+    num_bytes: int = 0  # of whole tensors, gathered or read where they lie
 
 
 @dataclass
@@ -48,40 +62,57 @@ def module_shards(module: nn.Module) -> list[Shard]:
 
 
 def whole_tensors(
-    shards: list[Shard], device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    shards: list[Shard], device: torch.device, buckets: Buckets | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yield every shard's whole tensor in order; all ranks must walk the stream to its
-    end.
+    """Collective. Yield every shard's whole tensor; all ranks must walk the stream to its end.
 
-    Extra memory: one bucket. A yielded tensor of a partitioned parameter is valid until the next
+    Partitioned ones come first, one flat all-gather a bucket. Extra memory: one bucket, this rank's
+    part of it and one tensor. A yielded tensor of a partitioned parameter is valid until the next
     one is asked for.
     """
+    buckets = buckets or Buckets()
     bucket: list[Shard] = []
-    used = 0
+    used, layers = 0, set()
     for shard in shards:
         if not shard.partitioned:
-            yield from _gather(bucket, device)
-            bucket, used = [], 0
-            yield shard.name, shard.tensor
             continue
+        found = _LAYER.search(shard.name)
+        layer = {int(found[1])} if found else set()
         same = not bucket or bucket[0].tensor.dtype == shard.tensor.dtype
         size = shard.numel * shard.tensor.element_size()
-        if bucket and (used + size > bucket_bytes or not same):
-            yield from _gather(bucket, device)
-            bucket, used = [], 0
+        full = used + size > buckets.max_bytes or len(layers | layer) > buckets.max_layers
+        if bucket and (full or not same):
+            yield from _gather(bucket, device, buckets)
+            bucket, used, layers = [], 0, set()
         bucket.append(shard)
         used += size
-    yield from _gather(bucket, device)
+        layers |= layer
+    yield from _gather(bucket, device, buckets)
+    del bucket
+    for shard in shards:
+        if not shard.partitioned:
+            buckets.num_bytes += shard.tensor.nbytes
+            yield shard.name, shard.tensor
 
 
-def _gather(bucket: list[Shard], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _gather(
+    bucket: list[Shard], device: torch.device, buckets: Buckets
+) -> Iterator[tuple[str, Tensor]]:
     """Collective. One all-gather for all tensors of a bucket, laid end to end."""
     if not bucket:
         return
     sizes = [shard.tensor.numel() for shard in bucket]
+    buckets.num_bytes += sum(s.numel * s.tensor.element_size() for s in bucket)
+    if dist.world_size() == 1:  # the shard is the weight: nothing moves but off the CPU
+        for shard in bucket:
+            flat = shard.tensor.detach().to(device).reshape(-1)
+            yield shard.name, flat[: shard.numel].view(shard.shape)
+        return
     mine = torch.cat([shard.tensor.detach().to(device).reshape(-1) for shard in bucket])
     everyone = mine.new_empty(dist.world_size() * mine.numel())
     dist.all_gather_flat(everyone, mine)
+    buckets.num_collectives += 1
+    del mine
     by_rank = everyone.view(dist.world_size(), -1)
     offset = 0
     for shard, size in zip(bucket, sizes, strict=True):
@@ -94,10 +125,11 @@ def weight_stream(
     module: nn.Module,
     device: torch.device,
     replace: dict[str, Shard] | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    buckets: Buckets | None = None,
+    merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. The weights of ``module`` as its plain Hugging Face checkpoint names them,
-    adapters merged.
+    adapters merged (or, without ``merged``, left out).
 
     ``replace`` puts other shards in the place of parameters of the same name: the moving average's.
     """
@@ -105,21 +137,34 @@ def weight_stream(
     own = module_shards(module)
     dtypes = {shard.name: shard.tensor.dtype for shard in own}
     shards = [replace.get(shard.name, shard) for shard in own]
-    found = adapters(module)
+    found = adapters(module) if merged else {}
     parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
-    small = [shard for shard in shards if shard.name in parts]
-    factors = (
-        {name: t.clone() for name, t in whole_tensors(small, device, bucket_bytes)} if small else {}
-    )
-    rest = [shard for shard in shards if shard.name not in parts]
-    for name, tensor in whole_tensors(rest, device, bucket_bytes):
+    factors = _factors([shard for shard in shards if shard.name in parts], device, buckets)
+    rest = [shard for shard in shards if unwrapped_name(shard.name) is not None]
+    for name, tensor in whole_tensors(rest, device, buckets):
         target = unwrapped_name(name)
-        if target is None:
-            continue
         adapter: Adapter | None = found.get(target)
         if adapter is not None:
             tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)
         yield target, tensor.to(dtypes[name])
+
+
+def _factors(
+    shards: list[Shard], device: torch.device, buckets: Buckets | None
+) -> dict[str, Tensor]:
+    """Collective. LoRA factors, all of them at once: they are small."""
+    return {name: t.clone() for name, t in whole_tensors(shards, device, buckets)}
+
+
+def factor_stream(
+    module: nn.Module, device: torch.device, buckets: Buckets | None = None
+) -> list[tuple[str, Tensor, Tensor, float]]:
+    """Collective. Every adapter as (name of its weight, A (r, in), B (out, r), scaling)."""
+    found = adapters(module)
+    parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
+    shards = [shard for shard in module_shards(module) if shard.name in parts]
+    factors = _factors(shards, device, buckets)
+    return [(n, factors[a.a_name], factors[a.b_name], a.scaling) for n, a in found.items()]
 
 
 def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -243,9 +243,7 @@ def _bloom(c: Any) -> ModelSpec:
     sources = _embeddings("transformer.word_embeddings", "lm_head", c.tie_word_embeddings)
     sources += _both("transformer.word_embeddings_layernorm", "embed_norm")
     sources += _both(f"{layer}.input_layernorm", "layers.{i}.norm1")
-    sources += _both(
-        f"{layer}.self_attention.query_key_value", "layers.{i}.qkv", interleaved=True
-    )
+    sources += _both(f"{layer}.self_attention.query_key_value", "layers.{i}.qkv", interleaved=True)
     sources += _both(f"{layer}.self_attention.dense", "layers.{i}.out")
     sources += _both(f"{layer}.post_attention_layernorm", "layers.{i}.norm2")
     sources += _both(f"{layer}.mlp.dense_h_to_4h", "layers.{i}.up")
@@ -313,9 +311,7 @@ def _llama_like(
 
 
 def _llama(c: Any) -> ModelSpec:
-    return _llama_like(
-        c, qkv_bias=c.attention_bias, out_bias=c.attention_bias, mlp_bias=c.mlp_bias
-    )
+    return _llama_like(c, qkv_bias=c.attention_bias, out_bias=c.attention_bias, mlp_bias=c.mlp_bias)
 
 
 def _mistral(c: Any) -> ModelSpec:

@@ -31,7 +31,7 @@ class Decodes:
 
 @dataclass
 class Chunk:
-    """A piece of a prompt: ``length`` packed tokens from ``start``, after ``prefix`` cached ones."""
+    """A piece of a prompt: ``length`` packed tokens from ``start``; ``prefix`` are cached."""
 
     start: int
     length: int
@@ -167,13 +167,17 @@ class Attention:
         """Whole prompts, causally: padding on the right is never seen by what is real."""
         if dense.cells is not None:
             q, k, v = (x.index_select(0, dense.cells) for x in (q, k, v))
-        q, k, v = (x.view(dense.rows, dense.longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (
+            x.view(dense.rows, dense.longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        )
         bias = self._prompt_bias(layer, q, 0, dense.longest)
         out = self._attend(layer, q, k, v, bias)
         out = out.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
         return out if dense.packed is None else out.index_select(0, dense.packed)
 
-    def _continued(self, layer: int, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _continued(
+        self, layer: int, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         """A later piece of a prompt: it sees what is cached, itself included."""
         total = chunk.prefix + chunk.length
         pages = torch.tensor(chunk.pages[: self.cache.pages_for(total)], device=keys.device)

@@ -8,7 +8,6 @@ must not know prompts, sampling or schedules.
 import heapq
 
 import torch
-from torch import Tensor
 
 
 class KVCache:
@@ -29,9 +28,11 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_size)
-        # NOTE zeros, not empty: masked keys weigh 0, and 0 x NaN would still be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # NOTE zeros, not empty: masked keys weigh 0, and 0 x NaN would still be NaN. Made in
+        # inference mode they could not be written outside it.
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.num_pages, self.page_size = num_pages, page_size
         self.trash_page = num_pages
         self._free = list(range(num_pages))  # a heap: the lowest number first

@@ -135,6 +135,10 @@ class InferenceEngine:
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
         self._decoder: Decoder | None = None
+        self._borrowed_addresses: list[int] = []
+        self.length_knob = "max_seq_len"  # what error messages call it
+        if max_seq_len is None or bound == self.max_seq_len:
+            self.length_knob = "the model's positions"
         self.stats = GenerationStats()
 
     @classmethod
@@ -172,7 +176,19 @@ class InferenceEngine:
         try:
             self.weights.load(checkpoint_stream(path, names))
         except UserError as error:
-            raise type(error)(f"{path}: {error}" if str(path) not in str(error) else str(error))
+            raise type(error)(
+                f"{path}: {error}" if str(path) not in str(error) else str(error)
+            ) from None
+
+    def borrow_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Read ``tensors`` (by Hugging Face name) where they lie; see `Weights.borrow`.
+
+        Harmless to repeat: only weights that have moved are looked up again.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors.values()]
+        if addresses != self._borrowed_addresses:
+            self.weights.borrow(tensors)
+            self._borrowed_addresses = addresses
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -295,7 +311,7 @@ class InferenceEngine:
             if total > self.max_seq_len:
                 return (
                     f"prompt {i} has {len(ids)} tokens; with {limit} new ones that exceeds "
-                    f"max_seq_len {self.max_seq_len}"
+                    f"{self.length_knob} = {self.max_seq_len}"
                 )
             if cache.pages_for(total) > cache.num_pages:
                 return (

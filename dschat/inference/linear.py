@@ -96,9 +96,7 @@ class Linear:
         if self._packed is None:
             y = F.linear(x, self._plain, self.bias)
         elif self._backend == "mkl":
-            y = torch.ops.mkl._mkl_linear(
-                x, self._packed, self._shape_only, self.bias, x.shape[0]
-            )
+            y = torch.ops.mkl._mkl_linear(x, self._packed, self._shape_only, self.bias, x.shape[0])
         else:
             y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y if self.side is None else self.side.add_to(y, x)

@@ -62,7 +62,9 @@ def _frequencies(config: Any) -> tuple[Tensor, float]:
             raise UnsupportedModel(f"rope type {kind} is unknown here")
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inv_freq.float(), float(scale)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     dim = int(head_size * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0

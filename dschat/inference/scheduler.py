@@ -75,6 +75,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._paged = cache.num_pages > max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self.preemptions = 0
@@ -129,7 +130,7 @@ class Scheduler:
 
     def _forget_held(self) -> bool:
         """Let go of pages held for samples that wait: these will compute their prompt again."""
-        for sequence in self._waiting:
+        for sequence in reversed(self._waiting):  # the first in line will share them soonest
             if sequence.forked and sequence.prompt.pages:
                 self._cache.release(sequence.prompt.pages)
                 sequence.prompt.pages = []
@@ -151,8 +152,13 @@ class Scheduler:
             shares = sequence.forked and bool(sequence.prompt.pages)
             needed = self._pages_to_admit(sequence, shares)
             # A little room to grow, or what comes in would be thrown out at once.
-            spare = -(-len(self._running) // 16) if self._cache.num_pages > self._max_num_seqs else 0
+            spare = (
+                -(-len(self._running) // 16) if self._cache.num_pages > self._max_num_seqs else 0
+            )
             if needed + spare > self._cache.num_free:
+                # NOTE: with nobody running nobody will free a page; held ones must give way.
+                if not self._running and self._forget_held():
+                    continue
                 return
             self._waiting.popleft()
             if shares:

@@ -195,6 +195,10 @@ class Weights:
 
     # -- the ways in -------------------------------------------------------------------------------
 
+    # NOTE: a stream may bring live parameters, and the caller may be in inference mode. Neither may
+    # leave its mark: a copy that needs gradients, or one that only inference mode may overwrite.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Read a whole stream of (Hugging Face name, tensor).
 
@@ -259,19 +263,30 @@ class Weights:
                 parts.append(BorrowedPart(tensors[source.name], bias, source.transposed, heads))
             self.linears[base] = BorrowedLinear(parts)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_adapters(self, adapters: Iterable[Adapter]) -> None:
-        """Put LoRA factors beside their weights, in place of those of the version before.
+        """Put LoRA factors beside their weights, in place of all those of the version before.
 
         Raises:
-            WeightMismatch: an adapter's weight is no matrix product of the decoder.
+            WeightMismatch: an adapter's weight is no matrix product of the decoder, or came twice.
         """
         found: dict[str, list[tuple[Source, Tensor, Tensor]]] = defaultdict(list)
+        seen: set[str] = set()
         for name, a, b, scaling in adapters:
-            for source in self._by_name.get(name, ()):
+            if name in seen:
+                raise WeightMismatch(f"the adapters bring {name} twice")
+            seen.add(name)
+            if name not in self._by_name:
+                raise WeightMismatch(f"the adapters bring {name}, which the model does not have")
+            for source in self._by_name[name]:
                 base = source.target.rpartition(".")[0]
                 if base not in self.linears:
                     raise WeightMismatch(f"no side product can be added to {name}; merge it")
                 found[base].append((source, a, b.float() * scaling))
+        for linear in self.linears.values():
+            if linear.side is not None:
+                linear.side.b.zero_()
         for base, items in found.items():
             self._set_side(self.linears[base], self._linear_shape(base), items)
 
@@ -288,6 +303,7 @@ class Weights:
             linear.side = SideProduct(
                 torch.zeros(rank, shape[1], **made), torch.zeros(shape[0], rank, **made)
             )
+        assert linear.side.a.shape[0] == rank, "adapters keep their rank"
         first = 0
         for source, a, b in items:
             last = first + a.shape[0]

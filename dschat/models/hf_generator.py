@@ -158,7 +158,7 @@ class HuggingFaceGenerator:
         has_gaps = bool((lengths != longest).any())
         rows = torch.arange(len(batch) * n, device=device)
         end_ids = sampling.end_ids(self._stop_ids)
-        known = [i for i in sorted(end_ids) if i < logits.shape[-1]]
+        known = [i for i in sorted(end_ids) if 0 <= i < logits.shape[-1]]
         forbidden_ids = torch.tensor(known, dtype=torch.int64, device=device)
         for position in range(sampling.max_new_tokens):
             uniform = None

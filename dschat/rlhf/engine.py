@@ -27,13 +27,15 @@ from dschat.deepspeed_setup import (
     sharded_loading,
     unwrap,
 )
+from dschat.hybrid.memory import training_states_away
+from dschat.hybrid.rollout import RolloutForm, RolloutSettings, rollout_form
 from dschat.hybrid.stream import adapter_stream, weight_stream
-from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.rlhf.ema import ShardedEMA
+from dschat.rollout import Generator
 
 logger = logging.getLogger("dschat")
 
@@ -83,8 +85,12 @@ class DeepSpeedRLHFEngine:
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
         )
-        self._copy: nn.Module | None = None  # the whole module that ZeRO-3 generates with
-        self._copy_version = -1
+        self.rollout: RolloutForm = rollout_form(
+            unwrap(self.actor),
+            self.actor_config,
+            self._rollout_settings(),
+            self.args.enable_hybrid_engine,
+        )
         self.version = 0  # optimizer steps the actor has taken
         self._announce()
 
@@ -201,8 +207,7 @@ class DeepSpeedRLHFEngine:
         args = self.args
         reference = "the actor without adapters" if self.ref is None else "a frozen copy"
         logger.info(
-            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s; "
-            "rollout: Hugging Face generate loop on %s",
+            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s",
             count_parameters(unwrap(self.actor)) / 1e6,
             args.actor_zero_stage,
             f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
@@ -211,7 +216,29 @@ class DeepSpeedRLHFEngine:
             f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
             str(self._actor_zero.dtype).removeprefix("torch."),
             reference,
-            "a whole copy" if self._actor_zero.shards_parameters else "training's own weights",
+        )
+        logger.info("rollout: %s", self.rollout.describe())
+
+    def _rollout_settings(self) -> RolloutSettings:
+        args = self.args
+        samples = args.rollout_samples(1) * args.inference_tp_size
+        return RolloutSettings(
+            dtype=self._actor_zero.dtype,
+            stop_ids=self.stop_ids,
+            pad_id=self.tokenizer.pad_token_id,
+            max_seq_len=args.max_prompt_seq_len + args.max_answer_seq_len,
+            max_num_seqs=min(args.max_num_seqs, max(samples, args.eval_batch_size)),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_gib=args.kv_cache_gib,
+            page_size=args.kv_page_size,
+            tp_size=args.inference_tp_size,
+            layout=args.rollout_layout,
+            lora=args.rollout_lora,
+            frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,
+            sharded=self._actor_zero.shards_parameters,
+            layers_per_bucket=args.tp_gather_partition_size,
+            release_cache=args.release_inference_cache,
+            release_weights=args.unpin_actor_parameters,
         )
 
     @contextmanager
@@ -225,31 +252,21 @@ class DeepSpeedRLHFEngine:
             yield self.actor
 
     @contextmanager
-    def rollout_mode(self) -> Iterator[HuggingFaceGenerator]:
+    def rollout_mode(self) -> Iterator[Generator]:
         """Collective. A scope in which the actor generates; refreshed once per version."""
-        if not self._actor_zero.shards_parameters:
-            yield self._generator(unwrap(self.actor))
-            return
-        if self._copy is None:
-            self._copy = self._empty_copy()
-        if self._copy_version != self.version:
-            fill(self._copy, weight_stream(unwrap(self.actor), dist.device()))
-            self._copy_version = self.version
-        yield self._generator(self._copy)
+        engines = [self.actor, self.critic]
+        with training_states_away(engines, self.args.offload_training_states):
+            generator = self.rollout.enter(self.version)
+            try:
+                yield generator
+            finally:
+                self.rollout.leave()
 
     @contextmanager
-    def ema_mode(self) -> Iterator[HuggingFaceGenerator]:
+    def ema_mode(self) -> Iterator[Generator]:
         """Collective. A scope in which the moving average generates, from a copy made for it."""
         assert self.ema is not None, "there is no moving average; set enable_ema"
-        copy = self._empty_copy()
-        fill(copy, self._actor_stream(ema=True))
-        yield self._generator(copy)
-
-    def _empty_copy(self) -> nn.Module:
-        return empty_copy(self.actor_config, self._actor_zero.dtype, dist.device())
-
-    def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
-        return HuggingFaceGenerator(module, self.stop_ids, self.tokenizer.pad_token_id)
+        yield self.rollout.filled_from(self._actor_stream(ema=True))
 
     def _actor_stream(self, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         replace = self.ema.shards() if ema and self.ema is not None else None

@@ -54,6 +54,7 @@ def evaluate_policy(
     args, device = engine.args, dist.device()
     sampling = SamplingParams(
         max_new_tokens=args.max_answer_seq_len,
+        min_new_tokens=args.min_answer_seq_len,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

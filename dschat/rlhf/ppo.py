@@ -38,7 +38,12 @@ from dschat.rlhf.experience import (
     gather_actions,
     mini_batch_of,
 )
-from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics
+from dschat.rlhf.reporting import (
+    experience_metrics,
+    generation_metrics,
+    throughput,
+    training_metrics,
+)
 from dschat.rlhf.rewards import score_sequences, token_rewards
 from dschat.rollout import SamplingParams
 
@@ -96,6 +101,7 @@ class DeepSpeedPPOTrainer:
         args = self.args
         return SamplingParams(
             max_new_tokens=args.max_answer_seq_len,
+            min_new_tokens=args.min_answer_seq_len,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
@@ -119,13 +125,14 @@ class DeepSpeedPPOTrainer:
         indices = list(range(first, first + len(prompts)))
         with self.engine.rollout_mode() as generator:
             rollout = generator.generate(prompts, sampling, indices)
+            generation = generation_metrics(self.engine.rollout.last_refresh, generator)
         generated = time.perf_counter()
         repeated = [p for p in prompts for _ in range(sampling.n)]
         pad_id = self.engine.tokenizer.pad_token_id
         experience = from_rollout(repeated, rollout, pad_id, first * sampling.n)
         self._score(experience)
         self.metrics = self._advantages(experience)
-        self.metrics |= {
+        self.metrics |= generation | {
             "time/generate_s": generated - started,
             "time/score_s": time.perf_counter() - generated,
         }

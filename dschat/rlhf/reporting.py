@@ -10,9 +10,11 @@ import math
 from torch import Tensor
 
 from dschat import dist
+from dschat.hybrid.rollout import Refresh
 from dschat.metrics import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
+from dschat.rollout import Generator
 
 # Already the same on every rank; everything else in the sums of an update is this rank's own.
 _GLOBAL = ("actor_grad_norm", "actor_steps", "critic_grad_norm", "critic_steps", "bad_steps")
@@ -57,6 +59,34 @@ def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
         "rollout/logprob_gap": totals["gap"] / tokens,
         "rollout/sequences": totals["sequences"],
         "rollout/tokens": totals["tokens"],
+    }
+
+
+def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
+    """Collective. What the refresh took and how the inference engine was used, over all ranks.
+
+    Rates are tokens of all ranks per second of generation; a generator without statistics reports
+    its refresh only.
+    """
+    stats = getattr(generator, "stats", None)
+    ranks = dist.world_size()
+    names = ("prefill_tokens", "prefill_s", "decode_tokens", "decode_s", "preemptions")
+    mine = [refresh.seconds, float(refresh.num_bytes)]
+    if stats is not None:
+        mine += [float(getattr(stats, name)) for name in names]
+        mine += [stats.occupancy, stats.cache_use]
+    seconds, num_bytes, *rest = dist.sum_floats(mine)
+    metrics = {"time/refresh_s": seconds / ranks, "rollout/refresh_gib": num_bytes / ranks / 2**30}
+    if stats is None:
+        return metrics
+    prefill, prefill_s, decode, decode_s, preemptions, occupancy, cache_use = rest
+    groups = ranks / generator.group.size  # every rank of a group counts the same tokens
+    return metrics | {
+        "throughput/prefill_tokens_per_s": prefill / max(prefill_s, 1e-9) * groups,
+        "throughput/decode_tokens_per_s": decode / max(decode_s, 1e-9) * groups,
+        "rollout/preemptions": preemptions / generator.group.size,
+        "rollout/occupancy": occupancy / ranks,
+        "rollout/cache_use": cache_use / ranks,
     }
 
 

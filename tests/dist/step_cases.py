@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import EOS, VOCAB
+from tiny_models import EOS, VOCAB, causal_lm
 from transformers import set_seed
 
 from dschat import dist, supervised
@@ -22,11 +22,13 @@ from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.log import MetricsLog
 from dschat.losses import token_logprobs
+from dschat.models.hf_generator import HuggingFaceGenerator, fill
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.reward import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rollout import SamplingParams
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 GLOBAL_BATCH = 8
@@ -314,8 +316,14 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
     result["critic_probe"] = probe_scores(engine.critic)
     with torch.no_grad(), engine.reference() as reference:
         result["ref_probe"] = probe_logprobs(reference)
+    average = causal_lm(case.model)
+    fill(average, weight_stream(unwrap(engine.actor), dist.device(), engine.ema.shards()))
+    result["ema_probe"] = probe_logprobs(average)
     with engine.ema_mode() as generator:
-        result["ema_probe"] = probe_logprobs(generator.module)
+        greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
+        answers = generator.generate(PROBES, greedy)
+    oracle = HuggingFaceGenerator(average, engine.stop_ids, EOS)
+    assert answers.token_ids == oracle.generate(PROBES, greedy).token_ids
     engine.save(out)
     return result
 

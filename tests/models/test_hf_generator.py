@@ -1,5 +1,7 @@
 """The Hugging Face generator against transformers' own ``generate``, one prompt at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import CONFIGS, EOS, POSITIONS, VOCAB
@@ -26,12 +28,16 @@ def generator_of(tiny):
 
 
 @torch.no_grad()
-def oracle(model, prompt, max_new_tokens, eos=EOS):
+def oracle(model, prompt, max_new_tokens, eos=EOS, min_new_tokens=0):
     """Greedy answer and its log-probs by ``generate`` on one prompt, then one forward of the
     whole.
     """
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=EOS
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=EOS,
     )
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
@@ -72,6 +78,43 @@ def test_stop_ids_end_an_answer_and_stay_in_it(generator_of):
         end = whole.index(stop) + 1 if stop in whole else 6
         assert ids == whole[:end]
         assert reason == ("stop" if stop in whole else "length")
+
+
+def test_no_answer_ends_before_min_new_tokens(generator_of):
+    """Greedy against ``generate`` with the same minimum: log-probs are those of the raw logits."""
+    model = generator_of("llama").module
+    stop = oracle(model, PROMPTS[0], 1, eos=None)[0][0]  # what the first prompt would begin with
+    # 10**6 is no token of the vocabulary: it can neither be drawn nor be forbidden.
+    as_eos = HuggingFaceGenerator(model, (stop, 10**6), pad_id=EOS)
+    as_stop = HuggingFaceGenerator(model, (), pad_id=EOS)
+    lengths = set()
+    for least in (0, 1, 3, 8):
+        sampling = SamplingParams(max_new_tokens=8, temperature=0, min_new_tokens=least)
+        rollout = as_eos.generate(PROMPTS, sampling)
+        for i, prompt in enumerate(PROMPTS):
+            ids, logprobs = oracle(model, prompt, 8, eos=stop, min_new_tokens=least)
+            assert rollout.token_ids[i] == ids
+            assert stop not in ids[:least]
+            assert rollout.logprobs[i] == pytest.approx(logprobs, abs=1e-5)
+            assert list(as_eos.stream(prompt, sampling)) == ids
+            lengths.add((least, len(ids)))
+        again = as_stop.generate(PROMPTS, replace(sampling, stop_token_ids=(stop,)))
+        assert again.token_ids == rollout.token_ids
+    assert (0, 1) in lengths  # it does end an answer where it may
+
+
+def test_sampled_answers_end_at_any_length_from_the_minimum_on(generator_of):
+    """Half of the vocabulary ends an answer, so without a minimum hardly any would reach 4."""
+    generator = generator_of("llama")
+    stops = tuple(range(0, VOCAB, 2))
+    sampling = SamplingParams(max_new_tokens=8, n=40, min_new_tokens=4, stop_token_ids=stops)
+    answers = generator.generate(PROMPTS[:2], sampling).token_ids
+    for answer in answers:
+        assert not set(answer[:4]) & set(stops)
+        assert len(answer) == 8 or answer[-1] in stops
+    assert {len(answer) for answer in answers} >= {5, 6}
+    free = generator.generate(PROMPTS[:2], replace(sampling, min_new_tokens=0)).token_ids
+    assert min(map(len, free)) == 1
 
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2, top_p=0.9, temperature=1.3)

@@ -1,5 +1,7 @@
 """The four models: which checkpoints are refused, what the reference is, what LoRA trains."""
 
+import dataclasses
+
 import pytest
 import torch
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
@@ -50,17 +52,21 @@ def test_the_reference_is_the_start_and_stays_it(zero, options, models_folder):
     assert probe_scores(engine.critic) != pytest.approx(reward, abs=1e-3)
 
 
+@pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_the_rollout_uses_the_weights_of_now(zero, models_folder):
+def test_the_rollout_uses_the_weights_of_now(zero, hybrid, models_folder):
     case = Case("ppo", zero)
-    trainer = build_trainer(ppo_config(case, models_folder))
-    engine = trainer.engine
-    for iteration in range(2):
-        engine.actor.eval()
-        with engine.rollout_mode() as generator:
-            rollout = flat(probe_logprobs(generator.module))
-        assert rollout == pytest.approx(flat(probe_logprobs(engine.actor)), abs=1e-5)
-        trainer.train_rlhf(trainer.generate_experience(my_prompts(case, iteration, trainer.args)))
+    config = dataclasses.replace(ppo_config(case, models_folder), enable_hybrid_engine=hybrid)
+    trainer = build_trainer(config)
+    trainer.engine.actor.eval()
+    before = probe_logprobs(trainer.engine.actor)
+    for iteration in range(3):
+        experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
+        assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+        trainer.train_rlhf(experience)
+    trainer.engine.actor.eval()
+    after = probe_logprobs(trainer.engine.actor)
+    assert flat(after) != pytest.approx(flat(before), abs=1e-2)  # older weights would have shown
 
 
 def build(models_folder, actor, critic, tokenizer=None, **options):

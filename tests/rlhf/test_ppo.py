@@ -235,5 +235,5 @@ def test_memory_options_change_no_number(zero, options, models_folder, run_here)
 
 
 def test_a_prompt_that_is_too_long(models_folder):
-    with pytest.raises(UserError, match="exceeds the model's 64 positions"):
+    with pytest.raises(UserError, match="exceeds --max_prompt_seq_len . --max_answer_seq_len"):
         trainer_of(models_folder).generate_experience([[3] * 60])

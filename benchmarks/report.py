@@ -1,0 +1,106 @@
+"""What every benchmark line carries: the code, the libraries and the machine, and spreads of
+repeated measurements.
+
+Numbers come in, plain dicts for `json.dumps` go out. It must not know what is being measured.
+"""
+
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    """The short hash of the code that runs, ``-dirty`` where a tracked file was changed;
+    ``unknown`` outside a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def environment(device: torch.device) -> dict:
+    """Code, versions and machine."""
+    return {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": device.type,
+        "device_name": (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+        ),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What the machine can do right now: the best of five copies and matrix products.
+
+    ``copy_gb_per_s`` counts bytes read and written; ``matmul_tflops`` is of square matrices in
+    ``dtype``. Floors are computed from them, and neighbours on a shared machine show in them.
+    """
+    on_gpu = device.type == "cuda"
+    source = torch.ones((2**31 if on_gpu else 2**27) // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    size = 8192 if on_gpu else 1024
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    copy_s = best_s(lambda: target.copy_(source), device)
+    matmul_s = best_s(lambda: matrix @ matrix, device)
+    return {
+        "copy_gb_per_s": rounded(2 * source.numel() * dtype.itemsize / copy_s / 1e9),
+        "matmul_tflops": rounded(2 * size**3 / matmul_s / 1e12),
+    }
+
+
+def best_s(action, device: torch.device, repeats: int = 5) -> float:
+    """Seconds of the fastest of ``repeats`` calls, after a first that does not count."""
+    action()
+    times = []
+    for _ in range(repeats):
+        started = clock(device)
+        action()
+        times.append(clock(device) - started)
+    return min(times)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once everything asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {
+        "median": rounded(statistics.median(values)),
+        "min": rounded(min(values)),
+        "max": rounded(max(values)),
+    }
+
+
+def rounded(value: float) -> float:
+    """Four significant digits: more would claim a precision that no timing here has."""
+    return float(f"{value:.4g}")

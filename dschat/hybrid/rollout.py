@@ -1,0 +1,303 @@
+"""The actor's rollout form: what generates with the weights that DeepSpeed trains.
+
+A training module and its version come in; a generator with that version's weights goes out. Two
+forms: the inference engine, filled from ZeRO's shards once per version (or reading training's own
+storage); and, for families the engine does not know, the Hugging Face module. It must not know
+prompts, rewards, or who trains.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.config import UserError
+from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_stream
+from dschat.inference import InferenceEngine, UnsupportedModel
+from dschat.inference.disk import normalised_names
+from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
+from dschat.models.lora import adapters, unwrapped_name
+from dschat.rollout import Generator
+
+logger = logging.getLogger("dschat")
+
+Layout = Literal["copy", "zero_copy"]
+LoraForm = Literal["merge", "side"]
+_COPY_SHARE = 0.25  # of the free memory: a copy beyond it is not worth its speed
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How the actor generates. ``auto`` chooses by device, ZeRO stage and memory."""
+
+    dtype: torch.dtype
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    max_seq_len: int  # longest prompt + answer
+    max_num_seqs: int = 256  # per tensor-parallel group
+    max_num_batched_tokens: int | None = None
+    kv_cache_gib: float | None = None
+    page_size: int | None = None
+    tp_size: int = 1
+    layout: Literal["auto", "copy", "zero_copy"] = "auto"
+    lora: Literal["auto", "merge", "side"] = "auto"
+    frozen_base: bool = False  # only adapters are trained
+    sharded: bool = False  # ZeRO-3
+    layers_per_bucket: int = 8
+    release_cache: bool = False  # let the cache go after every rollout
+    release_weights: bool = False  # and the weights
+
+
+@dataclass
+class Refresh:
+    """What bringing the rollout weights up to date took, on this rank."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0  # of whole tensors read
+    num_collectives: int = 0
+
+
+class RolloutForm(Protocol):
+    """An actor that can generate."""
+
+    last_refresh: Refresh
+
+    def enter(self, version: int) -> Generator:
+        """Collective. A generator with the weights of optimizer step ``version``."""
+        ...
+
+    def leave(self) -> None:
+        """The rollout is over."""
+        ...
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
+        """Collective. A generator apart, with other weights (the moving average's)."""
+        ...
+
+    def describe(self) -> str:
+        """One line: back end, dtype, sizes."""
+        ...
+
+
+def rollout_form(
+    module: nn.Module, config: Any, settings: RolloutSettings, enabled: bool
+) -> RolloutForm:
+    """Collective. The inference engine where it is ``enabled`` and knows the family.
+
+    Raises:
+        UserError: ``tp_size`` divides neither the processes nor the model, or a layout that cannot
+            be.
+    """
+    if not enabled:
+        if settings.tp_size > 1:
+            raise UserError("--inference_tp_size needs --enable_hybrid_engine")
+        return ModuleRollout(module, config, settings)
+    try:
+        return EngineRollout(module, config, settings)
+    except UnsupportedModel as reason:
+        if settings.tp_size > 1:
+            raise UserError(f"--inference_tp_size {settings.tp_size}: {reason}") from None
+        logger.warning(
+            "NO FAST GENERATION: %s; rollouts use the Hugging Face module, several times slower",
+            reason,
+        )
+        return ModuleRollout(module, config, settings)
+
+
+class EngineRollout:
+    """Rollouts by the inference engine."""
+
+    def __init__(self, module: nn.Module, config: Any, settings: RolloutSettings) -> None:
+        self._module, self._config, self._settings = module, config, settings
+        try:
+            self._group = dist.Group(settings.tp_size)
+        except ValueError:
+            raise UserError(
+                f"--inference_tp_size {settings.tp_size} does not divide the "
+                f"{dist.world_size()} processes"
+            ) from None
+        self._engine = self._make_engine(settings.max_num_seqs)
+        self._has_adapters = bool(adapters(module))
+        self._lora = self._lora_form()
+        self._layout = self._chosen_layout()
+        self._version: int | None = None  # of the weights in the engine
+        self._base_loaded = False
+        self.last_refresh = Refresh()
+
+    def _make_engine(self, max_num_seqs: int) -> InferenceEngine:
+        s = self._settings
+        on_cuda = dist.device().type == "cuda"
+        engine = InferenceEngine(
+            self._config,
+            s.dtype,
+            dist.device(),
+            stop_ids=s.stop_ids,
+            max_num_seqs=max_num_seqs,
+            max_seq_len=s.max_seq_len,
+            max_num_batched_tokens=s.max_num_batched_tokens or (8192 if on_cuda else 2048),
+            kv_cache_gib=s.kv_cache_gib,
+            page_size=s.page_size,
+            group=self._group,
+        )
+        if engine.length_knob == "max_seq_len":
+            engine.length_knob = "--max_prompt_seq_len + --max_answer_seq_len"
+        return engine
+
+    # -- choices -----------------------------------------------------------------------------------
+
+    def _lora_form(self) -> LoraForm:
+        s = self._settings
+        if s.lora == "side" and not s.frozen_base:
+            raise UserError("--rollout_lora side needs --only_optimize_lora: the base is trained")
+        if not self._has_adapters:
+            return "merge"
+        if s.lora != "auto":
+            return s.lora
+        # Gathering the frozen base again for every version would be the cost of a full refresh.
+        return "side" if s.frozen_base and (s.sharded or s.layout == "zero_copy") else "merge"
+
+    def _chosen_layout(self) -> Layout:
+        s = self._settings
+        same_dtype = all(
+            t.tensor.dtype == s.dtype
+            for t in module_shards(self._module)
+            if t.tensor.is_floating_point()
+        )
+        possible = not s.sharded and s.tp_size == 1 and same_dtype
+        possible = possible and (self._lora == "side" or not self._has_adapters)
+        if s.layout == "zero_copy" and not possible:
+            raise UserError(
+                "--rollout_layout zero_copy needs whole weights on every process: "
+                "--actor_zero_stage 2 or less, --inference_tp_size 1, no LoRA or "
+                "--rollout_lora side"
+            )
+        if s.layout != "auto":
+            return s.layout
+        if not possible or dist.device().type == "cpu":
+            return "copy"  # packed weights are what makes a CPU fast
+        size = self._engine.spec.num_parameters() * s.dtype.itemsize
+        too_big = size > _COPY_SHARE * torch.cuda.mem_get_info(dist.device())[0]
+        return "zero_copy" if dist.max_int(int(too_big)) else "copy"
+
+    def describe(self) -> str:
+        e, s = self._engine, self._settings
+        product = "training's own weights" if self._layout == "zero_copy" else "its own copy"
+        pages = "whole sequences" if e.page_size == e.max_seq_len else f"{e.page_size} tokens"
+        return (
+            f"inference engine on {product} ({e.weights.backend} products), "
+            f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
+            f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
+            + (f", LoRA {self._lora}" if self._has_adapters else "")
+        )
+
+    # -- the scope of a rollout --------------------------------------------------------------------
+
+    def enter(self, version: int) -> InferenceEngine:
+        """Collective. The engine, refreshed if its weights are of another version."""
+        started = time.perf_counter()
+        self.last_refresh = Refresh()
+        if self._version != version:
+            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
+            self._refresh(buckets)
+            self._version = version
+            self.last_refresh = Refresh(
+                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
+            )
+        return self._engine
+
+    def leave(self) -> None:
+        if self._settings.release_cache:
+            self._engine.release_cache()
+        if self._settings.release_weights and self._layout == "copy":
+            self._engine.release_weights()
+            self._version, self._base_loaded = None, False
+        if dist.device().type == "cuda" and (
+            self._settings.release_cache or self._settings.release_weights
+        ):
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def _refresh(self, buckets: Buckets) -> None:
+        """Collective. Bring the engine's weights up to date."""
+        device, weights = dist.device(), self._engine.weights
+        if self._layout == "zero_copy":
+            self._engine.borrow_weights(self._storage())
+        elif self._lora == "merge" or not self._base_loaded:
+            merged = self._lora == "merge"
+            weights.load(self._known(weight_stream(self._module, device, None, buckets, merged)))
+            self._base_loaded = True
+        if self._has_adapters and self._lora == "side":
+            weights.load_adapters(factor_stream(self._module, device, buckets))
+
+    def _storage(self) -> dict[str, Tensor]:
+        """Where training keeps each weight, by its checkpoint's name."""
+        names = ((unwrapped_name(s.name), s.tensor) for s in module_shards(self._module))
+        return dict(self._known((n, t) for n, t in names if n is not None))
+
+    def _known(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The stream without buffers that are no weights."""
+        name = normalised_names(self._engine.weights.names, self._engine.spec.prefix)
+        for stored, tensor in stream:
+            target = name(stored)
+            if target is not None:
+                yield target, tensor
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> InferenceEngine:
+        """Collective. An engine with a copy of its own; its cache is as large as this one's."""
+        self._engine.release_cache()
+        engine = self._make_engine(self._settings.max_num_seqs)
+        engine.weights.load(self._known(stream))
+        return engine
+
+
+@dataclass
+class ModuleRollout:
+    """Rollouts by the Hugging Face module: training's own, or a whole copy under ZeRO-3."""
+
+    module: nn.Module
+    config: Any
+    settings: RolloutSettings
+    last_refresh: Refresh = field(default_factory=Refresh)
+    _copy: nn.Module | None = None
+    _version: int | None = None
+
+    def describe(self) -> str:
+        of = "a whole copy" if self.settings.sharded else "training's own weights"
+        return f"Hugging Face generate loop on {of}"
+
+    def enter(self, version: int) -> HuggingFaceGenerator:
+        """Collective. A generator on the module, or on a copy of this version."""
+        self.last_refresh = Refresh()
+        if not self.settings.sharded:
+            return self._generator(self.module)
+        started, buckets = time.perf_counter(), Buckets()
+        if self._copy is None:
+            self._copy = self._empty_copy()
+        if self._version != version:
+            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
+            self._version = version
+            self.last_refresh = Refresh(
+                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
+            )
+        return self._generator(self._copy)
+
+    def leave(self) -> None:
+        if self.settings.release_weights and self._copy is not None:
+            self._copy = self._version = None
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> HuggingFaceGenerator:
+        """Collective. A generator on a copy made for it."""
+        copy = self._empty_copy()
+        fill(copy, stream)
+        return self._generator(copy)
+
+    def _empty_copy(self) -> nn.Module:
+        return empty_copy(self.config, self.settings.dtype, dist.device())
+
+    def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
+        return HuggingFaceGenerator(module, self.settings.stop_ids, self.settings.pad_id)

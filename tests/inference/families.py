@@ -1,0 +1,182 @@
+"""One tiny model for each row of the architecture table and each variant the row has to tell apart.
+
+Comes in: a name of ``CONFIGS``. Goes out: a Hugging Face module, or an engine filled from one, and
+the oracle of its log-probs. Scalings of rotary positions are set so that they matter within
+``POSITIONS``, windows so that prompts and answers outgrow them.
+"""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from dschat.inference import InferenceEngine
+
+VOCAB, EOS, POSITIONS = 64, 0, 64
+HEADS, HIDDEN = 4, 32
+
+# One token, several of one length, longer than any window; EOS inside; twice the same.
+PROMPTS = [
+    [5],
+    [7, 8, 9, 10, 11, 12, 13],
+    list(range(2, 32)),
+    [40, EOS, 41, 42, 43],
+    [20, 21, 22],
+    list(range(60, 43, -1)),
+    [7, 8, 9, 10, 11, 12, 13],
+    [9] * 30,
+]
+
+_IDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": EOS}
+_SMALL = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.3,
+}
+_NEOX = _IDS | _SMALL | {"rotary_pct": 0.5}
+_LLAMA = _IDS | _SMALL | {"num_key_value_heads": 2}
+_OPT = _IDS | {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": HIDDEN,
+    "max_position_embeddings": POSITIONS,
+    "init_std": 0.3,
+}
+_GPT2 = _IDS | {
+    "n_embd": HIDDEN,
+    "n_layer": 3,
+    "n_head": HEADS,
+    "n_positions": POSITIONS,
+    "initializer_range": 0.3,
+}
+_BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
+
+
+def _rope(kind, **more):
+    rope = {"rope_type": kind, "rope_theta": 100.0} | more
+    return lambda: LlamaConfig(**_LLAMA, rope_parameters=rope)
+
+
+_HALF_HEAD = HIDDEN // HEADS // 2
+
+CONFIGS = {
+    "opt": lambda: OPTConfig(**_OPT),
+    "opt_350m": lambda: OPTConfig(
+        **_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
+    ),
+    "opt_no_bias": lambda: OPTConfig(**_OPT, enable_bias=False, tie_word_embeddings=False),
+    "gpt2": lambda: GPT2Config(**_GPT2),
+    "gpt2_inverse_layer": lambda: GPT2Config(
+        **_GPT2, scale_attn_by_inverse_layer_idx=True, n_inner=40, activation_function="relu"
+    ),
+    "gpt2_unscaled": lambda: GPT2Config(
+        **_GPT2, scale_attn_weights=False, tie_word_embeddings=False
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_NEOX),
+    "gpt_neox_serial": lambda: GPTNeoXConfig(
+        **_NEOX | {"rotary_pct": 1.0}, use_parallel_residual=False, attention_bias=False
+    ),
+    "bloom": lambda: BloomConfig(**_BLOOM, hidden_size=48, n_head=6),
+    "bloom_residual_after_norm": lambda: BloomConfig(
+        **_BLOOM, hidden_size=32, n_head=4, apply_residual_connection_post_layernorm=True
+    ),
+    "llama": lambda: LlamaConfig(**_LLAMA),
+    "llama_biases": lambda: LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+    "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "llama_linear": _rope("linear", factor=3.0),
+    "llama_dynamic": _rope("dynamic", factor=4.0),
+    "llama_yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    "llama_llama3": _rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "llama_longrope": lambda: LlamaConfig(
+        **_LLAMA | {"max_position_embeddings": 4 * POSITIONS},
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": POSITIONS,
+            "short_factor": [1.0 + i for i in range(_HALF_HEAD)],
+            "long_factor": [9.0] * _HALF_HEAD,
+        },
+    ),
+    "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=6),
+    "mistral_no_window": lambda: MistralConfig(**_LLAMA | {"sliding_window": None}),
+    "qwen2": lambda: Qwen2Config(**_LLAMA),
+    "qwen2_mixed_layers": lambda: Qwen2Config(
+        **_LLAMA, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=12, attention_bias=True),
+}
+
+
+def build(name, seed=0):
+    """The module of ``CONFIGS[name]``; biases and norms are drawn too, so that a lost one shows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+        for parameter_name, parameter in module.named_parameters():
+            if parameter.dim() == 1:
+                centre = 0.0 if parameter_name.endswith("bias") else 1.0
+                parameter.data.normal_(centre, 0.1)
+    return module.eval()
+
+
+def stream(module):
+    """The weight stream of a module."""
+    return ((name, p.detach()) for name, p in module.named_parameters())
+
+
+def empty_engine(config, **knobs):
+    """An fp32 engine without weights; 8 slots and ``POSITIONS`` tokens unless ``knobs`` say else."""
+    knobs = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | knobs
+    return InferenceEngine(config, torch.float32, torch.device("cpu"), **knobs)
+
+
+def engine(module, **knobs):
+    """`empty_engine` with the weights of ``module``."""
+    made = empty_engine(module.config, **knobs)
+    made.weights.load(stream(module))
+    return made
+
+
+def cache_gib(made, num_tokens):
+    """The ``kv_cache_gib`` that holds just ``num_tokens`` of an engine like ``made``."""
+    return num_tokens * made.bytes_per_token() / 2**30
+
+
+@torch.no_grad()
+def reference_logprobs(module, prompt, answer, temperature=1.0):
+    """Log-probs of ``answer`` by one full forward of transformers, without a cache."""
+    logits = module(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+    logprobs = (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+
+
+def logprob_gap(module, prompts, rollout, temperature=1.0):
+    """Largest difference between a rollout's log-probs and transformers'."""
+    n = len(rollout) // len(prompts)
+    gaps = [
+        reference_logprobs(module, prompts[i // n], answer, temperature) - torch.tensor(logprobs)
+        for i, (answer, logprobs) in enumerate(
+            zip(rollout.token_ids, rollout.logprobs, strict=True)
+        )
+    ]
+    return torch.cat(gaps).abs().max().item()

@@ -1,0 +1,120 @@
+"""The engine computes what transformers computes: log-probs, greedy tokens, sampled answers.
+
+The oracles: one full forward without a cache, transformers' own ``generate`` on one prompt at a
+time, and the Hugging Face generator, which shares the random numbers but none of the arithmetic.
+"""
+
+import pytest
+import torch
+from families import CONFIGS, EOS, POSITIONS, PROMPTS, VOCAB, engine, logprob_gap
+from transformers import GenerationConfig
+
+from dschat.inference import InferenceEngine, SamplingParams
+from dschat.models.hf_generator import HuggingFaceGenerator
+
+GAP = 1e-5  # in fp32, of values that reach 10 and more
+
+EVERY_FAMILY = pytest.mark.parametrize("name", CONFIGS)
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5}],
+    ids=["whole", "paged"],
+)
+def test_logprobs_are_those_of_a_full_forward(name, knobs, module_of):
+    module = module_of(name)
+    sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True, temperature=0.8)
+    rollout = engine(module, **knobs).generate(PROMPTS, sampling)
+    assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
+    assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
+
+
+@torch.no_grad()
+def greedy_answer(module, prompt, max_new_tokens):
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=EOS, pad_token_id=EOS
+    )
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    whole = module.generate(ids, attention_mask=mask, generation_config=config, use_cache=True)
+    return whole[0, len(prompt) :].tolist()
+
+
+@EVERY_FAMILY
+def test_greedy_tokens_are_those_of_generate(name, module_of):
+    module = module_of(name)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0)
+    rollout = engine(module).generate(PROMPTS, sampling)
+    assert rollout.token_ids == [greedy_answer(module, prompt, 12) for prompt in PROMPTS]
+    assert logprob_gap(module, PROMPTS, rollout) < GAP
+
+
+@EVERY_FAMILY
+def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
+    module = module_of(name)
+    oracle = HuggingFaceGenerator(module, (EOS,), pad_id=EOS)
+    ours = engine(module, page_size=8)
+    for sampling in (
+        SamplingParams(max_new_tokens=14, temperature=0),
+        SamplingParams(max_new_tokens=14, n=3, seed=11, temperature=1.1, top_p=0.95, top_k=40),
+    ):
+        expected = oracle.generate(PROMPTS, sampling)
+        got = ours.generate(PROMPTS, sampling)
+        assert got.token_ids == expected.token_ids
+        assert got.finish_reasons == expected.finish_reasons
+        for a, b in zip(got.logprobs, expected.logprobs, strict=True):
+            assert a == pytest.approx(b, abs=GAP)
+
+
+def test_a_checkpoint_on_disk_gives_the_engine_of_its_module(module_of, tmp_path):
+    """Stop tokens come from the generation config, sizes from the config, weights from shards."""
+    module = module_of("gpt_neox")
+    module.save_pretrained(tmp_path, max_shard_size="20KB")
+    sampling = SamplingParams(max_new_tokens=20, n=4, seed=5)
+    expected = engine(module).generate(PROMPTS, sampling)
+    assert "stop" in expected.finish_reasons
+    got = InferenceEngine.from_pretrained(tmp_path, max_num_seqs=8).generate(PROMPTS, sampling)
+    assert got == expected
+    GenerationConfig(eos_token_id=[EOS, 17]).save_pretrained(tmp_path)
+    got = InferenceEngine.from_pretrained(tmp_path, max_num_seqs=8).generate(PROMPTS, sampling)
+    shortened = [cut_after(17, ids) for ids in expected.token_ids]
+    assert shortened != expected.token_ids
+    assert got.token_ids == shortened
+
+
+def cut_after(token, ids):
+    return ids[: ids.index(token) + 1] if token in ids else ids
+
+
+def test_scaled_positions_that_depend_on_the_length_bound_it(module_of):
+    """Beyond its original length LongRoPE takes other frequencies for the whole sequence."""
+    module = module_of("llama_longrope")
+    assert module.config.max_position_embeddings > POSITIONS
+    assert engine(module, max_seq_len=None).max_seq_len == POSITIONS
+
+
+def test_the_last_position_is_as_good_as_the_first(module_of):
+    """Prompt + answer of exactly the model's positions."""
+    for name in ("opt", "gpt2", "llama", "bloom"):
+        module = module_of(name)
+        prompts = [[i % VOCAB for i in range(length)] for length in (POSITIONS - 1, 1)]
+        sampling = SamplingParams(max_new_tokens=POSITIONS - 1, ignore_eos=True)
+        rollout = engine(module, page_size=16).generate(prompts, sampling, max_new_tokens=[1, 63])
+        assert [len(ids) for ids in rollout.token_ids] == [1, POSITIONS - 1]
+        assert logprob_gap(module, prompts, rollout) < GAP
+
+
+def test_bf16_draws_near_the_fp32_log_probs(module_of):
+    """The same random numbers on rounded weights: log-probs agree to bf16's eight bits."""
+    module = module_of("llama")
+    made = InferenceEngine(
+        module.config, torch.bfloat16, torch.device("cpu"), max_num_seqs=8, max_seq_len=POSITIONS
+    )
+    made.weights.load((name, p.detach()) for name, p in module.named_parameters())
+    rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=1))
+    assert logprob_gap(module, PROMPTS, rollout) < 0.5
+    exact = engine(module).generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=1))
+    same = sum(a[0] == b[0] for a, b in zip(rollout.token_ids, exact.token_ids, strict=True))
+    assert same >= len(PROMPTS) - 2

@@ -1,0 +1,165 @@
+"""What an answer is does not depend on what is computed beside it, where, or in which pieces.
+
+In fp32 sampled answers are the same ids, and their log-probs the same to rounding, whatever the
+batch, the order, the pages and the budget. The reference is one prompt at a time.
+"""
+
+import pytest
+from families import EOS, PROMPTS, cache_gib, engine
+
+from dschat.inference import SamplingParams
+from dschat.rollout import Rollout
+
+SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
+
+FAMILIES = ["llama", "mistral", "bloom", "opt"]  # rotary, windows, ALiBi, learned positions
+LAYOUTS = {
+    "one slot": {"max_num_seqs": 1},
+    "3 slots": {"max_num_seqs": 3},
+    "16 slots": {"max_num_seqs": 16},
+    "more slots than samples": {"max_num_seqs": 100},
+    "pages of 1": {"page_size": 1},
+    "pages of 4": {"page_size": 4},
+    "pages of 16": {"page_size": 16, "max_num_seqs": 16},
+    "pages that divide nothing": {"page_size": 7},
+    "1 token a step": {"max_num_batched_tokens": 1},
+    "7 tokens a step": {"max_num_batched_tokens": 7, "page_size": 4},
+    "chunks on whole pages": {"max_num_batched_tokens": 10, "max_num_seqs": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(module_of):
+    """Every prompt by itself, in an engine with one slot for each of its samples."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            alone = engine(module_of(name), max_num_seqs=4)
+            parts = [alone.generate([p], SAMPLING, indices=[i]) for i, p in enumerate(PROMPTS)]
+            made[name] = joined(parts)
+            assert {"stop", "length"} == set(made[name].finish_reasons)
+        return made[name]
+
+    return get
+
+
+def joined(rollouts):
+    whole = Rollout()
+    for part in rollouts:
+        whole.token_ids += part.token_ids
+        whole.logprobs += part.logprobs
+        whole.finish_reasons += part.finish_reasons
+    return whole
+
+
+def assert_same(got, expected):
+    assert got.token_ids == expected.token_ids
+    assert got.finish_reasons == expected.finish_reasons
+    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
+    made = engine(module_of("llama"), **LAYOUTS[layout])
+    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+    assert made.cache.num_free == made.cache.num_pages
+
+
+@pytest.mark.parametrize("layout", ["16 slots", "7 tokens a step", "chunks on whole pages"])
+@pytest.mark.parametrize("name", FAMILIES[1:])
+def test_nor_in_other_families(name, layout, module_of, expected):
+    made = engine(module_of(name), **LAYOUTS[layout])
+    assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, expected):
+    """Barely more than the longest sequence: sequences wait and are computed again."""
+    module = module_of(name)
+    gib = cache_gib(engine(module), 80)
+    made = engine(module, page_size=page_size, kv_cache_gib=gib, max_num_seqs=6)
+    assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
+    assert made.stats.preemptions > 0
+    assert made.stats.peak_pages <= made.stats.num_pages == 80 // page_size
+    assert made.cache.num_free == made.cache.num_pages
+
+
+def test_a_cache_of_one_sequence(module_of, expected):
+    gib = cache_gib(engine(module_of("llama")), 64)
+    made = engine(module_of("llama"), kv_cache_gib=gib)
+    assert made.cache.num_pages == 1
+    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+
+
+def test_the_order_of_prompts(module_of, expected):
+    made = engine(module_of("llama"), page_size=4)
+    order = [3, 0, 7, 5, 1, 6, 2, 4]
+    got = made.generate([PROMPTS[i] for i in order], SAMPLING, indices=order)
+    back = [order.index(i) for i in range(len(order))]
+    answers = [[got.token_ids[4 * i + s] for s in range(4)] for i in back]
+    assert [ids for group in answers for ids in group] == expected("llama").token_ids
+
+
+def test_prompts_spread_over_calls(module_of, expected):
+    """One engine, several rollouts in a row, among them an empty one."""
+    made = engine(module_of("llama"), page_size=4, max_num_seqs=3)
+    parts = [
+        made.generate(PROMPTS[a:b], SAMPLING, indices=list(range(a, b)))
+        for a, b in ((0, 1), (1, 1), (1, 6), (6, 8))
+    ]
+    assert_same(joined(parts), expected("llama"))
+    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+
+
+def test_the_first_of_n_samples_is_the_only_one_of_1(module_of, expected):
+    one = SamplingParams(max_new_tokens=20, n=1, seed=9, top_p=0.98)
+    got = engine(module_of("llama")).generate(PROMPTS, one)
+    assert got.token_ids == expected("llama").token_ids[::4]
+
+
+def test_answers_depend_on_seed_prompt_number_and_sample(module_of):
+    """The other way round: what should make a difference does."""
+    made = engine(module_of("llama"))
+    ids = {}
+    for seed in (0, 1):
+        for number in (0, 1):
+            sampling = SamplingParams(max_new_tokens=8, n=2, seed=seed, ignore_eos=True)
+            rollout = made.generate([PROMPTS[1]], sampling, indices=[number])
+            for s in (0, 1):
+                ids[seed, number, s] = tuple(rollout.token_ids[s])
+    assert len(set(ids.values())) == len(ids)
+
+
+def test_answers_longer_than_the_random_numbers_drawn_at_once(module_of):
+    """They are drawn ahead in blocks of 128; the numbers beyond continue the same sequence."""
+    module = module_of("bloom")  # no bound on positions
+    sampling = SamplingParams(max_new_tokens=150, n=2, seed=4, ignore_eos=True)
+    whole = engine(module, max_seq_len=160).generate([[5], [6, 7]], sampling)
+    again = engine(module, max_seq_len=160, page_size=8, max_num_seqs=1)
+    assert again.generate([[5], [6, 7]], sampling).token_ids == whole.token_ids
+    prompt, answer = [6, 7], whole.token_ids[2]
+    for cut in (127, 128, 129):  # against the same position, drawn by the oracle of positions
+        assert drawn_at(module, prompt + answer[:cut], 4, 1, 0, cut) == answer[cut]
+
+
+def drawn_at(module, context, seed, prompt, sample, position):
+    """The token of one position, from one forward and the definition of its random number."""
+    import torch
+
+    from dschat.sampling import inverse_cdf, uniforms
+
+    with torch.no_grad():
+        probs = module(torch.tensor([context])).logits[:, -1].softmax(-1)
+    key = (torch.tensor([x]) for x in (prompt, sample, position))
+    return int(inverse_cdf(probs, uniforms(seed, *key)))
+
+
+def test_eos_in_a_prompt_is_a_token_like_any_other(module_of):
+    made = engine(module_of("llama"))
+    sampling = SamplingParams(max_new_tokens=5, temperature=0, ignore_eos=True)
+    with_eos = made.generate([[40, EOS, 41], [EOS], [40, 41]], sampling)
+    assert [len(ids) for ids in with_eos.token_ids] == [5, 5, 5]
+    assert with_eos.token_ids[0] != with_eos.token_ids[2]

@@ -1,0 +1,270 @@
+"""The scheduler and the page pool, with a source of tokens in place of a model.
+
+Every token is a number of its own, written into the cache where the plan says. Before a sequence
+draws, what its pages hold must be exactly its tokens: that catches a page lost, shared in writing,
+copied short or freed early, whatever the way it happened.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.inference.cache import KVCache
+from dschat.inference.scheduler import Prompt, Scheduler
+
+MAX_SEQ_LEN = 24
+
+
+@dataclass
+class Case:
+    """A rollout: prompts by length, the lengths that their answers will have, and the limits."""
+
+    prompt_lengths: list[int]
+    answer_lengths: list[list[int]]  # of each prompt's samples
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@st.composite
+def cases(draw):
+    prompt_lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=7))
+    n = draw(st.integers(1, 4))
+    # Samples that end with their first token leave pages held with nobody running.
+    answers = st.lists(st.sampled_from([1, 1, 2, 3, 6, 10]), min_size=n, max_size=n)
+    answer_lengths = [draw(answers) for _ in prompt_lengths]
+    page_size = draw(st.sampled_from([1, 2, 3, 5, 8, MAX_SEQ_LEN]))
+    longest = max(p + max(a) for p, a in zip(prompt_lengths, answer_lengths, strict=True))
+    fewest = -(-longest // page_size)
+    max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+    most = max(fewest, max_num_seqs * -(-MAX_SEQ_LEN // page_size))
+    return Case(
+        prompt_lengths,
+        answer_lengths,
+        page_size,
+        draw(st.integers(fewest, min(most, fewest + draw(st.sampled_from([0, 2, 12]))))),
+        max_num_seqs,
+        draw(st.integers(1, 30)),
+    )
+
+
+def token_of(prompt, sample, position):
+    """A number that stands nowhere else, small enough to be exact in fp32."""
+    return 1 + position + 32 * (sample + 8 * prompt)
+
+
+@dataclass
+class Run:
+    """The case played to its end, checked on the way."""
+
+    case: Case
+    finished: list = field(default_factory=list)
+    trace: list = field(default_factory=list)
+    prefilled: int = 0
+    steps: int = 0
+
+    def __post_init__(self):
+        case = self.case
+        self.cache = KVCache(
+            1, case.num_pages, case.page_size, 1, 1, torch.float32, torch.device("cpu")
+        )
+        self.scheduler = Scheduler(self.cache, case.max_num_seqs, case.max_num_batched_tokens)
+        prompts = []
+        for number, length in enumerate(case.prompt_lengths):
+            ids = [token_of(number, 7, position) for position in range(length)]
+            answers = case.answer_lengths[number]
+            prompts.append(Prompt(ids, number, len(answers), max(answers)))
+        self.scheduler.add(prompts)
+        self.bound = 50 + 60 * sum(map(len, case.answer_lengths)) * MAX_SEQ_LEN
+
+    def to_the_end(self):
+        while self.scheduler.has_work:
+            self.step()
+            assert self.steps < self.bound, "no end in sight"
+        assert self.cache.num_free == self.case.num_pages
+        return self
+
+    def step(self):
+        plan = self.scheduler.plan()
+        self.check_limits(plan)
+        self.write(plan)
+        self.trace.append(
+            [(s.prompt.number, s.sample, s.pages[:], 1) for s in plan.decodes]
+            + [(s.prompt.number, s.sample, s.pages[:], count) for s, count in plan.chunks]
+        )
+        ready = plan.ready
+        self.scheduler.computed(plan)
+        for first in ready:
+            self.check_content(first)
+            self.advance(first, self.scheduler.spawn(first))
+        self.steps += 1
+
+    def check_limits(self, plan):
+        case = self.case
+        in_step = plan.decodes + [s for s, _ in plan.chunks]
+        assert 0 < len(in_step) <= case.max_num_seqs
+        assert len({id(s) for s in in_step}) == len(in_step)
+        assert all(len(s) - s.computed == 1 for s in plan.decodes)
+        assert all(0 < count <= len(s) - s.computed for s, count in plan.chunks)
+        # A decoding sequence is never held up; prompts take what the budget leaves, or one token.
+        budget = max(1, case.max_num_batched_tokens - len(plan.decodes))
+        assert sum(count for _, count in plan.chunks) <= budget
+        writers = [self.pages_written(s, 1) for s in plan.decodes]
+        writers += [self.pages_written(s, count) for s, count in plan.chunks]
+        written = [page for pages in writers for page in pages]
+        assert len(set(written)) == len(written), "two sequences write one page"
+
+    def pages_written(self, s, count):
+        size = self.case.page_size
+        assert len(s.pages) * size >= s.computed + count, "no page for a new token"
+        return set(s.pages[s.computed // size : (s.computed + count - 1) // size + 1])
+
+    def write(self, plan):
+        size = self.case.page_size
+        for s, count in [(s, 1) for s in plan.decodes] + plan.chunks:
+            tokens = s.tokens(s.computed, s.computed + count)
+            assert len(tokens) == count
+            for position, token in enumerate(tokens, start=s.computed):
+                self.cache.keys[0, s.pages[position // size], position % size] = token
+            self.prefilled += count if not s.answer else 0
+
+    def check_content(self, s):
+        held = self.cache.keys[0, s.pages].flatten()[: len(s)].tolist()
+        assert held == s.prompt.ids + s.answer
+        assert s.computed == len(s)
+
+    def advance(self, first, row):
+        alive = []
+        for s in row:
+            s.answer.append(token_of(s.prompt.number, s.sample, len(s.answer)))
+            if len(s.answer) == self.case.answer_lengths[s.prompt.number][s.sample]:
+                self.finished.append((s.prompt.number, s.sample, tuple(s.answer)))
+            else:
+                alive.append(s)
+        if len(row) > 1:
+            self.scheduler.queue_samples(first, [s for s in alive if s is not first])
+        if first not in alive:
+            self.scheduler.finish(first)
+
+
+def expected(case):
+    return sorted(
+        (number, sample, tuple(token_of(number, sample, i) for i in range(length)))
+        for number, lengths in enumerate(case.answer_lengths)
+        for sample, length in enumerate(lengths)
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(cases())
+def test_every_sequence_finishes_once_and_no_page_is_lost(case):
+    run = Run(case).to_the_end()
+    assert sorted(run.finished) == expected(case)
+    assert run.scheduler.peak_pages <= case.num_pages
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(cases())
+def test_every_sequence_finishes_once_and_no_page_is_lost_at_length(case):
+    assert sorted(Run(case).to_the_end().finished) == expected(case)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_the_same_prompts_make_the_same_plans(case):
+    """The ranks of a tensor-parallel group rely on it."""
+    assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 12))
+def test_giving_up_frees_every_page(case, steps):
+    run = Run(case)
+    while run.scheduler.has_work and run.steps < steps:
+        run.step()
+    run.scheduler.clear()
+    assert run.cache.num_free == case.num_pages
+    assert not run.scheduler.has_work
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_a_prompt_is_computed_once_where_there_is_room(case):
+    n = len(case.answer_lengths[0])
+    case.num_pages = -(-MAX_SEQ_LEN // case.page_size) * (n + 1) * len(case.prompt_lengths)
+    run = Run(case).to_the_end()
+    assert run.scheduler.preemptions == 0
+    assert run.prefilled == sum(case.prompt_lengths)
+
+
+# By hand
+
+
+def test_held_prompts_give_way_when_nothing_else_can_run():
+    """Both firsts end while all pages are kept for samples that wait: nobody runs, none is free."""
+    case = Case([3, 3], [[1, 3], [1, 3]], 1, 6, 6, 100)
+    assert sorted(Run(case).to_the_end().finished) == expected(case)
+
+
+def test_the_newest_sequence_makes_room_and_comes_back_first():
+    case = Case([4, 4, 1], [[6], [6], [1]], page_size=2, num_pages=6, max_num_seqs=2, max_num_batched_tokens=99)
+    run = Run(case)
+    run.step()  # both prompts in, two pages each
+    assert [entry[0] for entry in run.trace[0]] == [0, 1]
+    while run.scheduler.preemptions == 0:
+        run.step()
+    assert [entry[0] for entry in run.trace[-1]] == [0]  # the older one goes on alone
+    run.to_the_end()
+    assert run.scheduler.preemptions == 1
+    # Once there is room, 1 comes before 2, with its prompt and answer so far in one piece.
+    assert [entry[0] for entry in run.trace[6]] == [2, 1]
+    assert [entry[3] for entry in run.trace[6]] == [1, 4 + 3]
+
+
+def test_long_prompts_come_in_pieces_beside_those_that_decode():
+    case = Case([14, 3], [[2], [8]], page_size=4, num_pages=12, max_num_seqs=2, max_num_batched_tokens=5)
+    run = Run(case).to_the_end()
+    counts = [[(entry[0], entry[3]) for entry in entries] for entries in run.trace]
+    assert counts[:3] == [[(0, 5)], [(0, 5)], [(1, 1), (0, 4)]]
+    assert all(sum(count for _, count in step) <= 5 for step in counts)
+
+
+def test_samples_share_the_whole_pages_of_their_prompt():
+    case = Case([9], [[4, 4, 4]], page_size=4, num_pages=18, max_num_seqs=3, max_num_batched_tokens=99)
+    run = Run(case)
+    run.step()
+    run.step()
+    pages = [entry[2] for entry in run.trace[1]]
+    assert [p[:2] for p in pages] == [pages[0][:2]] * 3
+    assert len({p[2] for p in pages}) == 3  # the page it ends in: one each
+    assert run.cache.num_free == 18 - 5
+    run.to_the_end()
+    assert run.prefilled == 9
+
+
+def test_whole_sequence_pages_stay_in_front_once_nobody_waits():
+    """Then a decode batch is a plain slice of the cache."""
+    case = Case([5, 4, 3, 2], [[2], [3], [8], [9]], MAX_SEQ_LEN, 4, 4, 99)
+    run = Run(case).to_the_end()
+    for entries in run.trace[1:]:
+        assert [entry[2] for entry in entries] == [[i] for i in range(len(entries))]
+
+
+def test_pages_are_counted():
+    cache = KVCache(1, 4, 2, 1, 1, torch.float32, torch.device("cpu"))
+    assert [cache.pages_for(i) for i in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    pages = cache.allocate(3)
+    assert pages == [0, 1, 2]
+    cache.retain([0, 1])
+    cache.release([2, 0])
+    assert (cache.num_free, cache.num_users(0), cache.num_users(1)) == (2, 1, 2)
+    assert cache.allocate(1) == [2]
+    cache.release([0, 1, 1, 2])
+    assert cache.num_free == 4
+    with pytest.raises(AssertionError, match="more pages than there are"):
+        cache.allocate(5)
