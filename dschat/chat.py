@@ -2,8 +2,8 @@
 
 Comes in: a ``ChatConfig``, then what the user says. Goes out: pieces of text that never change once
 they are out. The prompt is made by the very code that makes training's (``data.segments``), and the
-answer by the generator that training has. This module must not know terminals, pipes or commands
-(chat.py does), nor anything of training.
+answer by the very engine that training generates with. This module must not know terminals, pipes
+or commands (chat.py does), nor anything of training.
 
 torch loads in ``load_chat``, so that ``--help`` and mistakes in the flags answer at once.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional, Protocol
 
 from dschat import dist
 from dschat.config import UserError, flag
@@ -25,13 +25,22 @@ from dschat.rollout import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from dschat.models.hf_generator import HuggingFaceGenerator
-
 logger = logging.getLogger("dschat")
 
 # Where the three steps leave something to talk to, below a folder that is no model itself.
 _CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
+_LONGEST = 32_768  # tokens of a conversation, where the model has positions for more
+_PAGE_SIZE = 256
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class StreamingGenerator(Protocol):
+    """Answers one prompt, token by token."""
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]: ...
 
 
 @dataclass
@@ -82,30 +91,53 @@ def load_chat(config: ChatConfig) -> "Chat":
     """
     name = _causal_lm(config.path, config.trust_remote_code)
 
-    from transformers.utils.logging import disable_progress_bar
-
-    from dschat.models.hf_generator import HuggingFaceGenerator
-    from dschat.models.load import load_causal_lm
-    from dschat.models.tokenizer import load_tokenizer, stop_ids
+    from dschat.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(name, "--path", config.trust_remote_code)
     check_system(tokenizer, config.system)
-    disable_progress_bar()
     dtype = _resolve_dtype(config.dtype)
-    model = load_causal_lm(name, "--path", dtype, trust_remote_code=config.trust_remote_code)
-    model.to(dist.device())
-    stops = stop_ids(tokenizer, model.generation_config)
-    generator = HuggingFaceGenerator(model, stops, tokenizer.pad_token_id)
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+    generator, stops = _load_generator(name, config, dtype, tokenizer)
     precision = str(dtype).removeprefix("torch.")
     logger.info(
-        "%s: %.1fM parameters, %s on %s",
-        config.path,
-        size,
-        precision,
-        dist.device().type,
+        "%s: %s in %s on %s", config.path, type(generator).__name__, precision, dist.device().type
     )
     return Chat(generator, tokenizer, stops, config.sampling, config.system)
+
+
+def _load_generator(
+    name: str, config: ChatConfig, dtype: "torch.dtype", tokenizer: Any
+) -> tuple["StreamingGenerator", tuple[int, ...]]:
+    """The inference engine where it knows the family, else the Hugging Face module; and the tokens
+    that end an answer.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+    from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.models.load import load_causal_lm, load_config, load_generation_config
+    from dschat.models.tokenizer import stop_ids
+
+    disable_progress_bar()
+    stops = stop_ids(tokenizer, load_generation_config(name))
+    try:
+        spec = model_spec(load_config(name, "--path", config.trust_remote_code))
+        if not (Path(name) / "adapter_config.json").is_file():
+            longest = min(spec.max_positions or _LONGEST, _LONGEST)
+            engine = InferenceEngine.from_pretrained(
+                name,
+                str(dtype).removeprefix("torch."),
+                str(dist.device()),
+                stop_ids=stops,
+                max_num_seqs=1,
+                max_seq_len=longest,
+                page_size=_PAGE_SIZE,
+            )
+            return engine, stops
+    except UnsupportedModel as reason:
+        logger.warning("NO FAST GENERATION: %s; the Hugging Face module answers, slower", reason)
+    model = load_causal_lm(name, "--path", dtype, trust_remote_code=config.trust_remote_code)
+    model.to(dist.device())
+    return HuggingFaceGenerator(model, stops, tokenizer.pad_token_id), stops
 
 
 def check_system(tokenizer: Any, system: Optional[str]) -> None:
@@ -161,7 +193,7 @@ class Chat:
 
     def __init__(
         self,
-        generator: "HuggingFaceGenerator",
+        generator: StreamingGenerator,
         tokenizer: Any,
         stop_ids: tuple[int, ...],
         sampling: SamplingParams,

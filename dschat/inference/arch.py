@@ -93,6 +93,8 @@ class ModelSpec:
 
 Row = Callable[[Any], ModelSpec]
 
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
 
 def model_spec(config: Any) -> ModelSpec:
     """The spec of a transformers ``config``.
@@ -105,7 +107,11 @@ def model_spec(config: Any) -> ModelSpec:
     if row is None:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{config.model_type} is not in the architecture table ({known})")
-    return row(config)
+    spec = row(config)
+    if spec.rotary and config.rope_parameters.get("rope_type") not in ROPE_TYPES:
+        kind = config.rope_parameters.get("rope_type")
+        raise UnsupportedModel(f"rotary positions of the type {kind} are unknown here")
+    return spec
 
 
 def _both(name: str, target: str, bias: bool = True, **layout: Any) -> list[Source]:

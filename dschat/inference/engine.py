@@ -194,8 +194,8 @@ class InferenceEngine:
 
     @property
     def max_positions(self) -> int:
-        """Longest prompt + answer."""
-        return self.max_seq_len
+        """Longest prompt + answer: within the model's positions and the cache."""
+        return min(self.max_seq_len, self.cache.num_pages * self.page_size)
 
     def bytes_per_token(self) -> int:
         """Of keys and values, on this rank."""
@@ -333,9 +333,7 @@ class InferenceEngine:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
         scheduler.add(queue)
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops.update(self.stop_ids)
+        stops = sampling.end_ids(self.stop_ids)
         try:
             while scheduler.has_work:
                 started = time.perf_counter()
@@ -349,7 +347,7 @@ class InferenceEngine:
             scheduler.clear()
 
     def _compute(
-        self, plan: Plan, scheduler: Scheduler, sampling: SamplingParams, stops: set[int]
+        self, plan: Plan, scheduler: Scheduler, sampling: SamplingParams, stops: frozenset[int]
     ) -> tuple[list[list[Sequence]], list[int], list[float]]:
         """One step on the device: the sequences of each row that draws, and what they drew."""
         ready, hidden = plan.ready, self._forward(plan)
@@ -418,7 +416,7 @@ class InferenceEngine:
         return Decodes(count, positions[:count] + 1, longest, table, ragged)
 
     def _draw(
-        self, logits: Tensor, drawing: list[Sequence], sampling: SamplingParams, stops: set[int]
+        self, logits: Tensor, drawing: list[Sequence], sampling: SamplingParams, stops: frozenset[int]
     ) -> tuple[list[int], list[float]]:
         uniform = forbidden = None
         if sampling.temperature > 0:
@@ -428,9 +426,10 @@ class InferenceEngine:
         if sampling.min_new_tokens and stops:
             young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
             if any(young):
+                known = [t for t in sorted(stops) if 0 <= t < self.spec.vocab_size]
                 forbidden = (
                     torch.tensor(young, device=self.device),
-                    torch.tensor(sorted(stops), device=self.device),
+                    torch.tensor(known, dtype=torch.int64, device=self.device),
                 )
         tokens, logprobs = sample(logits, sampling, uniform, forbidden)
         # Every rank of a group has the same logits; this makes sure of the same tokens.
@@ -458,7 +457,7 @@ def _advance(
     rows: list[list[Sequence]],
     tokens: list[int],
     logprobs: list[float],
-    stops: set[int],
+    stops: frozenset[int],
 ) -> list[tuple[Sequence, int, bool]]:
     """Append what was drawn; finish sequences and start the other samples of a prompt."""
     drawn = iter(zip(tokens, logprobs, strict=True))

@@ -17,9 +17,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file
 
@@ -206,10 +208,18 @@ def _unexpected_keys(model: PreTrainedModel, path: str) -> set[str]:
     wanted = {k.removeprefix(prefix) for k in model.state_dict()}
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     wanted |= {k.removeprefix(prefix) for k in tied}
+    renamings = get_model_conversion_mapping(model)
+
+    def current(key: str) -> str:
+        """What transformers 5 calls the tensor (GPT-NeoX's head is embed_out on disk)."""
+        for renaming in renamings:
+            key, _ = renaming.rename_source_key(key)
+        return key
+
     return {
         key
         for key in checkpoint_keys(path)
-        if key.removeprefix(prefix) not in wanted
+        if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & wanted
         and not any(re.search(pattern, key) for pattern in ignored)
     }
 
@@ -227,3 +237,11 @@ def checkpoint_keys(path: str) -> set[str]:
                 return set(opened.keys())
         return set(torch.load(file, map_location="meta", weights_only=True, mmap=True))
     return set()
+
+
+def load_generation_config(name: str) -> GenerationConfig | None:
+    """The checkpoint's generation config; None where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:
+        return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
 from dschat.builtin_model import resolve_model
@@ -30,7 +30,12 @@ from dschat.deepspeed_setup import (
 from dschat.hybrid.memory import training_states_away
 from dschat.hybrid.rollout import RolloutForm, RolloutSettings, rollout_form
 from dschat.hybrid.stream import adapter_stream, weight_stream
-from dschat.models.load import load_causal_lm, load_config, load_score_backbone
+from dschat.models.load import (
+    load_causal_lm,
+    load_config,
+    load_generation_config,
+    load_score_backbone,
+)
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
@@ -76,7 +81,7 @@ class DeepSpeedRLHFEngine:
         dtype = resolve_dtype(self.args.dtype)
         self._actor_zero = self._zero(self.args.actor_zero_stage, dtype)
         self._critic_zero = self._zero(self.args.critic_zero_stage, dtype)
-        self.stop_ids = stop_ids(tokenizer, _generation_config(self._actor_name))
+        self.stop_ids = stop_ids(tokenizer, load_generation_config(self._actor_name))
 
         self.actor = self._build_actor()
         self.ref = self._build_reference()
@@ -314,10 +319,3 @@ def _config(engine: Any) -> PretrainedConfig:
     module = unwrap(engine)
     module = module.model if isinstance(module, ScoreModel) else module
     return module.get_base_model().config if hasattr(module, "get_base_model") else module.config
-
-
-def _generation_config(path: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None

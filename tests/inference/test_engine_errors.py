@@ -1,0 +1,207 @@
+"""What a user can get wrong: one line that names the thing, before anything is computed."""
+
+import json
+
+import pytest
+import torch
+from families import CONFIGS, EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, engine
+from safetensors.torch import load_file, save_file
+from transformers import GPTJConfig
+
+from dschat.config import UserError
+from dschat.dist import Group
+from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
+
+SAMPLING = SamplingParams(max_new_tokens=10)
+
+
+def assert_one_line(error):
+    assert isinstance(error.value, UserError)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], [2], [3, VOCAB]], f"prompt 2 has the id {VOCAB}, outside the vocabulary of {VOCAB}"),
+        ([[3, -1]], "prompt 0 has the id -1, outside the vocabulary"),
+        ([[1], [1] * 55], f"prompt 1 has 55 tokens; with 10 new ones that exceeds .*{POSITIONS}"),
+    ],
+)
+def test_prompts_that_cannot_be_answered(prompts, message, module_of):
+    made = engine(module_of("llama"))
+    with pytest.raises(UserError, match=message) as error:
+        made.generate(prompts, SAMPLING)
+    assert_one_line(error)
+    with pytest.raises(UserError, match=message.split(" ", 2)[2]):
+        next(made.stream(prompts[-1], SAMPLING))
+    assert made.cache.num_free == made.cache.num_pages
+    assert len(made.generate([[1]], SAMPLING)) == 1  # and it goes on
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
+    module = module_of("llama")
+    gib = cache_gib(engine(module), 48)
+    made = engine(module, page_size=page_size, kv_cache_gib=gib)
+    message = "prompt 1 has 39 tokens; with 10 new ones .* cache can ever hold .* kv_cache_gib"
+    with pytest.raises(UserError, match=message) as error:
+        made.generate([[1], [1] * 39], SAMPLING)
+    assert_one_line(error)
+    assert len(made.generate([[1], [1] * 38], SAMPLING)) == 2  # 48 tokens fit exactly
+
+
+@pytest.mark.parametrize("gib", [0, -1, 1e-9])
+def test_a_cache_without_a_page(gib, module_of):
+    made = engine(module_of("llama"), kv_cache_gib=gib)
+    with pytest.raises(UserError, match="holds no page of 64 tokens .* raise kv_cache_gib") as error:
+        made.generate([[1]], SAMPLING)
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    "knob", ["max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"]
+)
+def test_knobs_below_one(knob):
+    with pytest.raises(UserError, match=f"{knob} -1 must be at least 1") as error:
+        empty_engine(CONFIGS["llama"](), **{knob: -1})
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize("knob", ["max_num_seqs", "max_num_batched_tokens"])
+def test_knobs_of_zero(knob):
+    with pytest.raises(UserError, match=f"{knob} 0 must be at least 1"):
+        empty_engine(CONFIGS["llama"](), **{knob: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "what"),
+    [
+        ("llama", 3, "4 attention heads"),
+        ("llama", 4, "2 key-value heads"),
+        ("bloom", 4, "6 attention heads"),
+        ("gpt2_inverse_layer", 16, "4 attention heads"),
+    ],
+)
+def test_tensor_parallel_sizes_that_do_not_divide(name, size, what):
+    group = Group()
+    group.size = size
+    message = f"--inference_tp_size {size} does not divide the model's {what}"
+    with pytest.raises(UserError, match=message) as error:
+        empty_engine(CONFIGS[name](), group=group)
+    assert_one_line(error)
+
+
+def test_mlp_columns_that_do_not_divide():
+    group = Group()
+    group.size = 2
+    config = CONFIGS["llama"]()
+    config.intermediate_size = 47
+    with pytest.raises(UserError, match="does not divide the model's 47 MLP columns"):
+        empty_engine(config, group=group)
+
+
+def without(name):
+    return lambda state: state.pop(name)
+
+
+def with_tensor(name, *shape):
+    return lambda state: state.update({name: torch.ones(shape)})
+
+
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(UP), f"the weights lack {UP}$"),
+        (lambda state: [state.pop(UP), state.pop(NORM)], f"the weights lack {UP} and 1 more"),
+        (with_tensor("model.layers.2.mlp.up_proj.weight", 2), "bring model.layers.2.mlp.up_proj"),
+        (with_tensor(NORM, 31), rf"bring {NORM} in shape \(31,\) instead of \(32,\)"),
+        (with_tensor(UP, 32, 48), rf"bring {UP} in shape \(32, 48\) instead of \(48, 32\)"),
+        (with_tensor("model.layers.0.self_attn.q_proj.bias", 32), "q_proj.bias, which the model"),
+    ],
+    ids=["missing", "two missing", "extra layer", "wrong shape", "transposed", "extra bias"],
+)
+def test_checkpoints_of_another_model(change, message, module_of, tmp_path):
+    module_of("llama").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message) as error:
+        InferenceEngine.from_pretrained(tmp_path)
+    assert_one_line(error)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_config_of_another_model(module_of, tmp_path):
+    module_of("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"the weights lack model.layers.2.\S+ and 8 more"):
+        InferenceEngine.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not a valid JSON file") as error:
+        InferenceEngine.from_pretrained(tmp_path)
+    assert_one_line(error)
+
+
+def test_paths_and_dtypes(module_of, tmp_path):
+    with pytest.raises(UserError, match="no_such") as error:
+        InferenceEngine.from_pretrained(tmp_path / "no_such")
+    assert_one_line(error)
+    module_of("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="dtype fp8 is unknown; choose from float32") as error:
+        InferenceEngine.from_pretrained(tmp_path, dtype="fp8")
+    assert_one_line(error)
+
+
+def test_families_outside_the_table(tmp_path):
+    GPTJConfig(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="gptj is not in the architecture table") as error:
+        InferenceEngine.from_pretrained(tmp_path)
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer norms without weights"),
+        ("opt", {"_remove_final_layer_norm": True}, "layer norms without weights, or no final"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "spiral"),
+    ],
+)
+def test_variants_the_decoder_does_not_have(name, change, message):
+    config = CONFIGS[name]()
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UnsupportedModel, match=message) as error:
+        empty_engine(config)
+    assert_one_line(error)
+
+
+def test_an_error_in_the_middle_leaves_the_cache_clean():
+    """A step fails while sequences of three prompts hold pages; the next call starts from none."""
+    module = build("llama")
+    made = engine(module, page_size=4, max_num_seqs=3, stop_ids=(EOS,))
+    prompts, sampling = [[5], [6] * 9, [7] * 20, [8] * 3], SamplingParams(max_new_tokens=12, n=3)
+    expected = made.generate(prompts, sampling)
+    head, calls = made.weights.linears["head"], []
+
+    def fails_at_the_fifth(x):
+        calls.append(made.cache.num_free)
+        if len(calls) == 5:
+            raise RuntimeError("out of memory")
+        return head(x)
+
+    made.weights.linears["head"] = fails_at_the_fifth
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.generate(prompts, sampling)
+    made.weights.linears["head"] = head
+    assert calls[-1] < made.cache.num_pages
+    assert made.cache.num_free == made.cache.num_pages
+    assert made.generate(prompts, sampling) == expected

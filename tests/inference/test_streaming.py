@@ -1,0 +1,167 @@
+"""Tokens as they are decoded, and the many ways an answer ends."""
+
+import pytest
+from families import EOS, POSITIONS, PROMPTS, VOCAB, engine, logprob_gap
+
+from dschat.inference import SamplingParams
+from dschat.rollout import Rollout
+
+FREE = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def made(module_of):
+    return engine(module_of("llama"), page_size=4)
+
+
+@pytest.fixture(scope="module")
+def free(made):
+    """Answers that nothing ends but their length."""
+    return made.generate(PROMPTS, FREE)
+
+
+def with_options(**options):
+    return SamplingParams(**{"max_new_tokens": 20, "n": 2, "seed": 6, "ignore_eos": True} | options)
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_stream_is_the_answer_of_generate(temperature, made):
+    sampling = SamplingParams(max_new_tokens=20, seed=8, temperature=temperature)
+    for prompt in PROMPTS:
+        (answer,) = made.generate([prompt], sampling).token_ids
+        assert list(made.stream(prompt, sampling)) == answer
+        assert made.cache.num_free == made.cache.num_pages
+
+
+def test_each_token_comes_with_a_step_of_its_own(made):
+    """A stream that decoded the answer first and handed it out afterwards would not be one."""
+    stream = made.stream([5, 6, 7], with_options(n=1))
+    for count in range(1, 6):
+        next(stream)
+        assert made.stats.prefill_steps + made.stats.decode_steps == count
+        assert made.stats.answer_tokens == count
+    stream.close()
+
+
+def test_a_closed_stream_leaves_nothing_behind(made, free):
+    stream = made.stream(PROMPTS[2], with_options(n=1))
+    next(stream)
+    next(stream)
+    assert made.cache.num_free < made.cache.num_pages
+    stream.close()
+    assert made.cache.num_free == made.cache.num_pages
+    assert made.generate(PROMPTS, FREE) == free
+
+
+def test_a_rollout_may_run_beside_an_open_stream(made, free):
+    """Their pages come from one pool; neither may write the other's."""
+    sampling = with_options(n=1)
+    (whole,) = made.generate([PROMPTS[1]], sampling).token_ids
+    stream = made.stream(PROMPTS[1], sampling)
+    got = [next(stream) for _ in range(5)]
+    assert made.generate(PROMPTS, FREE) == free
+    assert got + list(stream) == whole
+    assert made.cache.num_free == made.cache.num_pages
+
+
+# Ends
+
+
+def test_stop_tokens_end_an_answer_and_stay_in_it(made, free):
+    stops = (17, 40, 3)
+    got = made.generate(PROMPTS, with_options(stop_token_ids=stops))
+    for ids, logprobs, reason, whole, all_logprobs in zip(
+        got.token_ids,
+        got.logprobs,
+        got.finish_reasons,
+        free.token_ids,
+        free.logprobs,
+        strict=True,
+    ):
+        end = next((i + 1 for i, token in enumerate(whole) if token in stops), 20)
+        assert ids == whole[:end]
+        assert logprobs == pytest.approx(all_logprobs[:end], abs=1e-5)
+        assert reason == ("stop" if ids[-1] in stops else "length")
+    assert set(got.finish_reasons) == {"stop", "length"}
+
+
+def test_eos_ends_an_answer_unless_it_is_ignored(module_of, free):
+    """The model's own stop, made to be a token that comes often."""
+    common = max(range(VOCAB), key=lambda t: sum(ids.count(t) for ids in free.token_ids))
+    made = engine(module_of("llama"), stop_ids=(common,))
+    assert made.generate(PROMPTS, FREE).token_ids == free.token_ids
+    got = made.generate(PROMPTS, with_options(ignore_eos=False, stop_token_ids=(EOS,)))
+    ends = {common, EOS}
+    for ids, whole in zip(got.token_ids, free.token_ids, strict=True):
+        end = next((i + 1 for i, token in enumerate(whole) if token in ends), 20)
+        assert ids == whole[:end]
+
+
+def test_a_stop_token_last_of_all_is_a_stop(made, free):
+    """Length and stop at once: the answer is complete."""
+    limit = 7
+    stop = free.token_ids[0][limit - 1]
+    got = made.generate([PROMPTS[0]], with_options(max_new_tokens=limit, stop_token_ids=(stop,)))
+    first = free.token_ids[0].index(stop) + 1
+    assert got.token_ids[0] == free.token_ids[0][:first]
+    assert got.finish_reasons[0] == "stop"
+
+
+def test_before_min_new_tokens_no_end_is_drawn(made, module_of):
+    """Half the vocabulary ends an answer: hardly one would live to see its eighth token."""
+    stops = tuple(range(0, VOCAB, 2))
+    short = with_options(stop_token_ids=stops)
+    assert sum(map(len, made.generate(PROMPTS, short).token_ids)) < 4 * 2 * len(PROMPTS)
+    got = made.generate(PROMPTS, with_options(stop_token_ids=stops, min_new_tokens=8))
+    assert min(map(len, got.token_ids)) >= 9
+    for ids, reason in zip(got.token_ids, got.finish_reasons, strict=True):
+        assert not set(ids[:8]) & set(stops)
+        assert (ids[-1] in stops) == (reason == "stop")
+    assert "stop" in got.finish_reasons
+    # The log-probs are those of the model, which knows of no prohibition.
+    assert logprob_gap(module_of("llama"), PROMPTS, got) < 1e-5
+
+
+def test_min_new_tokens_counts_answers_that_wait_and_begin_anew(module_of):
+    """Samples of different ages in one step: each has its own count."""
+    stops = tuple(range(0, VOCAB, 2))
+    sampling = with_options(stop_token_ids=stops, min_new_tokens=8, n=3)
+    roomy = engine(module_of("llama"), max_num_seqs=24).generate(PROMPTS, sampling)
+    tight = engine(module_of("llama"), max_num_seqs=3, page_size=4)
+    assert tight.generate(PROMPTS, sampling).token_ids == roomy.token_ids
+
+
+def test_one_token_is_an_answer(made, free):
+    got = made.generate(PROMPTS, with_options(max_new_tokens=1))
+    assert got.token_ids == [ids[:1] for ids in free.token_ids]
+    assert set(got.finish_reasons) == {"length"}
+    assert made.stats.decode_steps == 0
+
+
+def test_each_prompt_may_have_a_limit_of_its_own(made, free):
+    limits = [1, 20, 3, 7, 12, 2, 19, 5]
+    got = made.generate(PROMPTS, FREE, max_new_tokens=limits)
+    expected = [ids[: limits[i // 2]] for i, ids in enumerate(free.token_ids)]
+    assert got.token_ids == expected
+
+
+def test_a_limit_may_exceed_the_common_one(made):
+    """Its random numbers go on beyond those drawn at first."""
+    long = with_options(max_new_tokens=30, n=1)
+    (expected,) = made.generate([PROMPTS[0]], long).token_ids
+    got = made.generate([PROMPTS[0]], with_options(max_new_tokens=2, n=1), max_new_tokens=[30])
+    assert got.token_ids == [expected]
+
+
+def test_no_prompts_no_answers(made):
+    assert made.generate([], FREE) == Rollout()
+    assert made.generate([], FREE, indices=[], max_new_tokens=[]) == Rollout()
+    assert made.stats.prompts == 0
+
+
+def test_the_longest_sequence_the_engine_takes(made):
+    prompt = [3] * (POSITIONS - 20)
+    assert [len(ids) for ids in made.generate([prompt], FREE).token_ids] == [20, 20]
