@@ -41,10 +41,10 @@ MODELS = {
 @dataclass(frozen=True)
 class Case:
     """A question: this model, so many prompts and tokens. ``targets`` are what ratios should
-    reach."""
+    reach; a ``cost`` should not exceed it."""
 
     model: str
-    prompts: int
+    prompts: int  # of each rank
     prompt_tokens: int
     new_tokens: int  # of every answer; of the longest, if ragged
     slots: int  # sequences that decode together, on both sides
@@ -52,6 +52,7 @@ class Case:
     ragged: bool = False  # each answer has its own, geometrically distributed length
     temperature: float = 1.0  # 0: greedy
     needs_gpu: bool = False  # too much for a CPU, unless asked for by name
+    ranks: int = 1  # processes, each with a device or a core of its own
     targets: dict[str, float] = field(default_factory=dict)
 
     def lengths(self) -> list[int]:
@@ -75,6 +76,9 @@ CASES = {
     "llama-tiny": Case("llama-tiny", 16, 64, 64, 16, targets={"tokens": 4.0}),
     "ragged": Case("opt-125m", 64, 64, 64, 16, ragged=True, targets={"tokens": 2.7}),
     "samples": Case("opt-125m", 16, 256, 64, 64, samples=4),
+    "zero3": Case("opt-125m", 8, 64, 64, 8, ranks=2, targets={"cost": 1.15}),
+    "lora": Case("opt-125m", 8, 64, 64, 8, ranks=2),
+    "tp2": Case("opt-125m", 8, 64, 64, 16, temperature=0.0, ranks=2),
     # DeepSpeed#8271 and DeepSpeed#8352 have figures of others for these two.
     "opt-1.3b": Case("opt-1.3b", 8, 256, 128, 8, needs_gpu=True),
     "gpt2": Case("gpt2", 1, 128, 32, 1, temperature=0.0, needs_gpu=True),

@@ -1,6 +1,6 @@
 """Attention of one step: some sequences decode a token, others bring a piece of their prompt.
 
-Queries, keys and values of packed tokens come in, packed outputs go out; new keys and values are
+Query, key and value heads of packed tokens come in, packed outputs go out; new keys and values are
 written into the cache on the way. This is the `sdpa` back end, which runs on any device. It must
 not know weights, sampling or schedules.
 
@@ -53,7 +53,7 @@ class _Dense:
 
 @dataclass
 class Attention:
-    """What all layers of one step share. Call it with a layer's queries, keys and values."""
+    """What all layers of one step share. Call it with a layer's heads."""
 
     spec: ModelSpec
     cache: KVCache
@@ -78,11 +78,15 @@ class Attention:
         if group:
             self._dense.append(self._padded(group))
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Returns (T, H * D)."""
+    def __call__(self, layer: int, heads_THD: Tensor) -> Tensor:
+        """Query, key and value heads in this order, (T, H + 2 K, D); returns (T, H * D)."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, self.places, k_TKD)
-        values.view(-1, *values.shape[2:]).index_copy_(0, self.places, v_TKD)
+        num_kv_heads = keys.shape[2]
+        num_heads = heads_THD.shape[1] - 2 * num_kv_heads
+        self.cache.rows[layer].index_copy_(0, self.places, heads_THD[:, num_heads:])
+        if not self.chunks:
+            return self._decode(layer, heads_THD[:, :num_heads], keys, values)
+        q_THD, k_TKD, v_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         outputs = []
         if self.decodes is not None:
             outputs.append(self._decode(layer, q_THD[: self.decodes.count], keys, values))
@@ -102,7 +106,7 @@ class Attention:
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
         # The query heads that share a key head become query positions: nothing is repeated.
-        q = q_BHD.view(d.count, num_kv_heads, -1, q_BHD.shape[-1])
+        q = q_BHD.unflatten(1, (num_kv_heads, -1))
         bias = self._decode_bias(layer, q, k.shape[1])
         out = F.scaled_dot_product_attention(
             q,

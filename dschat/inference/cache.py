@@ -13,8 +13,9 @@ import torch
 class KVCache:
     """``num_pages`` pages, and one more that nobody owns, for rows that pad a captured batch.
 
-    ``keys`` and ``values``: (layers, num_pages + 1, page_size, kv heads, head size). A token's
-    place in a layer is page * page_size + offset.
+    ``pairs`` (layers, num_pages + 1, page_size, 2, kv heads, head size): a token's keys and values
+    of a layer lie together, as the decoder makes them. Its place in a layer is
+    page * page_size + offset.
     """
 
     def __init__(
@@ -27,12 +28,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_size)
+        shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_size)
         # NOTE zeros, not empty: masked keys weigh 0, and 0 x NaN would still be NaN. Made in
         # inference mode they could not be written outside it.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            self.pairs = torch.zeros(shape, dtype=dtype, device=device)
+            # Views that every step needs, made once: rows of tokens, keys and values of a layer.
+            self.rows = [layer.view(-1, 2 * num_kv_heads, head_size) for layer in self.pairs]
+            self.keys = [layer[:, :, 0] for layer in self.pairs]
+            self.values = [layer[:, :, 1] for layer in self.pairs]
         self.num_pages, self.page_size = num_pages, page_size
         self.trash_page = num_pages
         self._free = list(range(num_pages))  # a heap: the lowest number first
@@ -44,7 +48,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.pairs.nbytes
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages ``num_tokens`` take."""
@@ -76,8 +80,7 @@ class KVCache:
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` tokens of a page, in all layers."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :num_tokens].copy_(tensor[:, source, :num_tokens])
+        self.pairs[:, target, :num_tokens].copy_(self.pairs[:, source, :num_tokens])
 
     def swap_out(self, page: int, num_tokens: int) -> int:
         """Move a page with one user to the lowest free place; returns its number there."""

@@ -416,7 +416,11 @@ class InferenceEngine:
         return Decodes(count, positions[:count] + 1, longest, table, ragged)
 
     def _draw(
-        self, logits: Tensor, drawing: list[Sequence], sampling: SamplingParams, stops: frozenset[int]
+        self,
+        logits: Tensor,
+        drawing: list[Sequence],
+        sampling: SamplingParams,
+        stops: frozenset[int],
     ) -> tuple[list[int], list[float]]:
         uniform = forbidden = None
         if sampling.temperature > 0:

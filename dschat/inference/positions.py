@@ -32,19 +32,13 @@ class Rotary:
         """cos and sin for tokens at ``positions`` (T,): (T, 1, rotary_dim) each."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
-    def rotate(self, x_THD: Tensor, rows: tuple[Tensor, Tensor]) -> Tensor:
-        """The heads of each token, rotated; (T, H, D), the input is left alone."""
+    def rotate_(self, x_THD: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+        """Rotate the heads of each token, in place."""
         cos, sin = rows
-        if self.dim == x_THD.shape[-1]:
-            return _rotated(x_THD, cos, sin)
-        turned = _rotated(x_THD[..., : self.dim], cos, sin)
-        return torch.cat([turned, x_THD[..., self.dim :]], dim=-1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+        x = x_THD if self.dim == x_THD.shape[-1] else x_THD[..., : self.dim]
+        half = self.dim // 2
+        swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+        x.mul_(cos).addcmul_(swapped, sin)
 
 
 def _frequencies(config: Any) -> tuple[Tensor, float]:

@@ -66,6 +66,7 @@ class Weights:
         for source in self._sources:
             self._parts[source.target].add(source.part)
         self._borrowed = False
+        self.generation = 0  # changes when tensors and linears are other objects than before
         self.names = frozenset(self._by_name)
 
     # -- what there is -----------------------------------------------------------------------------
@@ -116,6 +117,7 @@ class Weights:
         """Places for everything, still empty."""
         if self.tensors:
             return
+        self.generation += 1
         for source in self._sources:
             base, _, kind = source.target.rpartition(".")
             shape = self._linear_shape(base)
@@ -247,6 +249,7 @@ class Weights:
         if missing:
             raise WeightMismatch(f"the weights lack {missing[0]}")
         self._borrowed = True
+        self.generation += 1
         grouped: dict[str, list[Source]] = defaultdict(list)
         for source in self._sources:
             base, _, suffix = source.target.rpartition(".")

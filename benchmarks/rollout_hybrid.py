@@ -1,0 +1,328 @@
+"""The cases of `rollout.py` with two ranks: rollouts of an actor that DeepSpeed trains.
+
+A case comes in, on every rank of a launched job; the facts of its JSON line go out, the same on
+every rank. What is compared stands in one process and takes turns, a new version of the weights
+every time, so that every rollout pays for its refresh. It must not know who launches it, nor who
+prints.
+
+The actor is never trained here: a version is a number, and sides with the same weights must give
+the same answers, which is checked. Wall times run from a barrier to a barrier and so are those of
+the slowest rank; other times are rank 0's.
+"""
+
+import ctypes
+import gc
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from report import clock, rounded, spread
+from rollout_cases import MODELS, Case
+from rollout_sides import make_prompts
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from dschat import dist
+from dschat.deepspeed_setup import ZeroSettings, initialize_training, unwrap
+from dschat.hybrid.rollout import EngineRollout, Refresh, RolloutSettings
+from dschat.hybrid.stream import Buckets, module_shards, weight_stream
+from dschat.inference import SamplingParams
+from dschat.models.lora import add_lora
+
+LORA_RANK = 16
+COUNTED_LENGTHS = (16, 64)  # new tokens of the rollouts whose collectives are counted
+
+
+def measure(name: str, case: Case, dtype: torch.dtype, rounds: int) -> dict:
+    """Collective. What the line of the case ``name`` says about its sides."""
+    line = {"zero3": zero3, "lora": lora, "tp2": tp2}[name](case, dtype, rounds)
+    answer_tokens = dist.world_size() * case.samples * sum(case.lengths())
+    return {"answer_tokens": answer_tokens, "rounds": rounds} | line
+
+
+# -- an actor and its rollouts ---------------------------------------------------------------------
+
+
+def make_actor(case: Case, dtype: torch.dtype, stage: int, lora_rank: int = 0) -> nn.Module:
+    """Collective. The case's model under DeepSpeed, random weights that are the same for every
+    ``stage``; with ``lora_rank``, only adapters are trained, and none of them is still zero."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=dtype)
+    if lora_rank:
+        module = add_lora(module, lora_rank, 0.0, ["all-linear"], True, "--actor_lora_modules")
+        for name, parameter in module.named_parameters():
+            if ".lora_B." in name:
+                nn.init.normal_(parameter, std=0.01)
+    engine = initialize_training(
+        module, ZeroSettings(stage, dtype), 1e-5, 0.0, [0.9, 0.95], "constant", 0, 1
+    )
+    return unwrap(engine)
+
+
+@dataclass
+class Round:
+    """One rollout with its refresh, on this rank."""
+
+    wall_s: float
+    refresh: Refresh
+    decode_tokens_per_s: float  # of this rank's tensor-parallel group
+    token_ids: list[list[int]]
+
+
+class Side:
+    """One way for an actor to generate. Every call brings a new version of the weights."""
+
+    def __init__(self, case: Case, module: nn.Module, stage: int, **settings: object) -> None:
+        self.case, self.module = case, module
+        config = module.get_base_model().config if hasattr(module, "peft_config") else module.config
+        shared = RolloutSettings(
+            dtype=config.dtype,
+            stop_ids=(),
+            pad_id=1,
+            max_seq_len=case.prompt_tokens + case.new_tokens,
+            max_num_seqs=case.slots,
+            sharded=stage == 3,
+        )
+        self.settings = replace(shared, **settings)
+        self.form = EngineRollout(module, config, self.settings)
+        everyone = replace(case, prompts=case.prompts * dist.world_size())
+        first = dist.rank() * case.prompts
+        self.indices = list(range(first, first + case.prompts))
+        self.prompts = make_prompts(everyone, config.vocab_size)[self.indices].tolist()
+        self.version = 0
+
+    def refresh(self) -> None:
+        """Collective. Bring a new version."""
+        self.version += 1
+        self.engine = self.form.enter(self.version)
+
+    def generate(self, seed: int, new_tokens: int | None = None) -> list[list[int]]:
+        """Collective in the tensor-parallel group. This rank's answers."""
+        sampling = SamplingParams(
+            max_new_tokens=new_tokens or self.case.new_tokens,
+            temperature=self.case.temperature,
+            n=self.case.samples,
+            seed=seed,
+            ignore_eos=True,
+        )
+        return self.engine.generate(self.prompts, sampling, self.indices).token_ids
+
+    def run(self, seed: int) -> Round:
+        """Collective. A rollout with its refresh."""
+        dist.barrier()
+        started = clock(dist.device())
+        self.refresh()
+        token_ids = self.generate(seed)
+        self.form.leave()
+        dist.barrier()
+        wall_s = clock(dist.device()) - started
+        stats = self.engine.stats
+        return Round(wall_s, self.form.last_refresh, stats.decode_tokens_per_s, token_ids)
+
+    def facts(self, found: list[Round]) -> dict:
+        """Of rounds after a warm-up, with the first refresh: that made what later ones fill."""
+        first, later = found[0].refresh, found[1:]
+        tokens = dist.world_size() * sum(map(len, later[0].token_ids))
+        groups = dist.world_size() // self.settings.tp_size
+        return {
+            "rollout_s": spread([r.wall_s for r in later]),
+            "tokens_per_s": spread([tokens / r.wall_s for r in later]),
+            "decode_tokens_per_s": spread([groups * r.decode_tokens_per_s for r in later]),
+            "first_refresh_s": rounded(first.seconds),
+            "first_refresh_bytes": first.num_bytes,
+            "refresh_s": spread([r.refresh.seconds for r in later]),
+            "refresh_bytes": later[-1].refresh.num_bytes,
+            "refresh_collectives": later[-1].refresh.num_collectives,
+            "rank_weight_bytes": self.engine.weights.nbytes,
+            "rank_cache_bytes": self.engine.cache.nbytes,
+        }
+
+
+def in_turns(name: str, sides: dict[str, Side], rounds: int) -> dict[str, list[Round]]:
+    """Collective. a, b, a, b, ...; the first round of each is its warm-up."""
+    found: dict[str, list[Round]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        for side, runner in sides.items():
+            found[side].append(runner.run(seed=number))
+            if dist.is_main_process():
+                done = found[side][-1]
+                note = f"round {number} of {rounds}" if number else "warm-up"
+                figures = f"{done.wall_s:.4g} s, {done.refresh.seconds:.4g} of them refresh"
+                print(f"{name}: {note}, {side}: {figures}", file=sys.stderr, flush=True)
+    return found
+
+
+def compare(key: str, above: list[float], below: list[float]) -> dict:
+    """Above / below, round by round, warm-up left out: of the medians, and within each round."""
+    pairs = list(zip(above[1:], below[1:], strict=True))
+    medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+    return {
+        "ratio": {key: rounded(medians[0] / medians[1])},
+        "ratio_paired": {key: spread([ours / theirs for ours, theirs in pairs])},
+    }
+
+
+def same_answers(a: list[Round], b: list[Round]) -> bool:
+    """Collective. Whether both sides gave the same tokens, in all rounds, on all ranks."""
+    differ = any(x.token_ids != y.token_ids for x, y in zip(a, b, strict=True))
+    return not dist.max_int(int(differ))
+
+
+# -- the cases -------------------------------------------------------------------------------------
+
+
+def zero3(case: Case, dtype: torch.dtype, rounds: int) -> dict:
+    """Collective. What a rollout costs under ZeRO-3, in ZeRO-0's."""
+    sides = {f"zero{stage}": Side(case, make_actor(case, dtype, stage), stage) for stage in (0, 3)}
+    found = in_turns("zero3", sides, rounds)
+    assert same_answers(found["zero0"], found["zero3"]), "the same weights, other answers"
+    walls = {side: [r.wall_s for r in found[side]] for side in sides}
+    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    line |= compare("cost", walls["zero3"], walls["zero0"])
+    line["collectives"] = [counted(sides["zero3"], length) for length in COUNTED_LENGTHS]
+    return line | {"memory": refresh_memory(sides["zero3"])}
+
+
+def lora(case: Case, dtype: torch.dtype, rounds: int) -> dict:
+    """Collective. Adapters beside a frozen base against adapters merged into it, under ZeRO-3."""
+    module = make_actor(case, dtype, stage=3, lora_rank=LORA_RANK)
+    forms = {"side": "side", "merged": "merge"}
+    sides = {
+        side: Side(case, module, stage=3, lora=form, frozen_base=True)
+        for side, form in forms.items()
+    }
+    found = in_turns("lora", sides, rounds)
+    rates = {side: [r.decode_tokens_per_s for r in found[side]] for side in sides}
+    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    line |= compare("decode", rates["side"], rates["merged"])
+    sizes = {
+        trained: sum(p.ds_numel for p in module.parameters() if p.requires_grad == trained)
+        for trained in (True, False)
+    }
+    return line | {
+        "lora_rank": LORA_RANK,
+        "adapter_bytes": sizes[True] * dtype.itemsize,
+        "base_bytes": sizes[False] * dtype.itemsize,
+        "same_answers": same_answers(found["side"], found["merged"]),
+    }
+
+
+def tp2(case: Case, dtype: torch.dtype, rounds: int) -> dict:
+    """Collective. Two ranks that share the rollout's weights and cache, against two that do not.
+
+    A group of either size has ``case.slots``: the caches hold as many sequences.
+    """
+    module = make_actor(case, dtype, stage=3)
+    sides = {f"tp{size}": Side(case, module, stage=3, tp_size=size) for size in (1, 2)}
+    found = in_turns("tp2", sides, rounds)
+    rates = {side: [1 / r.wall_s for r in found[side]] for side in sides}
+    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    line |= compare("tokens", rates["tp2"], rates["tp1"])
+    for what in ("weight", "cache"):
+        key = f"rank_{what}_bytes"
+        line["ratio"][key] = rounded(line["tp2"][key] / line["tp1"][key])
+    return line | {"same_answers": same_answers(found["tp1"], found["tp2"])}
+
+
+# -- counting collectives and memory ---------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """A scope in which torch.distributed's collectives are counted, whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.gathered_bytes: list[int] = []  # of every flat all-gather, all ranks' parts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.num_calls += 1
+            if "_allgather_base_" in func.name():
+                self.gathered_bytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(side: Side, new_tokens: int) -> dict:
+    """Collective. What a refresh and a rollout of ``new_tokens`` each communicate.
+
+    Raises:
+        AssertionError: a refresh made other collectives than one all-gather a bucket.
+    """
+    with Collectives() as refresh:
+        side.refresh()
+    with Collectives() as rollout:
+        side.generate(seed=0, new_tokens=new_tokens)
+    num_buckets = side.form.last_refresh.num_collectives
+    assert refresh.num_calls == len(refresh.gathered_bytes) == num_buckets
+    assert sum(refresh.gathered_bytes) >= side.form.last_refresh.num_bytes  # with ZeRO's padding
+    return {
+        "new_tokens": new_tokens,
+        "refresh": refresh.num_calls,
+        "generate": rollout.num_calls,
+        "bucket_bytes": refresh.gathered_bytes,
+    }
+
+
+def refresh_memory(side: Side) -> dict:
+    """Collective. Extra memory at the height of a refresh, the largest of any rank.
+
+    Beside it: what one walk over the stream takes when nobody keeps anything. The rest is the
+    rollout form's: on a CPU a weight is written plain and packed beside the packing of the version
+    before.
+    """
+    with Collectives() as refresh:
+        side.refresh()
+    layers = side.settings.layers_per_bucket
+
+    def walk() -> None:
+        for _ in weight_stream(side.module, dist.device(), None, Buckets(max_layers=layers)):
+            pass
+
+    largest_bucket = max(refresh.gathered_bytes)
+    peak = peak_extra_bytes(side.refresh)
+    stream_peak = peak_extra_bytes(walk)
+    shards = module_shards(side.module)
+    on_gpu = dist.device().type == "cuda"
+    return {
+        "method": "torch's allocator" if on_gpu else "VmHWM - VmRSS, reset before",
+        "refresh_peak_extra_bytes": peak,
+        "stream_peak_extra_bytes": stream_peak,
+        "largest_bucket_bytes": largest_bucket,
+        "largest_tensor_bytes": max(s.numel * s.tensor.element_size() for s in shards),
+        "refresh_peak_per_bucket": rounded(peak / largest_bucket),
+        "stream_peak_per_bucket": rounded(stream_peak / largest_bucket),
+    }
+
+
+def peak_extra_bytes(action: Callable[[], None]) -> int:
+    """Collective. By how much ``action`` lifts a process's memory at its height, over all ranks.
+
+    On CUDA what torch allocates, else what is resident: the kernel keeps its high-water mark, and
+    that counts what other allocators (MKL's, gloo's) take, too.
+    """
+    device = dist.device()
+    gc.collect()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        action()
+        return dist.max_int(torch.cuda.max_memory_allocated(device) - before)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # else what glibc holds back would be used again, unseen
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = _resident_bytes("VmRSS")
+    action()
+    return dist.max_int(_resident_bytes("VmHWM") - before)
+
+
+def _resident_bytes(kind: str) -> int:
+    found = re.search(rf"^{kind}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024
