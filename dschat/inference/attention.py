@@ -80,10 +80,10 @@ class Attention:
 
     def __call__(self, layer: int, heads_THD: Tensor) -> Tensor:
         """Query, key and value heads in this order, (T, H + 2 K, D); returns (T, H * D)."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        rows, keys, values = self.cache.layers[layer]
         num_kv_heads = keys.shape[2]
         num_heads = heads_THD.shape[1] - 2 * num_kv_heads
-        self.cache.rows[layer].index_copy_(0, self.places, heads_THD[:, num_heads:])
+        rows.index_copy_(0, self.places, heads_THD[:, num_heads:])
         if not self.chunks:
             return self._decode(layer, heads_THD[:, :num_heads], keys, values)
         q_THD, k_TKD, v_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)

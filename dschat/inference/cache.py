@@ -33,10 +33,12 @@ class KVCache:
         # inference mode they could not be written outside it.
         with torch.inference_mode(False):
             self.pairs = torch.zeros(shape, dtype=dtype, device=device)
-            # Views that every step needs, made once: rows of tokens, keys and values of a layer.
-            self.rows = [layer.view(-1, 2 * num_kv_heads, head_size) for layer in self.pairs]
-            self.keys = [layer[:, :, 0] for layer in self.pairs]
-            self.values = [layer[:, :, 1] for layer in self.pairs]
+            self.keys, self.values = self.pairs.unbind(3)
+            # Views that every step needs, made once: rows of tokens, keys and values.
+            self.layers = [
+                (layer.view(-1, 2 * num_kv_heads, head_size), layer[:, :, 0], layer[:, :, 1])
+                for layer in self.pairs
+            ]
         self.num_pages, self.page_size = num_pages, page_size
         self.trash_page = num_pages
         self._free = list(range(num_pages))  # a heap: the lowest number first
