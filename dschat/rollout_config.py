@@ -36,6 +36,7 @@ class RolloutConfig:
     rollout_lora: Literal["auto", "merge", "side"] = flag(
         "auto", "LoRA in the rollout: merged into the copy, or beside the frozen base."
     )
+    cuda_graphs: bool = flag(True, "On CUDA, capture decode steps once and replay them.")
     release_inference_cache: bool = flag(False, "Free the key-value cache after every rollout.")
     unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
     tp_gather_partition_size: int = flag(8, "Layers gathered at once when weights are refreshed.")

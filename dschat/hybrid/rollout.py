@@ -49,6 +49,7 @@ class RolloutSettings:
     frozen_base: bool = False  # only adapters are trained
     sharded: bool = False  # ZeRO-3
     layers_per_bucket: int = 8
+    cuda_graphs: bool = True
     release_cache: bool = False  # let the cache go after every rollout
     release_weights: bool = False  # and the weights
 
@@ -143,6 +144,7 @@ class EngineRollout:
             kv_cache_gib=s.kv_cache_gib,
             page_size=s.page_size,
             group=self._group,
+            cuda_graphs=s.cuda_graphs,
         )
         if engine.length_knob == "max_seq_len":
             engine.length_knob = "--max_prompt_seq_len + --max_answer_seq_len"
@@ -193,6 +195,7 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
+            + (", CUDA graphs" if s.cuda_graphs and e.device.type == "cuda" else "")
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------

@@ -9,7 +9,6 @@ from, nor what the answers are for.
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,62 +18,20 @@ from torch import Tensor
 from dschat.config import UserError
 from dschat.dist import Group
 from dschat.inference.arch import model_spec
-from dschat.inference.attention import Attention, Chunk, Decodes
 from dschat.inference.cache import KVCache
 from dschat.inference.decoder import Decoder
 from dschat.inference.disk import checkpoint_stream, normalised_names
+from dschat.inference.draws import Drawer
 from dschat.inference.positions import rotary_limit
-from dschat.inference.scheduler import Plan, Prompt, Scheduler, Sequence
+from dschat.inference.runner import StepRunner
+from dschat.inference.scheduler import Prompt, Scheduler, Sequence
+from dschat.inference.stats import GenerationStats
 from dschat.inference.weights import Weights
 from dschat.rollout import Rollout, SamplingParams
-from dschat.sampling import sample, uniforms
 
 logger = logging.getLogger("dschat")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNIFORMS_AHEAD = 128  # positions whose random numbers are drawn at once
-_CUDA_LENGTH_STEP = 128  # attention reads multiples of this
-
-
-@dataclass
-class GenerationStats:
-    """What one call of `generate` did on this rank (all of a tensor-parallel group's prompts).
-
-    A step that computes prompts counts as prefill, with the tokens it decodes on the side; any
-    other is decode.
-    """
-
-    prompts: int = 0
-    prefill_tokens: int = 0
-    prefill_steps: int = 0
-    prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    decode_s: float = 0.0
-    answer_tokens: int = 0
-    preemptions: int = 0
-    peak_pages: int = 0
-    num_pages: int = 0
-    max_num_seqs: int = 0
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the slots that decode steps used."""
-        slots = self.decode_steps * self.max_num_seqs
-        return self.decode_tokens / slots if slots else 0.0
-
-    @property
-    def cache_use(self) -> float:
-        """Largest share of the pages in use."""
-        return self.peak_pages / self.num_pages if self.num_pages else 0.0
 
 
 class InferenceEngine:
@@ -92,6 +49,7 @@ class InferenceEngine:
         page_size: tokens of a page; default: ``max_seq_len``, a whole sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
+        cuda_graphs: on CUDA, capture decode steps and replay them.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -111,6 +69,7 @@ class InferenceEngine:
         kv_cache_gib: float | None = None,
         page_size: int | None = None,
         group: Group | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
@@ -135,6 +94,8 @@ class InferenceEngine:
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
         self._decoder: Decoder | None = None
+        self._use_graphs = cuda_graphs and device.type == "cuda"
+        self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         self.length_knob = "max_seq_len"  # what error messages call it
         if max_seq_len is None or bound == self.max_seq_len:
@@ -235,8 +196,8 @@ class InferenceEngine:
         return min(wanted, fit)
 
     def release_cache(self) -> None:
-        """Let the key-value cache go; the next `generate` makes it again."""
-        self._cache = None
+        """Let the key-value cache go, and graphs that read it; the next `generate` makes both."""
+        self._cache = self._runner = None
 
     def release_weights(self) -> None:
         """Let the weights go, if they are its own; `weights.load` must bring them again."""
@@ -329,131 +290,47 @@ class InferenceEngine:
         stats.num_pages = self.cache.num_pages if queue else 0
         if not queue:
             return
-        if self._decoder is None:
-            self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
+        runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
+        drawer = Drawer(sampling, stops, self.spec.vocab_size, self.device, self.group)
         scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
         scheduler.add(queue)
-        stops = sampling.end_ids(self.stop_ids)
         try:
             while scheduler.has_work:
                 started = time.perf_counter()
                 plan = scheduler.plan()
-                rows, tokens, logprobs = self._compute(plan, scheduler, sampling, stops)
-                _count(stats, plan, len(tokens), time.perf_counter() - started)
+                ready, logits = plan.ready, runner.logits(plan)
+                scheduler.computed(plan)
+                rows = [scheduler.spawn(s) for s in ready]
+                tokens, logprobs = _draw(drawer, rows, logits)
+                stats.count(plan, len(tokens), time.perf_counter() - started)
                 events = _advance(scheduler, rows, tokens, logprobs, stops)
                 stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
                 yield from events
         finally:
             scheduler.clear()
 
-    def _compute(
-        self, plan: Plan, scheduler: Scheduler, sampling: SamplingParams, stops: frozenset[int]
-    ) -> tuple[list[list[Sequence]], list[int], list[float]]:
-        """One step on the device: the sequences of each row that draws, and what they drew."""
-        ready, hidden = plan.ready, self._forward(plan)
-        scheduler.computed(plan)
-        rows = [scheduler.spawn(s) for s in ready]
-        logits = self._decoder.logits(hidden)
-        if any(len(row) > 1 for row in rows):
-            repeats = torch.tensor([len(row) for row in rows], device=self.device)
-            logits = logits.repeat_interleave(repeats, dim=0)
-        drawing = [s for row in rows for s in row]
-        if not drawing:
-            return [], [], []
-        tokens, logprobs = self._draw(logits, drawing, sampling, stops)
-        return rows, tokens, logprobs
-
-    def _forward(self, plan: Plan) -> Tensor:
-        """Hidden states of the rows that draw, (R, embedding size)."""
-        cache, size = self.cache, self.cache.page_size
-        tokens, positions, places, last_rows = [], [], [], []
-        chunks: list[Chunk] = []
-        for s in plan.decodes:
-            p = s.computed
-            tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
-            positions.append(p)
-            places.append(s.pages[p // size] * size + p % size)
-        for s, count in plan.chunks:
-            first, end = s.computed, s.computed + count
-            chunks.append(Chunk(len(tokens), count, first, s.pages))
-            tokens += s.tokens(first, end)
-            positions += range(first, end)
-            places += [s.pages[p // size] * size + p % size for p in range(first, end)]
-            if end == len(s):
-                last_rows.append(len(tokens) - 1)
-        packed = torch.tensor([tokens, positions, places]).to(self.device)
-        attention = Attention(
-            self.spec,
-            cache,
-            packed[2],
-            self._decodes(plan.decodes, packed[1]) if plan.decodes else None,
-            chunks,
-            self._decoder.slopes,
-        )
-        hidden = self._decoder.hidden(packed[0], packed[1], attention)
-        if not chunks:
-            return hidden
-        kept = torch.tensor([*range(len(plan.decodes)), *last_rows], device=self.device)
-        return hidden.index_select(0, kept.long())
-
-    def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
-        lengths = [s.computed + 1 for s in sequences]
-        longest, size = max(lengths), self.cache.page_size
-        ragged = min(lengths) < longest
-        if self.device.type == "cuda":  # few shapes, and none that reads max_seq_len in vain
-            bound = -(-longest // _CUDA_LENGTH_STEP) * _CUDA_LENGTH_STEP
-            bound = max(longest, min(bound, size if size >= longest else bound))
-            ragged, longest = ragged or bound > longest, bound
-        count = len(sequences)
-        table = None
-        pages = [s.pages for s in sequences]
-        if size < longest or [p[0] for p in pages] != list(range(count)):
-            width = -(-longest // size)
-            rows = [(p + [p[0]] * width)[:width] for p in pages]
-            table = torch.tensor(rows, device=self.device)
-            if size < longest:
-                ragged = ragged or width * size > longest
-        return Decodes(count, positions[:count] + 1, longest, table, ragged)
-
-    def _draw(
-        self,
-        logits: Tensor,
-        drawing: list[Sequence],
-        sampling: SamplingParams,
-        stops: frozenset[int],
-    ) -> tuple[list[int], list[float]]:
-        uniform = forbidden = None
-        if sampling.temperature > 0:
-            _draw_ahead([s for s in drawing if not s.uniforms], sampling)
-            numbers = [s.uniforms.pop() for s in drawing]
-            uniform = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        if sampling.min_new_tokens and stops:
-            young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
-            if any(young):
-                known = [t for t in sorted(stops) if 0 <= t < self.spec.vocab_size]
-                forbidden = (
-                    torch.tensor(young, device=self.device),
-                    torch.tensor(known, dtype=torch.int64, device=self.device),
-                )
-        tokens, logprobs = sample(logits, sampling, uniform, forbidden)
-        # Every rank of a group has the same logits; this makes sure of the same tokens.
-        tokens = self.group.broadcast(tokens)
-        return tokens.tolist(), logprobs.tolist()
+    def _step_runner(self) -> StepRunner:
+        """What runs steps; made again where the cache is another one."""
+        if self._decoder is None:
+            self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
+        if self._runner is None:
+            self._runner = StepRunner(
+                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._use_graphs
+            )
+        return self._runner
 
 
-def _draw_ahead(sequences: list[Sequence], sampling: SamplingParams) -> None:
-    """Random numbers of the next positions, last one first: they are popped."""
-    if not sequences:
-        return
-    ahead = min(_UNIFORMS_AHEAD, sampling.max_new_tokens)
-    prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
-    number = torch.tensor([s.sample for s in sequences]).unsqueeze(1)
-    position = torch.tensor([len(s.answer) for s in sequences]).unsqueeze(1)
-    position = position + torch.arange(ahead - 1, -1, -1)
-    shape = position.shape
-    drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)
-    for sequence, numbers in zip(sequences, drawn.tolist(), strict=True):
-        sequence.uniforms = numbers
+def _draw(
+    drawer: Drawer, rows: list[list[Sequence]], logits: Tensor
+) -> tuple[list[int], list[float]]:
+    """One token for each sequence; those of one row (samples of a prompt) share its logits."""
+    drawing = [s for row in rows for s in row]
+    if not drawing:
+        return [], []
+    if len(drawing) > len(rows):
+        repeats = torch.tensor([len(row) for row in rows], device=logits.device)
+        logits = logits.repeat_interleave(repeats, dim=0)
+    return drawer.draw(logits, drawing)
 
 
 def _advance(
@@ -483,20 +360,6 @@ def _advance(
         if first not in alive:
             scheduler.finish(first)
     return events
-
-
-def _count(stats: GenerationStats, plan: Plan, num_drawn: int, seconds: float) -> None:
-    stats.answer_tokens += num_drawn
-    # A prompt's last token, or its only one, may come among the decoding rows.
-    stats.prefill_tokens += sum(not s.answer for s in plan.decodes)
-    if plan.chunks:
-        stats.prefill_tokens += sum(count for _, count in plan.chunks)
-        stats.prefill_steps += 1
-        stats.prefill_s += seconds
-    else:
-        stats.decode_tokens += num_drawn
-        stats.decode_steps += 1
-        stats.decode_s += seconds
 
 
 def _free_bytes(device: torch.device) -> int:

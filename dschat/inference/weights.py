@@ -302,6 +302,7 @@ class Weights:
         """One pair of factors for a fused weight: the A's stacked, the B's on a block diagonal."""
         rank = sum(a.shape[0] for _, a, _ in items)
         if linear.side is None:
+            self.generation += 1
             made = {"dtype": self.dtype, "device": self.device}
             linear.side = SideProduct(
                 torch.zeros(rank, shape[1], **made), torch.zeros(shape[0], rank, **made)

@@ -242,6 +242,7 @@ class DeepSpeedRLHFEngine:
             frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,
             sharded=self._actor_zero.shards_parameters,
             layers_per_bucket=args.tp_gather_partition_size,
+            cuda_graphs=args.cuda_graphs,
             release_cache=args.release_inference_cache,
             release_weights=args.unpin_actor_parameters,
         )

@@ -1,0 +1,62 @@
+"""Drawing the tokens of a step: random numbers, what may not be drawn yet, one choice for a group.
+
+Logits and the sequences they belong to come in; tokens and log-probs go out. It must not know how
+logits are computed.
+"""
+
+import torch
+from torch import Tensor
+
+from dschat.dist import Group
+from dschat.inference.scheduler import Sequence
+from dschat.rollout import SamplingParams
+from dschat.sampling import sample, uniforms
+
+_AHEAD = 128  # positions whose random numbers are drawn at once
+
+
+class Drawer:
+    """Draws as ``sampling`` says; ``stops`` end an answer; ``group`` must take the same tokens."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        stops: frozenset[int],
+        vocab_size: int,
+        device: torch.device,
+        group: Group,
+    ) -> None:
+        self._sampling, self._device, self._group = sampling, device, group
+        known = [t for t in sorted(stops) if 0 <= t < vocab_size]
+        self._stops = torch.tensor(known, dtype=torch.int64, device=device)
+
+    def draw(self, logits: Tensor, drawing: list[Sequence]) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each of ``drawing``, from its row of ``logits`` (R, V)."""
+        sampling, uniform, forbidden = self._sampling, None, None
+        if sampling.temperature > 0:
+            _draw_ahead([s for s in drawing if not s.uniforms], sampling)
+            numbers = [s.uniforms.pop() for s in drawing]
+            uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if sampling.min_new_tokens and len(self._stops):
+            young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
+            if any(young):
+                forbidden = (torch.tensor(young, device=self._device), self._stops)
+        tokens, logprobs = sample(logits, sampling, uniform, forbidden)
+        # Every rank of a group has the same logits; this makes sure of the same tokens.
+        tokens = self._group.broadcast(tokens)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def _draw_ahead(sequences: list[Sequence], sampling: SamplingParams) -> None:
+    """Random numbers of the next positions, last one first: they are popped."""
+    if not sequences:
+        return
+    ahead = min(_AHEAD, sampling.max_new_tokens)
+    prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
+    number = torch.tensor([s.sample for s in sequences]).unsqueeze(1)
+    position = torch.tensor([len(s.answer) for s in sequences]).unsqueeze(1)
+    position = position + torch.arange(ahead - 1, -1, -1)
+    shape = position.shape
+    drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)
+    for sequence, numbers in zip(sequences, drawn.tolist(), strict=True):
+        sequence.uniforms = numbers

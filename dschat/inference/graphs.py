@@ -1,0 +1,150 @@
+"""Decode steps captured once and replayed: CUDA graphs, per bucket of batch and length.
+
+Tokens, positions, places and pages of the decoding sequences come in, logits go out. Inputs are
+copied into tensors that never move, batches are padded to the next bucket by rows that write to a
+page nobody owns, and attention reads the next bucket of lengths instead of `max_seq_len`. Weights
+are refreshed in place, so a graph outlives optimizer steps; it is captured again only when weights
+or cache lie somewhere else. It must not know sequences or sampling.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dschat.inference.attention import Attention, Decodes
+from dschat.inference.cache import KVCache
+from dschat.inference.decoder import Decoder
+
+logger = logging.getLogger("dschat")
+
+Step = Callable[[], Tensor]
+Capture = Callable[[Step], Step]  # -> replay: runs it again on what the inputs hold by then
+
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_SHORTEST = 128  # tokens: length buckets are this, and multiples that grow by about a third
+
+
+def batch_bucket(count: int, largest: int) -> int:
+    """The captured batch that ``count`` sequences are padded to; at most ``largest``."""
+    return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
+
+
+def length_bucket(length: int, largest: int) -> int:
+    """How many keys attention reads for sequences of up to ``length``; at most ``largest``."""
+    bucket = _SHORTEST
+    while bucket < length:
+        bucket += max(_SHORTEST, bucket // 3 // _SHORTEST * _SHORTEST)
+    return min(bucket, max(largest, length))
+
+
+def capture_cuda(step: Step) -> Step:
+    """Record ``step`` as a CUDA graph, after a run that warms its kernels up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class DecodeGraphs:
+    """Captured decode steps of ``decoder`` over ``cache``.
+
+    Args:
+        max_num_seqs, max_seq_len: the largest batch and length.
+        capture: how a step is recorded; the default needs CUDA.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_seq_len: int,
+        capture: Capture = capture_cuda,
+    ) -> None:
+        self._decoder, self._cache, self._capture = decoder, cache, capture
+        self._max_num_seqs = min(max_num_seqs, cache.num_pages)
+        self._max_seq_len = max_seq_len
+        self._graphs: dict[tuple[int, int, bool], Step] = {}
+        self._generation = decoder.weights.generation
+        device = decoder.weights.device
+        self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        columns = cache.pages_for(length_bucket(max_seq_len, max_seq_len))
+        self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
+        self.failed = False
+        self.num_captured = 0
+
+    def fits(self, decoder: Decoder, cache: KVCache) -> bool:
+        """Whether the captured addresses are still those of ``decoder`` and ``cache``."""
+        same = decoder is self._decoder and cache is self._cache
+        return same and self._generation == decoder.weights.generation
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def logits(
+        self, packed: Tensor, longest: int, pages: list[list[int]], in_order: bool
+    ) -> Tensor | None:
+        """Logits (B, V) of one decode step; None where capturing failed (the caller goes eager).
+
+        ``packed`` (3, B) int64 on the CPU: tokens, positions, places. ``longest``: keys of the
+        longest sequence. ``in_order``: sequence b lies in page b, whole.
+        """
+        count = packed.shape[1]
+        size = batch_bucket(count, self._max_num_seqs)
+        length = length_bucket(longest, self._max_seq_len)
+        self._fill(packed, size)
+        if not in_order:
+            self._fill_table(pages, size, self._cache.pages_for(length))
+        key = (size, length, in_order)
+        if key not in self._graphs and not self._record(key):
+            return None
+        return self._graphs[key]()[:count]
+
+    def _fill(self, packed: Tensor, size: int) -> None:
+        count = packed.shape[1]
+        if count < size:
+            padding = torch.zeros(3, size - count, dtype=torch.int64)
+            padding[2] = self._cache.trash_page * self._cache.page_size
+            packed = torch.cat([packed, padding], dim=1)
+        self._packed[:, :size].copy_(packed)
+
+    def _fill_table(self, pages: list[list[int]], size: int, columns: int) -> None:
+        trash = [self._cache.trash_page] * columns
+        rows = [(p + trash)[:columns] for p in pages] + [trash] * (size - len(pages))
+        self._table[:size, :columns].copy_(torch.tensor(rows))
+
+    def _record(self, key: tuple[int, int, bool]) -> bool:
+        size, length, in_order = key
+        columns = self._cache.pages_for(length)
+        tokens, positions, places = (row[:size] for row in self._packed)
+        table = None if in_order else self._table[:size, :columns]
+
+        def step() -> Tensor:
+            decodes = Decodes(size, positions + 1, length, table, ragged=True)
+            decoder, cache = self._decoder, self._cache
+            attention = Attention(decoder.spec, cache, places, decodes, [], decoder.slopes)
+            return decoder.logits(decoder.hidden(tokens, positions, attention))
+
+        try:
+            self._graphs[key] = self._capture(step)
+        except RuntimeError as error:
+            self.failed = True
+            logger.warning("CUDA graphs do not work here, decoding eagerly: %s", _first(error))
+            return False
+        self.num_captured += 1
+        return True
+
+
+def _first(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

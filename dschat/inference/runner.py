@@ -1,0 +1,113 @@
+"""One step on the device: a plan of sequences in, the logits they draw from out.
+
+It lays the tokens of a plan end to end, says where their keys and values go, and runs the decoder:
+eagerly, or as a captured graph where all sequences decode. It must not know sampling, nor what
+comes before or after the step.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dschat.inference.attention import Attention, Chunk, Decodes
+from dschat.inference.cache import KVCache
+from dschat.inference.decoder import Decoder
+from dschat.inference.graphs import DecodeGraphs
+from dschat.inference.scheduler import Plan, Sequence
+
+logger = logging.getLogger("dschat")
+
+
+class StepRunner:
+    """Runs steps of ``decoder`` over ``cache``; ``use_graphs``: capture decode steps (CUDA)."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_seq_len: int,
+        use_graphs: bool,
+    ) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._device = decoder.weights.device
+        self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
+        self._use_graphs = use_graphs
+        self._graphs: DecodeGraphs | None = None
+
+    def logits(self, plan: Plan) -> Tensor:
+        """Logits of the rows that draw, (R, V)."""
+        cache, size = self._cache, self._cache.page_size
+        tokens, positions, places, last_rows = [], [], [], []
+        chunks: list[Chunk] = []
+        for s in plan.decodes:
+            p = s.computed
+            tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
+            positions.append(p)
+            places.append(s.pages[p // size] * size + p % size)
+        for s, count in plan.chunks:
+            first, end = s.computed, s.computed + count
+            chunks.append(Chunk(len(tokens), count, first, s.pages))
+            tokens += s.tokens(first, end)
+            positions += range(first, end)
+            places += [s.pages[p // size] * size + p % size for p in range(first, end)]
+            if end == len(s):
+                last_rows.append(len(tokens) - 1)
+        packed = torch.tensor([tokens, positions, places])
+        if not chunks and self._graphs_work():
+            logits = self._replay(plan.decodes, packed)
+            if logits is not None:
+                return logits
+        packed = packed.to(self._device)
+        attention = Attention(
+            self._decoder.spec,
+            cache,
+            packed[2],
+            self._decodes(plan.decodes, packed[1]) if plan.decodes else None,
+            chunks,
+            self._decoder.slopes,
+        )
+        hidden = self._decoder.hidden(packed[0], packed[1], attention)
+        if chunks:
+            kept = torch.tensor([*range(len(plan.decodes)), *last_rows], dtype=torch.int64)
+            hidden = hidden.index_select(0, kept.to(self._device))
+        return self._decoder.logits(hidden)
+
+    def _graphs_work(self) -> bool:
+        """Whether decode steps are replayed; captured graphs that no longer fit are let go."""
+        if not self._use_graphs or (self._graphs is not None and self._graphs.failed):
+            return False
+        if self._graphs is None or not self._graphs.fits(self._decoder, self._cache):
+            if self._graphs is not None:
+                logger.info("weights or cache have moved: capturing decode graphs again")
+            self._graphs = DecodeGraphs(
+                self._decoder, self._cache, self._max_num_seqs, self._max_seq_len
+            )
+        return True
+
+    def _replay(self, sequences: list[Sequence], packed: Tensor) -> Tensor | None:
+        pages = [s.pages for s in sequences]
+        longest = max(s.computed for s in sequences) + 1
+        in_order = self._cache.page_size >= self._max_seq_len and _in_order(pages)
+        return self._graphs.logits(packed, longest, pages, in_order)
+
+    def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
+        lengths = [s.computed + 1 for s in sequences]
+        longest, size = max(lengths), self._cache.page_size
+        ragged = min(lengths) < longest
+        count = len(sequences)
+        table = None
+        pages = [s.pages for s in sequences]
+        if size < longest or not _in_order(pages):
+            width = -(-longest // size)
+            rows = [(p + [p[0]] * width)[:width] for p in pages]
+            table = torch.tensor(rows, device=self._device)
+            if size < longest:
+                ragged = ragged or width * size > longest
+        return Decodes(count, positions[:count] + 1, longest, table, ragged)
+
+
+def _in_order(pages: list[list[int]]) -> bool:
+    """Whether sequence b lies in page b: then a batch is a slice of the cache."""
+    return all(p[0] == b for b, p in enumerate(pages))

@@ -1,0 +1,63 @@
+"""What one call of `generate` did: tokens, seconds, how full cache and slots were.
+
+Plans of steps come in, rates go out. It must not know how a step is computed.
+"""
+
+from dataclasses import dataclass
+
+from dschat.inference.scheduler import Plan
+
+
+@dataclass
+class GenerationStats:
+    """What one call of `generate` did on this rank (all of a tensor-parallel group's prompts).
+
+    A step that computes prompts counts as prefill, with the tokens it decodes on the side; any
+    other is decode.
+    """
+
+    prompts: int = 0
+    prefill_tokens: int = 0
+    prefill_steps: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    answer_tokens: int = 0
+    preemptions: int = 0
+    peak_pages: int = 0
+    num_pages: int = 0
+    max_num_seqs: int = 0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots that decode steps used."""
+        slots = self.decode_steps * self.max_num_seqs
+        return self.decode_tokens / slots if slots else 0.0
+
+    @property
+    def cache_use(self) -> float:
+        """Largest share of the pages in use."""
+        return self.peak_pages / self.num_pages if self.num_pages else 0.0
+
+    def count(self, plan: Plan, num_drawn: int, seconds: float) -> None:
+        """Add a step that drew ``num_drawn`` tokens."""
+        self.answer_tokens += num_drawn
+        # A prompt's last token, or its only one, may come among the decoding rows.
+        self.prefill_tokens += sum(not s.answer for s in plan.decodes)
+        if plan.chunks:
+            self.prefill_tokens += sum(count for _, count in plan.chunks)
+            self.prefill_steps += 1
+            self.prefill_s += seconds
+        else:
+            self.decode_tokens += num_drawn
+            self.decode_steps += 1
+            self.decode_s += seconds
