@@ -1,0 +1,93 @@
+"""Captured decode steps: padding, buckets and fallbacks, with a recorder that needs no GPU."""
+
+import functools
+import logging
+
+import pytest
+from families import engine
+
+from dschat.inference import SamplingParams, runner
+from dschat.inference.graphs import DecodeGraphs, batch_bucket, length_bucket
+
+PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
+SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Makes engines capture; what is recorded runs again on the static inputs. Lists the keys."""
+    made = []
+
+    class Recorded(DecodeGraphs):
+        def __init__(self, *args):
+            super().__init__(*args, capture=lambda step: step)
+            made.append(self)
+
+    monkeypatch.setattr(runner, "DecodeGraphs", Recorded)
+    return made
+
+
+def on_graphs(module, **knobs):
+    made = engine(module, **knobs)
+    made._use_graphs = True
+    return made
+
+
+@pytest.mark.parametrize("knobs", [{}, {"page_size": 4}, {"page_size": 4, "max_num_seqs": 3}])
+@pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
+def test_replayed_steps_draw_the_same(name, knobs, captured, module_of):
+    module = module_of(name)
+    expected = engine(module, **knobs).generate(PROMPTS, SAMPLING)
+    answers = on_graphs(module, **knobs).generate(PROMPTS, SAMPLING)
+    assert answers.token_ids == expected.token_ids
+    (graphs,) = captured
+    assert 0 < graphs.num_captured <= 8  # not one for every batch and length
+
+
+def test_padding_rows_touch_no_sequence(captured, module_of):
+    made = on_graphs(module_of("llama"), max_num_seqs=8)
+    expected = engine(module_of("llama"), max_num_seqs=8)
+    five = PROMPTS[:5]  # padded to eight rows
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
+    assert made.generate(five, greedy).token_ids == expected.generate(five, greedy).token_ids
+
+
+def test_graphs_live_as_long_as_what_they_read(captured, module_of):
+    module = module_of("llama")
+    made = on_graphs(module)
+    made.generate(PROMPTS, SAMPLING)
+    made.weights.load(module.named_parameters())
+    made.generate(PROMPTS, SAMPLING)
+    assert len(captured) == 1  # refreshed in place
+    made.release_cache()
+    made.generate(PROMPTS, SAMPLING)
+    assert len(captured) == 2
+    made.release_weights()
+    made.weights.load(module.named_parameters())
+    made.generate(PROMPTS, SAMPLING)
+    assert len(captured) == 3
+
+
+def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
+    def refuse(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(
+        runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse)
+    )
+    made = on_graphs(module_of("llama"))
+    expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
+    with caplog.at_level(logging.WARNING, logger="dschat"):
+        for _ in range(2):
+            assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "decoding eagerly: operation not permitted" in line and "\n" not in line
+
+
+def test_buckets():
+    assert [batch_bucket(n, 256) for n in (1, 3, 5, 16, 17, 200)] == [1, 4, 8, 16, 24, 256]
+    assert batch_bucket(5, 6) == 6
+    assert [length_bucket(n, 4096) for n in (1, 128, 129, 400, 1000)] == [128, 128, 256, 512, 1024]
+    assert length_bucket(129, 200) == 200
+    for n in range(1, 4096):  # at least what is there, and no more than half in vain
+        assert n <= length_bucket(n, 4096) <= max(128, 1.5 * n + 128)

@@ -1,0 +1,64 @@
+"""The inference engine on a CUDA device: graphs, eager steps and the CPU agree."""
+
+import pytest
+import torch
+from families import CONFIGS, build
+
+from dschat.inference import InferenceEngine, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=24, n=2, seed=5, ignore_eos=True)
+
+
+def on(device, module, dtype=torch.float32, **knobs):
+    knobs = {"max_num_seqs": 8, "max_seq_len": 64} | knobs
+    made = InferenceEngine(module.config, dtype, torch.device(device), **knobs)
+    made.weights.load((n, p.detach()) for n, p in module.named_parameters())
+    return made
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_graph_is_eager_is_cpu(name, page_size):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    module = build(name)
+    expected = on("cpu", module).generate(PROMPTS, GREEDY)
+    for graphs in (True, False):
+        made = on("cuda", module, page_size=page_size, cuda_graphs=graphs)
+        answers = made.generate(PROMPTS, GREEDY)
+        assert answers.token_ids == expected.token_ids
+        for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3)
+        assert (made._runner._graphs is not None) == graphs
+        if graphs:
+            assert not made._runner._graphs.failed
+
+
+def test_graphs_survive_a_refresh_in_place():
+    module = build("llama").cuda()
+    made = on("cuda", module)
+    made.generate(PROMPTS, SAMPLED)
+    captured = made._runner._graphs.num_captured
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    made.weights.load((n, p.detach()) for n, p in module.named_parameters())
+    answers = made.generate(PROMPTS, SAMPLED)
+    assert made._runner._graphs.num_captured == captured
+    assert answers.token_ids == on("cuda", module).generate(PROMPTS, SAMPLED).token_ids
+
+
+def test_bf16_logprobs_are_close_to_the_module():
+    module = build("llama").cuda().bfloat16()
+    answers = on("cuda", module, torch.bfloat16).generate(PROMPTS, SAMPLED)
+    for i, (ids, logprobs) in enumerate(zip(answers.token_ids, answers.logprobs, strict=True)):
+        prompt = PROMPTS[i // 2]
+        with torch.no_grad():
+            logits = module(torch.tensor([prompt + ids], device="cuda")).logits[0].float()
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(ids, device="cuda").unsqueeze(1)).squeeze(1)
+        gap = (expected - torch.tensor(logprobs, device="cuda")).abs().mean()
+        assert gap < 5e-2
