@@ -84,11 +84,11 @@ class InferenceEngine:
         self.max_num_batched_tokens = max_num_batched_tokens
         for name, value in (
             ("max_num_seqs", max_num_seqs),
-            ("max_seq_len", self.max_seq_len),
+            ("max_seq_len", max_seq_len),
             ("max_num_batched_tokens", max_num_batched_tokens),
-            ("page_size", page_size or 1),
+            ("page_size", page_size),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UserError(f"{name} {value} must be at least 1")
         self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
@@ -115,9 +115,11 @@ class InferenceEngine:
 
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
+        place = _device(device)
         try:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
+            checkpoint_stream(path)  # says it better where there is no such folder
             raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
         stops = config.eos_token_id
         try:
@@ -127,7 +129,7 @@ class InferenceEngine:
             pass
         if "stop_ids" not in knobs and stops is not None:
             knobs["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
-        engine = cls(config, DTYPES[dtype], torch.device(device), **knobs)
+        engine = cls(config, DTYPES[dtype], place, **knobs)
         engine.load_checkpoint(path)
         return engine
 
@@ -223,7 +225,12 @@ class InferenceEngine:
                 cache or the model, each by its number.
         """
         indices = list(range(len(prompts))) if indices is None else indices
-        limits = max_new_tokens or [sampling.max_new_tokens] * len(prompts)
+        limits = max_new_tokens
+        if limits is None:
+            limits = [sampling.max_new_tokens] * len(prompts)
+        for name, values in (("indices", indices), ("max_new_tokens", limits)):
+            if len(values) != len(prompts):
+                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")
         mine = list(zip(prompts, indices, limits, strict=True))
         problem = self._problem(mine)
         pooled = self.group.gather_objects((problem, mine))
@@ -246,6 +253,8 @@ class InferenceEngine:
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
         """The tokens of one answer, each as soon as it is decoded. Closing the iterator ends it."""
+        if sampling.n > 1:
+            raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
         entry = (prompt, 0, sampling.max_new_tokens)
         problem = self._problem([entry])
         if problem is not None:
@@ -256,9 +265,7 @@ class InferenceEngine:
 
     def _problem(self, entries: list[tuple[list[int], int, int]]) -> str | None:
         """What is wrong with the first prompt that cannot be answered, in one line."""
-        if not entries:
-            return None
-        cache = self.cache
+        cache = self.cache  # NOTE made by all ranks of a group together, prompts or not
         for i, (ids, _, limit) in enumerate(entries):
             if not ids:
                 return f"prompt {i} is empty; a prompt needs at least one token"
@@ -268,6 +275,8 @@ class InferenceEngine:
                     f"prompt {i} has the id {wrong}, outside the vocabulary of "
                     f"{self.spec.vocab_size}"
                 )
+            if limit < 1:
+                return f"max_new_tokens {limit} of prompt {i} must be at least 1"
             total = len(ids) + limit
             if total > self.max_seq_len:
                 return (
@@ -360,6 +369,16 @@ def _advance(
         if first not in alive:
             scheduler.finish(first)
     return events
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name} is unknown; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name}: there is no CUDA device here; use cpu")
+    return device
 
 
 def _free_bytes(device: torch.device) -> int:

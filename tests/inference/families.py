@@ -5,6 +5,7 @@ the oracle of its log-probs. Scalings of rotary positions are set so that they m
 ``POSITIONS``, windows so that prompts and answers outgrow them.
 """
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -127,6 +128,16 @@ CONFIGS = {
 }
 
 
+# One of each layout and kind of position; the rest differ from one of these by a line or two.
+CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
+
+
+def every_family(names=tuple(CONFIGS)):
+    """Parametrise by ``name``; what is not in ``CORE`` is left to the slow tests."""
+    slow = [pytest.param(n, marks=pytest.mark.slow) for n in names if n not in CORE]
+    return pytest.mark.parametrize("name", [n for n in names if n in CORE] + slow)
+
+
 def build(name, seed=0):
     """The module of ``CONFIGS[name]``; biases and norms are drawn too, so that a lost one shows."""
     with torch.random.fork_rng(devices=[]):
@@ -145,7 +156,7 @@ def stream(module):
 
 
 def empty_engine(config, **knobs):
-    """An fp32 engine without weights; 8 slots and ``POSITIONS`` tokens unless ``knobs`` say else."""
+    """An fp32 engine without weights; by default of 8 slots and ``POSITIONS`` tokens."""
     knobs = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | knobs
     return InferenceEngine(config, torch.float32, torch.device("cpu"), **knobs)
 

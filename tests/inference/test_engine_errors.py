@@ -55,7 +55,9 @@ def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
 @pytest.mark.parametrize("gib", [0, -1, 1e-9])
 def test_a_cache_without_a_page(gib, module_of):
     made = engine(module_of("llama"), kv_cache_gib=gib)
-    with pytest.raises(UserError, match="holds no page of 64 tokens .* raise kv_cache_gib") as error:
+    with pytest.raises(
+        UserError, match="holds no page of 64 tokens .* raise kv_cache_gib"
+    ) as error:
         made.generate([[1]], SAMPLING)
     assert_one_line(error)
 
@@ -205,3 +207,43 @@ def test_an_error_in_the_middle_leaves_the_cache_clean():
     assert calls[-1] < made.cache.num_pages
     assert made.cache.num_free == made.cache.num_pages
     assert made.generate(prompts, sampling) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"indices": [1, 2]}, "2 indices for 1 prompts"),
+        ({"max_new_tokens": []}, "0 max_new_tokens for 1 prompts"),
+        ({"max_new_tokens": [0]}, "max_new_tokens 0 of prompt 0 must be at least 1"),
+    ],
+)
+def test_lists_that_do_not_fit_the_prompts(arguments, words, module_of):
+    made = engine(module_of("llama"))
+    with pytest.raises(UserError, match=words):
+        made.generate([[3, 4]], SamplingParams(max_new_tokens=4), **arguments)
+
+
+@pytest.mark.parametrize("stop", [999, -1])
+def test_a_stop_token_outside_the_vocabulary_is_never_drawn(stop, module_of):
+    sampling = SamplingParams(max_new_tokens=6, min_new_tokens=3, stop_token_ids=(stop,))
+    rollout = engine(module_of("llama")).generate([[3, 4]], sampling)
+    assert stop not in rollout.token_ids[0]
+
+
+@pytest.mark.parametrize("knob", ["max_seq_len", "page_size", "max_num_batched_tokens"])
+def test_sizes_of_zero_are_refused(knob, module_of):
+    with pytest.raises(UserError, match=f"{knob} 0 must be at least 1"):
+        engine(module_of("llama"), **{knob: 0})
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu"])
+def test_a_device_that_is_not_there(device, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UserError, match=f"device {device}"):
+        InferenceEngine.from_pretrained(tmp_path, device=device)
+
+
+def test_a_stream_is_one_answer(module_of):
+    with pytest.raises(UserError, match="n 2: a stream is one answer"):
+        next(engine(module_of("llama")).stream([3], SamplingParams(n=2)))

@@ -72,16 +72,15 @@ def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
     def refuse(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(
-        runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse)
-    )
+    monkeypatch.setattr(runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse))
     made = on_graphs(module_of("llama"))
     expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):
         for _ in range(2):
             assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
     (line,) = [r.getMessage() for r in caplog.records]
-    assert "decoding eagerly: operation not permitted" in line and "\n" not in line
+    assert "decoding eagerly: operation not permitted" in line
+    assert "\n" not in line
 
 
 def test_buckets():

@@ -8,12 +8,13 @@ from dschat.inference import SamplingParams
 # 16 prompts of 1 to 40 tokens: some fill their last page exactly, some leave one token over.
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 32, 33, 40, 16, 16, 5, 8, 24, 3]
 PROMPTS = [[(7 * i + j) % (VOCAB - 1) + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
+SLOW = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=12, n=4, seed=2)
 
 
 @pytest.mark.parametrize("page_size", [4, 16, POSITIONS])
-@pytest.mark.parametrize("max_num_seqs", [2, 7, 64, 80])
-@pytest.mark.parametrize("max_num_batched_tokens", [13, 2048])
+@pytest.mark.parametrize("max_num_seqs", [2, 64, *(pytest.param(s, marks=SLOW) for s in (7, 80))])
+@pytest.mark.parametrize("max_num_batched_tokens", [13, pytest.param(2048, marks=SLOW)])
 def test_sixteen_prompts_by_four(page_size, max_num_seqs, max_num_batched_tokens, module_of):
     made = engine(
         module_of("llama"),

@@ -12,6 +12,7 @@ from dschat.rollout import Rollout
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
 
+SLOW = pytest.mark.slow
 FAMILIES = ["llama", "mistral", "bloom", "opt"]  # rotary, windows, ALiBi, learned positions
 LAYOUTS = {
     "one slot": {"max_num_seqs": 1},
@@ -57,7 +58,7 @@ def assert_same(got, expected):
     assert got.token_ids == expected.token_ids
     assert got.finish_reasons == expected.finish_reasons
     for a, b in zip(got.logprobs, expected.logprobs, strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
+        assert a == pytest.approx(b, abs=5e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -67,14 +68,16 @@ def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     assert made.cache.num_free == made.cache.num_pages
 
 
-@pytest.mark.parametrize("layout", ["16 slots", "7 tokens a step", "chunks on whole pages"])
+@pytest.mark.parametrize(
+    "layout", ["7 tokens a step", *(pytest.param(x, marks=SLOW) for x in LAYOUTS if x[0] != "7")]
+)
 @pytest.mark.parametrize("name", FAMILIES[1:])
 def test_nor_in_other_families(name, layout, module_of, expected):
     made = engine(module_of(name), **LAYOUTS[layout])
     assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [4, *(pytest.param(s, marks=SLOW) for s in (1, 16))])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, expected):
     """Barely more than the longest sequence: sequences wait and are computed again."""

@@ -212,7 +212,14 @@ def test_held_prompts_give_way_when_nothing_else_can_run():
 
 
 def test_the_newest_sequence_makes_room_and_comes_back_first():
-    case = Case([4, 4, 1], [[6], [6], [1]], page_size=2, num_pages=6, max_num_seqs=2, max_num_batched_tokens=99)
+    case = Case(
+        [4, 4, 1],
+        [[6], [6], [1]],
+        page_size=2,
+        num_pages=6,
+        max_num_seqs=2,
+        max_num_batched_tokens=99,
+    )
     run = Run(case)
     run.step()  # both prompts in, two pages each
     assert [entry[0] for entry in run.trace[0]] == [0, 1]
@@ -227,7 +234,9 @@ def test_the_newest_sequence_makes_room_and_comes_back_first():
 
 
 def test_long_prompts_come_in_pieces_beside_those_that_decode():
-    case = Case([14, 3], [[2], [8]], page_size=4, num_pages=12, max_num_seqs=2, max_num_batched_tokens=5)
+    case = Case(
+        [14, 3], [[2], [8]], page_size=4, num_pages=12, max_num_seqs=2, max_num_batched_tokens=5
+    )
     run = Run(case).to_the_end()
     counts = [[(entry[0], entry[3]) for entry in entries] for entries in run.trace]
     assert counts[:3] == [[(0, 5)], [(0, 5)], [(1, 1), (0, 4)]]
@@ -235,7 +244,9 @@ def test_long_prompts_come_in_pieces_beside_those_that_decode():
 
 
 def test_samples_share_the_whole_pages_of_their_prompt():
-    case = Case([9], [[4, 4, 4]], page_size=4, num_pages=18, max_num_seqs=3, max_num_batched_tokens=99)
+    case = Case(
+        [9], [[4, 4, 4]], page_size=4, num_pages=18, max_num_seqs=3, max_num_batched_tokens=99
+    )
     run = Run(case)
     run.step()
     run.step()

@@ -83,7 +83,7 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(made, free):
     ):
         end = next((i + 1 for i, token in enumerate(whole) if token in stops), 20)
         assert ids == whole[:end]
-        assert logprobs == pytest.approx(all_logprobs[:end], abs=1e-5)
+        assert logprobs == pytest.approx(all_logprobs[:end], abs=5e-5)
         assert reason == ("stop" if ids[-1] in stops else "length")
     assert set(got.finish_reasons) == {"stop", "length"}
 
@@ -116,13 +116,13 @@ def test_before_min_new_tokens_no_end_is_drawn(made, module_of):
     short = with_options(stop_token_ids=stops)
     assert sum(map(len, made.generate(PROMPTS, short).token_ids)) < 4 * 2 * len(PROMPTS)
     got = made.generate(PROMPTS, with_options(stop_token_ids=stops, min_new_tokens=8))
-    assert min(map(len, got.token_ids)) >= 9
+    assert min(map(len, got.token_ids)) == 9  # and at once thereafter
     for ids, reason in zip(got.token_ids, got.finish_reasons, strict=True):
         assert not set(ids[:8]) & set(stops)
         assert (ids[-1] in stops) == (reason == "stop")
     assert "stop" in got.finish_reasons
     # The log-probs are those of the model, which knows of no prohibition.
-    assert logprob_gap(module_of("llama"), PROMPTS, got) < 1e-5
+    assert logprob_gap(module_of("llama"), PROMPTS, got) < 5e-5
 
 
 def test_min_new_tokens_counts_answers_that_wait_and_begin_anew(module_of):

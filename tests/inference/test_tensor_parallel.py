@@ -1,0 +1,171 @@
+"""Ranks that share heads, MLP and vocabulary, played by threads of one process.
+
+What goes over the wire is another test's (tests/dist); here it is each rank's share of the weights,
+for every layout of them, and that ranks with different prompts never part ways.
+"""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import (
+    CONFIGS,
+    CORE,
+    POSITIONS,
+    PROMPTS,
+    build,
+    cache_gib,
+    empty_engine,
+    engine,
+    logprob_gap,
+    stream,
+)
+
+from dschat.config import UserError
+from dschat.inference import SamplingParams
+from dschat.models.lora import adapters, add_lora
+from dschat.rollout import Rollout
+
+SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=3)
+
+
+class Member:
+    """One thread's side of a group, with the methods of `dschat.dist.Group`."""
+
+    def __init__(self, size, rank, barrier, slots):
+        self.size, self.rank, self._barrier, self._slots = size, rank, barrier, slots
+
+    def gather_objects(self, value):
+        self._slots[self.rank] = value
+        self._barrier.wait(timeout=30)  # a rank that hangs breaks it for all
+        values = list(self._slots)
+        self._barrier.wait(timeout=30)
+        return values
+
+    def all_gather(self, tensor):
+        return torch.stack(self.gather_objects(tensor.clone()))
+
+    def all_reduce_sum(self, tensor):
+        return tensor.copy_(self.all_gather(tensor).sum(0))
+
+    def broadcast(self, tensor):
+        return tensor.copy_(self.all_gather(tensor)[0])
+
+
+def on_ranks(size, work):
+    """``work(member)`` in one thread a rank; the results in rank order."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    members = [Member(size, rank, barrier, slots) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return [f.result() for f in [pool.submit(work, member) for member in members]]
+
+
+def shared_rollout(module, size, shares, **knobs):
+    """Every rank's rollout of its share of ``PROMPTS``, and its engine."""
+
+    def work(member):
+        made = empty_engine(module.config, group=member, **knobs)
+        made.weights.load(stream(module))
+        mine = list(shares[member.rank])
+        return made.generate([PROMPTS[i] for i in mine], SAMPLING, indices=mine), made
+
+    return on_ranks(size, work)
+
+
+def cut(rollout, share):
+    keep = [2 * i + s for i in share for s in (0, 1)]
+    return [rollout.token_ids[i] for i in keep]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_two_ranks_answer_as_one(name, module_of):
+    module = module_of(name)
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+    shares = [range(0, 3), range(3, 8)]
+    for (got, made), share in zip(shared_rollout(module, 2, shares), shares, strict=True):
+        assert got.token_ids == cut(expected, share)
+        assert logprob_gap(module, [PROMPTS[i] for i in share], got) < 5e-5
+        assert made.stats.prompts == len(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in CORE])
+def test_two_ranks_answer_as_one_in_every_variant(name, module_of):
+    test_two_ranks_answer_as_one(name, module_of)
+
+
+def test_three_ranks_and_a_vocabulary_that_does_not_divide(module_of):
+    """64 tokens by three: the last rank's share is padded, and one rank brings no prompts."""
+    module = module_of("bloom")
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+    shares = [range(0, 5), range(0), range(5, 8)]
+    results = shared_rollout(module, 3, shares)
+    assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
+    assert results[1][0] == Rollout()
+    assert [made.weights.vocab_size for _, made in results] == [22, 22, 22]
+
+
+def test_ranks_preempt_alike(module_of):
+    """Page pressure on a pooled cache: ranks that planned differently would hang or disagree."""
+    module = module_of("llama")
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+    gib = cache_gib(engine(module), POSITIONS) / 2
+    shares = [range(0, 6), range(6, 8)]
+    results = shared_rollout(module, 2, shares, page_size=4, kv_cache_gib=gib)
+    assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
+    assert all(made.stats.preemptions > 0 for _, made in results)
+    assert results[0][1].stats.preemptions == results[1][1].stats.preemptions
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox"])
+def test_a_rank_holds_its_share_and_no_more(name, module_of):
+    """Matrices, embedding and cache are halved; norms, positions and biases of sums are not."""
+    module = module_of(name)
+    whole = engine(module)
+    whole.generate(PROMPTS, SAMPLING)
+    for _, made in shared_rollout(module, 2, [range(4), range(4, 8)]):
+        assert made.cache.nbytes * 2 == whole.cache.nbytes
+        small = sum(p.nbytes for n, p in module.named_parameters() if p.dim() == 1)
+        small += module.transformer.wpe.weight.nbytes if name == "gpt2" else 0
+        large = whole.weights.nbytes - small
+        assert large / 2 < made.weights.nbytes <= large / 2 + small
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_adapters_are_shared_out_too(name):
+    """LoRA's A is cut where the weight's inputs are, its B where the outputs are."""
+    wrapped = add_lora(build(name), 3, 5.0, ["all-linear"], True, "--actor_lora_modules")
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if ".lora_" in key:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(key)))
+    factors = [
+        (weight, wrapped.get_parameter(a.a_name), wrapped.get_parameter(a.b_name), a.scaling)
+        for weight, a in adapters(wrapped).items()
+    ]
+    merged = copy.deepcopy(wrapped).merge_and_unload()
+    base = build(name)  # NOTE: not in the threads, which share the random generator
+
+    def work(member):
+        made = empty_engine(base.config, group=member)
+        made.weights.load(stream(base))
+        made.weights.load_adapters(factors)
+        return made.generate(PROMPTS, SAMPLING, indices=list(range(8)))
+
+    for rollout in on_ranks(2, work):
+        assert logprob_gap(merged, PROMPTS, rollout) < 8e-5
+
+
+def test_a_wrong_prompt_of_one_rank_is_heard_by_all(module_of):
+    """The others must not wait for it in a collective."""
+
+    def work(member):
+        made = empty_engine(module_of("llama").config, group=member)
+        made.weights.load(stream(module_of("llama")))
+        with pytest.raises(UserError, match="prompt 0 is empty"):
+            made.generate([[1]] if member.rank == 0 else [[]], SAMPLING)
+        return made.cache.num_free == made.cache.num_pages
+
+    assert on_ranks(2, work) == [True, True]
