@@ -167,7 +167,7 @@ def launch_ranks(name: str, args: argparse.Namespace) -> None:
             found = found or is_result
             print(line, end="", file=sys.stdout if is_result else sys.stderr, flush=True)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGTERM)
         raise
     finally:
         process.wait()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from dschat import dist
 from dschat.config import UserError
 from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_stream
-from dschat.inference import InferenceEngine, UnsupportedModel
+from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.disk import normalised_names
+from dschat.inference.weights import check_shares
 from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.rollout import Generator
@@ -85,15 +86,32 @@ class RolloutForm(Protocol):
         ...
 
 
+def check_tensor_parallel(config: Any, tp_size: int) -> None:
+    """Raise ``UserError`` where ``tp_size`` processes cannot share a rollout of this model.
+
+    It needs the config alone: call it before any weight loads.
+    """
+    if tp_size == 1:
+        return
+    flag = f"--inference_tp_size {tp_size}"
+    if dist.world_size() % tp_size:
+        raise UserError(f"{flag} does not divide the {dist.world_size()} processes")
+    try:
+        check_shares(model_spec(config), tp_size)
+    except UnsupportedModel as reason:
+        raise UserError(f"{flag}: {reason}") from None
+
+
 def rollout_form(
     module: nn.Module, config: Any, settings: RolloutSettings, enabled: bool
 ) -> RolloutForm:
     """Collective. The inference engine where it is ``enabled`` and knows the family.
 
     Raises:
-        UserError: ``tp_size`` divides neither the processes nor the model, or a layout that cannot
+        UserError: ``tp_size`` does not divide the processes or the model, or a layout that cannot
             be.
     """
+    check_tensor_parallel(config, settings.tp_size)
     if not enabled:
         if settings.tp_size > 1:
             raise UserError("--inference_tp_size needs --enable_hybrid_engine")
@@ -101,8 +119,6 @@ def rollout_form(
     try:
         return EngineRollout(module, config, settings)
     except UnsupportedModel as reason:
-        if settings.tp_size > 1:
-            raise UserError(f"--inference_tp_size {settings.tp_size}: {reason}") from None
         logger.warning(
             "NO FAST GENERATION: %s; rollouts use the Hugging Face module, several times slower",
             reason,
@@ -115,13 +131,7 @@ class EngineRollout:
 
     def __init__(self, module: nn.Module, config: Any, settings: RolloutSettings) -> None:
         self._module, self._config, self._settings = module, config, settings
-        try:
-            self._group = dist.Group(settings.tp_size)
-        except ValueError:
-            raise UserError(
-                f"--inference_tp_size {settings.tp_size} does not divide the "
-                f"{dist.world_size()} processes"
-            ) from None
+        self._group = dist.Group(settings.tp_size)
         self._engine = self._make_engine(settings.max_num_seqs)
         self._has_adapters = bool(adapters(module))
         self._lora = self._lora_form()

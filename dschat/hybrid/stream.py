@@ -1,8 +1,8 @@
 """Seam 2 on a live model: whole weights, under their Hugging Face names, out of ZeRO's own shards.
 
 A training module comes in (ZeRO 0-3, offloaded or not, LoRA or not); an iterator of
-``(hf_parameter_name, full_tensor)`` goes out. Under ZeRO-3 the ranks' shards are joined by one flat
-all-gather per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank
+``(hf_parameter_name, full_tensor)`` goes out. Under ZeRO-3 the ranks' shards are joined by one
+collective per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank
 already holds whole weights nothing moves. It must not know who reads the stream.
 """
 
@@ -66,9 +66,8 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yield every shard's whole tensor; all ranks must walk the stream to its end.
 
-    Partitioned ones come first, one flat all-gather a bucket. Extra memory: one bucket, this rank's
-    part of it and one tensor. A yielded tensor of a partitioned parameter is valid until the next
-    one is asked for.
+    Partitioned ones come first, one collective a bucket. Extra memory: one bucket. A yielded tensor
+    of a partitioned parameter is valid until the next one is asked for.
     """
     buckets = buckets or Buckets()
     bucket: list[Shard] = []
@@ -108,17 +107,11 @@ def _gather(
             flat = shard.tensor.detach().to(device).reshape(-1)
             yield shard.name, flat[: shard.numel].view(shard.shape)
         return
-    mine = torch.cat([shard.tensor.detach().to(device).reshape(-1) for shard in bucket])
-    everyone = mine.new_empty(dist.world_size() * mine.numel())
-    dist.all_gather_flat(everyone, mine)
+    parts = [shard.tensor.detach().reshape(-1).to(device) for shard in bucket]
+    joined = dist.join_parts(sizes, parts)
     buckets.num_collectives += 1
-    del mine
-    by_rank = everyone.view(dist.world_size(), -1)
-    offset = 0
-    for shard, size in zip(bucket, sizes, strict=True):
-        flat = by_rank[:, offset : offset + size].reshape(-1)
+    for shard, flat in zip(bucket, joined, strict=True):
         yield shard.name, flat[: shard.numel].view(shard.shape)
-        offset += size
 
 
 def weight_stream(

@@ -64,32 +64,38 @@ class Linear:
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
-        self._plain: Tensor | None = shared  # a tied weight has one address for both uses
+        self._shared = shared  # a tied weight has one address for both uses
+        self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
         # NOTE: MKL's operator wants the unpacked weight too, for its shape alone.
         self._shape_only = torch.empty(1).expand(shape)
 
+    @property
+    def packs(self) -> bool:
+        """Whether products read a packed form, and no plain one stays."""
+        return self._backend != "plain"
+
     def open(self) -> Tensor:
         """The plain weight, to be written into."""
         if self._plain is None:
+            self._packed = None  # the version before goes first
             self._plain = torch.zeros(self.shape, dtype=self._dtype, device=self._device)
         return self._plain
 
     def seal(self) -> None:
         """The weight is whole: pack it."""
-        if self._plain is None or self._backend == "plain":
-            return
-        pack = (
+        if self.packs:
+            self.pack(self._plain if self._shared is None else self._shared)
+
+    def pack(self, weight: Tensor) -> None:
+        """Take the whole ``weight`` (out, in), packed; it is not kept."""
+        self._plain = self._packed = None
+        reorder = (
             torch.ops.mkl._mkl_reorder_linear_weight
             if self._backend == "mkl"
             else torch.ops.mkldnn._reorder_linear_weight
         )
-        self._packed = pack(self._plain, _PACK_ROWS)
-        self._plain = None
-
-    def drop(self) -> None:
-        """Let the weight go; it must be written again before the next product."""
-        self._plain = self._packed = None
+        self._packed = reorder(weight.to(self._dtype).contiguous(), _PACK_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
@@ -104,7 +110,7 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and bias, not counting a packing's padding; LoRA factors too."""
-        held = self._plain is not None or self._packed is not None
+        held = self._packed is not None or self._plain is not self._shared
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if held else 0
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)

@@ -31,6 +31,19 @@ class WeightMismatch(UserError):
     """The tensors are not those of the model; the message names one."""
 
 
+def check_shares(spec: ModelSpec, size: int) -> None:
+    """Raise ``UserError`` unless ``size`` ranks can share the heads and the MLP evenly."""
+    for what, count in (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("MLP columns", spec.intermediate_size),
+    ):
+        if count % size:
+            raise UserError(
+                f"--inference_tp_size {size} does not divide the model's {count} {what}"
+            )
+
+
 class Weights:
     """Linears by name (``layers.0.qkv``) and other tensors by name (``layers.0.norm1.weight``).
 
@@ -41,15 +54,7 @@ class Weights:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group
     ) -> None:
-        for what, count in (
-            ("attention heads", spec.num_heads),
-            ("key-value heads", spec.num_kv_heads),
-            ("MLP columns", spec.intermediate_size),
-        ):
-            if count % group.size:
-                raise UserError(
-                    f"--inference_tp_size {group.size} does not divide the model's {count} {what}"
-                )
+        check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
         self.num_heads = spec.num_heads // group.size
         self.num_kv_heads = spec.num_kv_heads // group.size
@@ -136,7 +141,8 @@ class Weights:
                 )
 
     def _head_is_shared(self, base: str) -> bool:
-        return base == "head" and self.spec.tied and self.backend == "plain"
+        """Whether the head is the embedding: one tensor, of which packing makes another form."""
+        return base == "head" and self.spec.tied
 
     # -- this rank's share -------------------------------------------------------------------------
 
@@ -175,6 +181,10 @@ class Weights:
         if kind not in count:
             return matrix
         return self._rank_slice(matrix.T, count[kind]).T
+
+    def _is_whole(self, source: Source) -> bool:
+        """Whether the checkpoint's tensor is this rank's whole matrix: nothing to cut or join."""
+        return self.group.size == 1 and not source.part and not source.interleaved
 
     def _write(self, source: Source, full: Tensor) -> None:
         base, _, suffix = source.target.rpartition(".")
@@ -228,11 +238,15 @@ class Weights:
                     )
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
-                if source.target == "head.weight" and self._head_is_shared(base):
-                    continue
-                self._write(source, tensor)
-                if base in self.linears and suffix == "weight" and not waiting[source.target]:
-                    self.linears[base].seal()
+                linear = self.linears.get(base) if suffix == "weight" else None
+                if linear is not None and self._head_is_shared(base):
+                    linear.seal()
+                elif linear is not None and linear.packs and self._is_whole(source):
+                    linear.pack(tensor.T if source.transposed else tensor)
+                else:
+                    self._write(source, tensor)
+                    if linear is not None and not waiting[source.target]:
+                        linear.seal()
         missing = sorted(set(self._by_name) - seen)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -329,6 +343,4 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes this rank holds for the rollout alone; borrowed weights are not counted."""
         own = 0 if self._borrowed else sum(t.nbytes for t in self.tensors.values())
-        shared = [b for b in self.linears if self._head_is_shared(b)] if not self._borrowed else []
-        own -= sum(self.tensors["embed.weight"].nbytes for _ in shared)
         return own + sum(linear.nbytes for linear in self.linears.values())

@@ -28,7 +28,12 @@ from dschat.deepspeed_setup import (
     unwrap,
 )
 from dschat.hybrid.memory import training_states_away
-from dschat.hybrid.rollout import RolloutForm, RolloutSettings, rollout_form
+from dschat.hybrid.rollout import (
+    RolloutForm,
+    RolloutSettings,
+    check_tensor_parallel,
+    rollout_form,
+)
 from dschat.hybrid.stream import adapter_stream, weight_stream
 from dschat.models.load import (
     load_causal_lm,
@@ -119,6 +124,7 @@ class DeepSpeedRLHFEngine:
             raise UserError(
                 f"--actor_model_name_or_path {self._actor_name} is a reward model; name a causal LM"
             )
+        check_tensor_parallel(actor, self.args.inference_tp_size)
         largest = max(self.tokenizer.get_vocab().values())
         if critic.get_text_config().vocab_size <= largest:
             raise UserError(
