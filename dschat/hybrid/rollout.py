@@ -259,6 +259,7 @@ class EngineRollout:
             target = name(stored)
             if target is not None:
                 yield target, tensor
+            del tensor  # NOTE: see `weight_stream`
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> InferenceEngine:
         """Collective. An engine with a copy of its own; its cache is as large as this one's."""

@@ -140,6 +140,7 @@ def weight_stream(
         if adapter is not None:
             tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)
         yield target, tensor.to(dtypes[name])
+        del tensor  # NOTE: it would keep its bucket alive while the next one is gathered
 
 
 def _factors(

@@ -50,6 +50,7 @@ class Decoder:
             mine = slice(self._group.rank * weights.num_heads, None)
             self.slopes = alibi_slopes(spec.num_heads)[mine][: weights.num_heads].to(device)
         self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
+        self._inverse_roots: dict[int, Tensor] = {}
         self._layers: list[_Layer] = []
         self._generation = -1  # of the weights the layers were looked up in
 
@@ -74,7 +75,7 @@ class Decoder:
         mine = self.weights.linears["head"](hidden)
         if self._group.size == 1:
             return mine
-        joined = self._group.all_gather(mine).transpose(0, 1).reshape(mine.shape[0], -1)
+        joined = self._group.all_gather(mine).transpose(0, 1).flatten(1)  # R may be 0
         return joined[:, : self.spec.vocab_size]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -159,9 +160,15 @@ class Decoder:
         if x.is_cuda or x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, eps)
         # x / sqrt(mean(x^2) + eps): on a CPU less than half as long as F.rms_norm.
-        size = math.sqrt(weight.shape[0])
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(1 / size)
-        return x.div(norms.hypot_(self._root_of_eps)).mul_(weight)
+        # Constants are tensors: a Python number would be converted anew in every call.
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        norms.mul_(self._inverse_root(weight.shape[0])).hypot_(self._root_of_eps)
+        return x.div(norms).mul_(weight)
+
+    def _inverse_root(self, size: int) -> Tensor:
+        if size not in self._inverse_roots:
+            self._inverse_roots[size] = torch.tensor(1 / math.sqrt(size))
+        return self._inverse_roots[size]
 
 
 class _Norm(NamedTuple):

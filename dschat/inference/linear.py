@@ -64,6 +64,12 @@ class Linear:
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
+        # The overload is bound once: looking it up costs a sixth of a small product.
+        self._product = None
+        if backend == "mkl":
+            self._product = torch.ops.mkl._mkl_linear.default
+        elif backend == "onednn":
+            self._product = torch.ops.mkldnn._linear_pointwise.default
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
@@ -97,14 +103,18 @@ class Linear:
         )
         self._packed = reorder(weight.to(self._dtype).contiguous(), _PACK_ROWS)
 
+    def drop(self) -> None:
+        """Let everything go, whoever still holds this object; another one takes its place."""
+        self._plain = self._packed = self._shared = self.bias = self.side = None
+
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
         if self._packed is None:
             y = F.linear(x, self._plain, self.bias)
         elif self._backend == "mkl":
-            y = torch.ops.mkl._mkl_linear(x, self._packed, self._shape_only, self.bias, x.shape[0])
+            y = self._product(x, self._packed, self._shape_only, self.bias, x.shape[0])
         else:
-            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            y = self._product(x, self._packed, self.bias, "none", [], "")
         return y if self.side is None else self.side.add_to(y, x)
 
     @property

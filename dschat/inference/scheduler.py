@@ -75,7 +75,6 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._paged = cache.num_pages > max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self.preemptions = 0
@@ -94,8 +93,10 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """What the next step computes. Every sequence in it has pages for its new tokens."""
+        size = self._cache.page_size
         for sequence in list(self._running):
-            if sequence.pages:  # an older one may have preempted it just now
+            # One without pages: an older one has preempted it just now.
+            if sequence.pages and len(sequence) > size * len(sequence.pages):
                 self._grow(sequence)
         self._admit()
         self._compact()
@@ -146,6 +147,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self) -> None:
+        if not self._waiting:
+            return
         budget = self._max_num_batched_tokens - sum(len(s) - s.computed for s in self._running)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]

@@ -247,6 +247,7 @@ class Weights:
                     self._write(source, tensor)
                     if linear is not None and not waiting[source.target]:
                         linear.seal()
+            del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
         missing = sorted(set(self._by_name) - seen)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -333,9 +334,11 @@ class Weights:
     # -- size --------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Let matrices go until the next `load`; small tensors and addresses of others stay."""
+        """Let the weights go until the next `load`; borrowed ones stay where they are."""
         if self._borrowed:
             return
+        for linear in self.linears.values():  # NOTE: a decoder has looked them up, and holds them
+            linear.drop()
         self.tensors.clear()
         self.linears.clear()
 
