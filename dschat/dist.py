@@ -87,6 +87,7 @@ def shutdown() -> None:
     import torch.distributed as torch_dist
 
     if torch_dist.is_initialized():
+        _handles.clear()
         torch_dist.destroy_process_group()
 
 
@@ -184,6 +185,9 @@ def my_share(indices: list[int]) -> list[int]:
     return indices[count * me // size : count * (me + 1) // size]
 
 
+_handles: dict[int, Any] = {}  # torch's group of this process, by size
+
+
 class Group:
     """Some processes that compute together; one process is a group too, and talks to nobody.
 
@@ -204,13 +208,16 @@ class Group:
         self._first = rank() - self.rank
         if size == 1:
             return
-        import torch.distributed as torch_dist
+        if size not in _handles:  # a process group holds threads and sockets: one a size
+            import torch.distributed as torch_dist
 
-        init()
-        for first in range(0, world_size(), size):
-            handle = torch_dist.new_group(list(range(first, first + size)))
-            if first == self._first:
-                self._handle = handle
+            init()
+            groups = [
+                torch_dist.new_group(list(range(first, first + size)))
+                for first in range(0, world_size(), size)
+            ]
+            _handles[size] = groups[rank() // size]
+        self._handle = _handles[size]
 
     def all_reduce_sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Collective. Sum over the group, in place."""

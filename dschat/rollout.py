@@ -6,7 +6,7 @@ engine generates, nor how prompts were made.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
 
@@ -53,6 +53,14 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
+class Answer(NamedTuple):
+    """One answer: its tokens, their log-probs, and what ended it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
 @dataclass
 class Rollout:
     """Answers, prompt-major: the ``n`` samples of a prompt stand together. S = prompts x n."""
@@ -63,6 +71,10 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __getitem__(self, i: int) -> Answer:
+        """Answer ``i`` of S; iterating over a rollout yields them all."""
+        return Answer(self.token_ids[i], self.logprobs[i], self.finish_reasons[i])
 
     @property
     def num_tokens(self) -> int:

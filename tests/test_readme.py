@@ -44,11 +44,12 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
     "output/demo/step2_reward"
 )
 """
-    (snippet,) = blocks("python")
+    notebook, standalone = blocks("python")
+    standalone = standalone.replace("step3_rlhf/actor", "step1_sft")
     check = "\nassert trainer.iteration == 2 and abs(actor_loss) < 10 and critic_loss > 0\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", prepare + snippet + check],
+        [sys.executable, "-c", prepare + notebook + check + standalone],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -56,7 +57,8 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    printed = [line.split() for line in result.stdout.splitlines() if line.count(" ") == 1]
+    lines = result.stdout.splitlines()
+    printed = [line.split() for line in lines if line.count(" ") == 1]
     assert len(printed) == 2
     assert float(printed[0][1]) == 0.0  # before any update the actor is the reference
 
