@@ -237,3 +237,19 @@ def test_memory_options_change_no_number(zero, options, models_folder, run_here)
 def test_a_prompt_that_is_too_long(models_folder):
     with pytest.raises(UserError, match="exceeds --max_prompt_seq_len . --max_answer_seq_len"):
         trainer_of(models_folder).generate_experience([[3] * 60])
+
+
+def test_a_rollout_reports_its_refresh_and_its_engine(models_folder):
+    trainer = trainer_of(models_folder)
+    prompts = [[3, 4, 5], [6, 7]]
+    trainer.generate_experience(prompts)
+    first = dict(trainer.metrics)
+    assert first["rollout/refresh_gib"] > 0
+    assert first["time/refresh_s"] > 0
+    assert first["throughput/prefill_tokens_per_s"] > 0
+    assert first["throughput/decode_tokens_per_s"] > 0
+    assert 0 < first["rollout/occupancy"] <= 1
+    assert 0 < first["rollout/cache_use"] <= 1
+    assert first["rollout/preemptions"] == 0
+    trainer.generate_experience(prompts)
+    assert trainer.metrics["rollout/refresh_gib"] == 0  # no step between: nothing to refresh
