@@ -22,6 +22,7 @@ def main() -> None:
     from dschat.checkpoint import claim_output_dir, mark_complete
     from dschat.data.batches import PromptBatches
     from dschat.data.tokenize import prompt_dataset
+    from dschat.hybrid.rollout import check_tensor_parallel
     from dschat.models.load import load_config
     from dschat.models.tokenizer import load_tokenizer
     from dschat.rlhf.evaluation import HeldOutPrompts
@@ -36,7 +37,8 @@ def main() -> None:
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
         critic_name = resolve_model(args.critic_model_name_or_path)
-    load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
+    config = load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
+    check_tensor_parallel(config, args.inference_tp_size)
     load_config(critic_name, "--critic_model_name_or_path", args.trust_remote_code)
     tokenizer = load_tokenizer(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
     with dist.main_process_first():

@@ -34,6 +34,8 @@ def cases(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     out = ["--output_dir", str(folder / "out")]
     step3 = ["step3_rlhf/main.py", "--actor_model_name_or_path", "x"]
     step3 += ["--critic_model_name_or_path", "y", *out]
+    builtin3 = ["step3_rlhf/main.py", "--actor_model_name_or_path", "builtin/tiny"]
+    builtin3 += ["--critic_model_name_or_path", "builtin/tiny", *out]
     return {
         "no such file": ([*STEP1, *data("none.jsonl")], ["none.jsonl", "--data_path"]),
         "no such file, train.py": (
@@ -54,6 +56,10 @@ def cases(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "batch that does not divide": (
             [*step3, "--per_device_training_batch_size", "5"],
             ["--per_device_training_batch_size", "divide"],
+        ),
+        "tensor parallelism in one process": (
+            [*builtin3, "--inference_tp_size", "2"],
+            ["--inference_tp_size 2", "1 process"],
         ),
         "stage 9": ([*step3, "--actor_zero_stage", "9"], ["--actor_zero_stage", "0, 1, 2 and 3"]),
         "stage 9, train.py": (
