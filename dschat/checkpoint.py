@@ -85,6 +85,7 @@ def _write_weights(
         # NOTE: the stream reuses its buffers, so what waits to be written is copied out of them.
         waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
         used += size
+        del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
     flush()
     return files, dtype
 

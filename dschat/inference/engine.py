@@ -204,6 +204,7 @@ class InferenceEngine:
     def release_weights(self) -> None:
         """Let the weights go, if they are its own; `weights.load` must bring them again."""
         self.weights.drop()
+        self._decoder = self._runner = None
 
     # -- generation --------------------------------------------------------------------------------
 

@@ -227,6 +227,7 @@ def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
             raise RuntimeError(f"the weight stream brought {name} in shape {shapes}")
         target.data.copy_(tensor)
         seen.add(name)
+        del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
     if waiting - seen:
         raise RuntimeError(f"the weight stream lacked {sorted(waiting - seen)[:3]}")
 

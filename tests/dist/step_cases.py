@@ -41,15 +41,15 @@ class Case:
     same.
     """
 
-    step: (
-        str  # sft, reward, ppo; nan: SFT with a NaN in the second step; skip: SFT without that step
-    )
+    # sft, reward, ppo; nan: SFT with a NaN in the second step; skip: SFT without that step; or one
+    # of `rollout_cases`.
+    step: str
     zero: int = 0
     micro: int = GLOBAL_BATCH
     model: str = "llama"
     reward: str = "llama_reward"
     iterations: int = NUM_ITERATIONS
-    shares: tuple[int, ...] = ()  # PPO: prompts of each rank; default: equal
+    shares: tuple[int, ...] = ()  # PPO, rollouts: prompts of each rank; default: equal
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -126,8 +126,10 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
+    from rollout_cases import RUNNERS  # NOTE: it imports this module
+
     out.mkdir(parents=True, exist_ok=True)
-    runners = {
+    runners = RUNNERS | {
         "sft": _run_supervised,
         "reward": _run_supervised,
         "ppo": _run_ppo,

@@ -4,6 +4,7 @@ RANK, WORLD_SIZE, ... are in the environment. Writes OUT/results_RANK.json: for 
 result, in order.
 """
 
+import gc
 import json
 import logging
 import sys
@@ -15,6 +16,7 @@ def main(models: str, out: str, cases_file: str) -> None:
 
     from dschat import dist
 
+    gc.freeze()  # DeepSpeed collects garbage for every ZeRO-3 engine: modules are none
     logging.getLogger("dschat").setLevel(logging.ERROR)
     dist.init(timeout_minutes=3)
     cases = [Case.from_json(text) for text in json.loads(Path(cases_file).read_text())]

@@ -1,0 +1,99 @@
+"""Optimizer states put away while the actor generates: training goes on as if nothing had been.
+
+On a CPU nothing changes its device, but DeepSpeed's masters and Adam's moments are given away and
+brought back all the same: bookkeeping that lost or stale buffers would break. That device memory
+really shrinks takes a device to see.
+"""
+
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from rollout_cases import Actor, build
+from step_cases import Case, build_trainer, my_prompts, ppo_config
+
+from dschat import dist
+from dschat.hybrid import memory
+from dschat.hybrid.stream import weight_stream
+
+
+@pytest.fixture
+def everything_moves(monkeypatch):
+    """As if the states lay on a device; counts the engines put away."""
+    away = []
+    put_away = memory._put_away
+    monkeypatch.setattr(memory, "_lies_on_the_device", lambda engine: True)
+    monkeypatch.setattr(memory, "_put_away", lambda e: (away.append(e), put_away(e)))
+    return away
+
+
+def weights(actor):
+    return {name: t.clone() for name, t in weight_stream(actor.module, dist.device())}
+
+
+def masters_away(actor):
+    """Whether DeepSpeed says that it has put the fp32 masters away."""
+    away = getattr(actor.engine.optimizer, "offloaded_states", ())
+    return OffloadStateTypeEnum.hp_params in away
+
+
+def moments(actor):
+    states = memory._adam(actor.engine).state.values()
+    return [value.clone() for state in states for value in state.values() if value.dim()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_steps_afterwards_are_bit_identical(zero, everything_moves):
+    plain, moved = Actor(build("llama"), zero), Actor(build("llama"), zero)
+    start = weights(plain)
+    for scopes in range(3):
+        plain.step()
+        for _ in range(scopes):  # none, one, two in a row
+            with memory.training_states_away([moved.engine], enabled=True):
+                assert masters_away(moved) == (zero in (1, 2))
+                assert len(weights(moved)) == len(start)  # the weights stay, to be read
+            assert not masters_away(moved)
+        moved.step()
+    assert everything_moves == [moved.engine] * 3
+    ours, expected = weights(moved), weights(plain)
+    assert all(torch.equal(ours[name], expected[name]) for name in start)
+    assert any(not torch.equal(ours[name], start[name]) for name in start)
+    assert len(moments(plain)) > 0
+    assert all(map(torch.equal, moments(moved), moments(plain)))
+
+
+def test_what_a_rollout_raises_brings_them_back(everything_moves):
+    plain, moved = Actor(build("llama"), 2), Actor(build("llama"), 2)
+    for actor in (plain, moved):
+        actor.step()
+    with (
+        pytest.raises(ZeroDivisionError),
+        memory.training_states_away([moved.engine], enabled=True),
+    ):
+        raise ZeroDivisionError
+    assert not masters_away(moved)
+    for actor in (plain, moved):
+        actor.step()
+    expected = weights(plain)
+    assert all(torch.equal(t, expected[name]) for name, t in weights(moved).items())
+
+
+def test_nothing_moves_unless_asked(everything_moves):
+    actor = Actor(build("llama"), 2)
+    with memory.training_states_away([actor.engine], enabled=False):
+        pass
+    assert everything_moves == []
+
+
+def test_states_on_the_cpu_stay_there():
+    assert not memory._lies_on_the_device(Actor(build("llama"), 0).engine)
+
+
+def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):
+    """Step 3 under ZeRO-2 trains on, and the next rollout has the weights of then."""
+    case = Case("ppo", 2, options=(("offload_training_states", True),))
+    trainer = build_trainer(ppo_config(case, models_folder))
+    for iteration in range(2):
+        experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
+        assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+        trainer.train_rlhf(experience)
+    assert everything_moves == [trainer.engine.actor, trainer.engine.critic] * 2

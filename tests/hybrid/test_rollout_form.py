@@ -1,0 +1,212 @@
+"""Which form an actor generates in, what is refused, and what memory it lets go in between.
+
+That rollouts have the weights of now, for every family and ZeRO stage, is tests/dist/test_parity.
+"""
+
+import dataclasses
+import logging
+import weakref
+
+import pytest
+import torch
+from families import EOS, PROMPTS, build
+from rollout_cases import GREEDY, SAMPLED, Actor, large_model
+from step_cases import Case, build_trainer, my_prompts, ppo_config
+
+from dschat.config import RLHFConfig, UserError
+from dschat.hybrid.rollout import EngineRollout, ModuleRollout
+from dschat.inference import InferenceEngine
+from dschat.models.hf_generator import HuggingFaceGenerator
+
+# -- choices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "lora", "settings", "message"),
+    [
+        (3, False, {"layout": "zero_copy"}, "--rollout_layout zero_copy .*--actor_zero_stage 2"),
+        (0, True, {"layout": "zero_copy", "lora": "merge"}, "zero_copy .*--rollout_lora side"),
+        (0, False, {"layout": "zero_copy", "dtype": torch.bfloat16}, "--rollout_layout zero_copy"),
+        (0, True, {"lora": "side", "frozen_base": False}, "side needs --only_optimize_lora"),
+        (0, False, {"tp_size": 2}, "^--inference_tp_size 2 does not divide the 1 processes$"),
+        (0, False, {"tp_size": 2, "enabled": False}, "--inference_tp_size"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
+    with pytest.raises(UserError, match=message) as raised:
+        Actor(build("llama"), zero, lora).form(**settings)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"rollout_layout": "zero_copy"}, "--rollout_layout zero_copy needs --inference_tp_size 1"),
+        ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
+    ],
+)
+def test_flags_that_cannot_be_together(knobs, message, tiny):
+    config = RLHFConfig(
+        actor_model_name_or_path=tiny("llama"),
+        critic_model_name_or_path=tiny("llama_reward"),
+        inference_tp_size=2,
+        **knobs,
+    )
+    with pytest.raises(UserError, match=message):
+        config.validate_rollout()
+
+
+@pytest.mark.parametrize(
+    ("zero", "lora", "settings", "said"),
+    [
+        (0, False, {}, ["its own copy", "float32", "TP 1", "pages of whole sequences"]),
+        (2, False, {"layout": "zero_copy", "page_size": 16}, ["training's own", "of 16 tokens"]),
+        (0, True, {}, ["its own copy", "LoRA merge"]),
+        (3, True, {}, ["its own copy", "LoRA side"]),  # the frozen base is gathered once
+        (0, True, {"layout": "zero_copy"}, ["training's own weights", "LoRA side"]),
+        (3, True, {"frozen_base": False}, ["its own copy", "LoRA merge"]),
+    ],
+)
+def test_one_line_says_what_was_chosen(zero, lora, settings, said):
+    form = Actor(build("llama"), zero, lora).form(**settings)
+    assert isinstance(form, EngineRollout)
+    line = form.describe()
+    assert "\n" not in line
+    assert [words for words in said if words not in line] == []
+
+
+# -- families outside the table --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
+    actor = Actor(large_model("gptj"), zero)
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        form = actor.form()
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "gptj is not in the architecture table" in warning.getMessage()
+    assert "\n" not in warning.getMessage()
+    assert isinstance(form, ModuleRollout)
+    assert "Hugging Face" in form.describe()
+    expected = actor.num_bytes()[0] if zero == 3 else 0  # a copy, or training's own
+    old = form.enter(0).generate(PROMPTS, SAMPLED)
+    form.leave()
+    actor.step()
+    generator = form.enter(1)
+    assert isinstance(generator, HuggingFaceGenerator)
+    new = generator.generate(PROMPTS, SAMPLED)
+    assert form.last_refresh.num_bytes == expected
+    form.leave()
+    form.enter(1)
+    assert form.last_refresh.num_bytes == 0
+    assert actor.gap(PROMPTS, new) < 1e-4
+    assert actor.gap(PROMPTS, old) > 1e-3
+
+
+def test_families_of_the_table_need_no_warning(caplog):
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        Actor(build("llama"), 0).form()
+    assert caplog.records == []
+
+
+def test_without_the_hybrid_engine_the_module_generates():
+    form = Actor(build("llama"), 0).form(enabled=False)
+    assert isinstance(form.enter(0), HuggingFaceGenerator)
+
+
+# -- memory between rollouts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "lora", "settings"),
+    [
+        (0, False, {}),
+        (3, False, {}),
+        (3, True, {"lora": "side"}),
+        (2, True, {"lora": "merge"}),
+        (2, False, {"layout": "zero_copy"}),
+    ],
+)
+@pytest.mark.parametrize("weights_too", [False, True])
+def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
+    actor = Actor(build("opt"), zero, lora)  # a tied head: one tensor, two forms
+    keeping = actor.form(**settings)
+    letting = actor.form(**settings, release_cache=True, release_weights=weights_too)
+    borrowed = settings.get("layout") == "zero_copy"
+    for _ in range(2):
+        actor.step()
+        expected = keeping.enter(actor.version).generate(PROMPTS, SAMPLED)
+        keeping.leave()
+        for _ in range(2):  # the second time of one version, too
+            generator = letting.enter(actor.version)
+            assert generator.generate(PROMPTS, SAMPLED) == expected
+            held, cache = generator.weights.nbytes, weakref.ref(generator.cache)
+            letting.leave()
+            assert cache() is None
+            left = generator.weights.nbytes
+            assert left == (0 if weights_too and not borrowed else held)
+    whole, adapters = actor.num_bytes()
+    letting.enter(actor.version)
+    again = 0 if borrowed or not weights_too else whole  # the frozen base too: it was let go
+    assert letting.last_refresh.num_bytes == again
+
+
+def test_the_cache_stays_unless_asked():
+    form = Actor(build("llama"), 0).form()
+    generator = form.enter(0)
+    generator.generate(PROMPTS, GREEDY)
+    cache = generator.cache
+    form.leave()
+    assert generator.cache is cache
+    assert generator.weights.nbytes > 0
+
+
+def test_weights_are_let_go_for_real():
+    """Not only forgotten by the count, while a decoder that has looked them up holds on."""
+    form = Actor(build("llama"), 3).form(release_cache=True, release_weights=True)
+    generator = form.enter(0)
+    linears = list(generator.weights.linears.values())
+    embedding = weakref.ref(generator.weights.tensors["embed.weight"])
+    generator.generate(PROMPTS, GREEDY)
+    assert len(linears) == 9  # four of each layer, and the head
+    assert all(linear.nbytes > 0 for linear in linears)
+    form.leave()
+    assert sum(linear.nbytes for linear in linears) == 0
+    assert embedding() is None
+
+
+def test_the_flags_reach_the_rollout(models_folder):
+    case = Case("ppo")
+    config = dataclasses.replace(
+        ppo_config(case, models_folder),
+        release_inference_cache=True,
+        unpin_actor_parameters=True,
+        kv_page_size=4,
+        tp_gather_partition_size=3,
+    )
+    trainer = build_trainer(config)
+    assert trainer.engine._rollout_settings().layers_per_bucket == 3
+    trainer.train_rlhf(trainer.generate_experience(my_prompts(case, 0, config)))
+    trainer.generate_experience(my_prompts(case, 1, config))
+    assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+    with trainer.engine.rollout_mode() as generator:
+        assert isinstance(generator, InferenceEngine)
+        assert generator.page_size == 4
+        generator.generate([[5, 6]], dataclasses.replace(GREEDY, max_new_tokens=2))
+        cache = weakref.ref(generator.cache)
+        assert generator.weights.nbytes > 0
+    assert generator.weights.nbytes == 0
+    assert cache() is None
+
+
+def test_the_engine_of_the_moving_average_is_apart():
+    """Another model's weights, in between, leave the rollout's own alone."""
+    actor = Actor(build("llama"), 0)
+    form = actor.form()
+    before = form.enter(0).generate(PROMPTS, SAMPLED)
+    other = build("llama", seed=1)
+    average = form.filled_from((n, p.detach()) for n, p in other.named_parameters())
+    assert average.generate(PROMPTS, SAMPLED).token_ids != before.token_ids
+    assert form.enter(0).generate(PROMPTS, SAMPLED) == before
+    assert form.last_refresh.num_bytes == 0
+    assert average.stop_ids == (EOS,)
