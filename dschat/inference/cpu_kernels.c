@@ -1,0 +1,311 @@
+/* What a decode step does between its matrix products, each in one call: norms, rotary positions,
+ * the gated activation, attention over the paged cache. Called through ctypes by cpu_kernels.py.
+ *
+ * One thread, on purpose: a second OpenMP runtime beside torch's would fight it for the cores. All
+ * arrays are fp32, all indices int64, all rows contiguous unless a stride is given. Rows are
+ * computed one by one and summed in the order written here, whatever the compiler's flags and the
+ * addresses: a row's result does not depend on the rows beside it, nor on how the cache is paged.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define BLOCK 32 /* keys a step of the running softmax; 32 keys of 4 heads of 32 fill half of L1 */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float half __attribute__((vector_size(2 * LANES)));
+typedef float quarter __attribute__((vector_size(LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const loose *)p; }
+INLINE void store(float *p, vec x) { *(loose *)p = x; }
+
+/* The first n lanes; zeros in the others. */
+INLINE vec load_some(const float *p, int64_t n)
+{
+    vec x = {0};
+    for (int64_t i = 0; i < n; i++) x[i] = p[i];
+    return x;
+}
+
+INLINE void store_some(float *p, vec x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) p[i] = x[i];
+}
+
+INLINE float sum(vec x)
+{
+    union { vec whole; half halves[2]; } a = {x};
+    union { half whole; quarter quarters[2]; } b = {a.halves[0] + a.halves[1]};
+    quarter c = b.quarters[0] + b.quarters[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+/* mask (all bits or none, a lane) ? a : b */
+INLINE vec choose(ivec mask, vec a, vec b)
+{
+    return (vec)((mask & (ivec)a) | (~mask & (ivec)b));
+}
+
+/* exp(x) for x <= 0, to 2e-7 of itself; e^-87 for what is less. NaN stays NaN.
+ *
+ * x = n ln 2 + r with |r| <= ln 2 / 2; the series of e^r to r^7 is 6e-9 short there. */
+INLINE vec exp_below_0(vec x)
+{
+    x = choose(x < -87.0f, (vec){0} - 87.0f, x);
+    ivec n = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec); /* truncates: the nearest */
+    vec m = __builtin_convertvector(n, vec);
+    vec r = (x - m * 0.693145752f) - m * 1.42860677e-6f; /* ln 2: its first 15 bits, the rest */
+    vec y = 1.98412698e-4f * r + 1.38888889e-3f;
+    y = y * r + 8.33333333e-3f;
+    y = y * r + 4.16666667e-2f;
+    y = y * r + 1.66666667e-1f;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    return y * (vec)((n + 127) << 23);
+}
+
+/* -- norms ------------------------------------------------------------------------------------ */
+
+INLINE float squares(const float *x, int64_t size, float mean)
+{
+    vec total = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec d = load(x + i) - mean;
+        total += d * d;
+    }
+    for (; i < size; i++) rest += (x[i] - mean) * (x[i] - mean);
+    return sum(total) + rest;
+}
+
+INLINE float mean_of(const float *x, int64_t size)
+{
+    vec total = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) total += load(x + i);
+    for (; i < size; i++) rest += x[i];
+    return (sum(total) + rest) / size;
+}
+
+/* One row; may be in place. Layer norm where there is a bias, else RMS norm. */
+INLINE void norm_row(
+    const float *x, const float *weight, const float *bias, float *out, int64_t size, float eps)
+{
+    float mean = bias ? mean_of(x, size) : 0.0f;
+    float scale = 1.0f / sqrtf(squares(x, size, mean) / size + eps);
+    int64_t i = 0;
+    if (bias) {
+        for (; i + LANES <= size; i += LANES)
+            store(out + i, (load(x + i) - mean) * scale * load(weight + i) + load(bias + i));
+        for (; i < size; i++) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+    } else {
+        for (; i + LANES <= size; i += LANES)
+            store(out + i, load(x + i) * scale * load(weight + i));
+        for (; i < size; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* x (rows, size) += added, unless that is NULL; out (rows, size) = norm(x). */
+void dschat_add_norm(
+    float *x, const float *added, const float *weight, const float *bias, float *out,
+    int64_t rows, int64_t size, float eps)
+{
+    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+        if (added) {
+            int64_t i = 0;
+            for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) + load(added + i));
+            for (; i < size; i++) x[i] += added[i];
+            added += size;
+        }
+        norm_row(x, weight, bias, out, size, eps);
+    }
+}
+
+/* -- gated activation ------------------------------------------------------------------------- */
+
+INLINE vec silu(vec x)
+{
+    vec e = exp_below_0(choose(x > 0.0f, -x, x));
+    vec share = 1.0f / (1.0f + e);
+    return x * choose(x < 0.0f, e * share, share);
+}
+
+/* gate_up (rows, 2 size) -> out (rows, size): silu(gate) * up. */
+void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t size)
+{
+    for (int64_t row = 0; row < rows; row++, gate_up += 2 * size, out += size) {
+        const float *up = gate_up + size;
+        int64_t i = 0, rest = size % LANES;
+        for (; i + LANES <= size; i += LANES) store(out + i, silu(load(gate_up + i)) * load(up + i));
+        if (rest)
+            store_some(out + i, silu(load_some(gate_up + i, rest)) * load_some(up + i, rest), rest);
+    }
+}
+
+/* -- heads ------------------------------------------------------------------------------------ */
+
+/* The first num_q + num_k heads of each row, in place: normed where there are weights (num_q with
+ * q_weight, num_k with k_weight), then their first dim elements rotated by the row's position.
+ *
+ * heads: rows of `stride`. cos, sin (positions, dim): see Rotary in positions.py; dim 0: none. */
+void dschat_turn_heads(
+    float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
+    const float *q_weight, const float *k_weight, float eps,
+    const int64_t *positions, const float *cos, const float *sin, int64_t dim)
+{
+    int64_t half_dim = dim / 2;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = dim ? cos + positions[row] * dim : 0;
+        const float *s = dim ? sin + positions[row] * dim : 0;
+        for (int64_t head = 0; head < num_q + num_k; head++) {
+            float *restrict low = heads + row * stride + head * head_size;
+            float *restrict high = low + half_dim;
+            const float *weight = head < num_q ? q_weight : k_weight;
+            if (weight) norm_row(low, weight, 0, low, head_size, eps);
+            for (int64_t i = 0; i < half_dim; i++) {
+                float a = low[i], b = high[i];
+                low[i] = a * c[i] + b * s[i];
+                high[i] = b * c[half_dim + i] + a * s[half_dim + i];
+            }
+        }
+    }
+}
+
+/* -- attention of decoding rows --------------------------------------------------------------- */
+
+/* What the layers of one step share. Row b's newest token has index lengths[b] - 1. Of its tokens
+ * the one with index t lies in place table[b][t / page_size] * page_size + t % page_size of the
+ * cache, or in place b * page_size + t where there is no table. */
+struct step {
+    int64_t rows, num_heads, num_kv_heads, head_size, page_size, table_stride;
+    const int64_t *lengths; /* (rows,) */
+    const int64_t *table;   /* (rows, pages), rows of table_stride; or NULL */
+    const int64_t *places;  /* (rows,) where each row's key and value are put first; or NULL */
+    const float *slopes;    /* (num_heads,) ALiBi's; or NULL */
+};
+
+INLINE float dot(const float *a, const float *b, int64_t size)
+{
+    vec total = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) total += load(a + i) * load(b + i);
+    for (; i < size; i++) rest += a[i] * b[i];
+    return sum(total) + rest;
+}
+
+/* out (size) = out * keep + sum over keys of weights[t] * (tokens[t] + offset) */
+INLINE void add_values(
+    float *out, float keep, const float *weights, const float *const *tokens, int64_t count,
+    int64_t offset, int64_t size)
+{
+    int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        vec a = load(out + i) * keep, b = load(out + i + LANES) * keep;
+        for (int64_t t = 0; t < count; t++) {
+            const float *value = tokens[t] + offset + i;
+            a += weights[t] * load(value);
+            b += weights[t] * load(value + LANES);
+        }
+        store(out + i, a);
+        store(out + i + LANES, b);
+    }
+    for (; i + LANES <= size; i += LANES) {
+        vec a = load(out + i) * keep;
+        for (int64_t t = 0; t < count; t++) a += weights[t] * load(tokens[t] + offset + i);
+        store(out + i, a);
+    }
+    for (; i < size; i++) {
+        float a = out[i] * keep;
+        for (int64_t t = 0; t < count; t++) a += weights[t] * tokens[t][offset + i];
+        out[i] = a;
+    }
+}
+
+/* One head and one block of keys: out, *top and *total are the running softmax (Milakov and
+ * Gimelshein 2018, "Online normalizer calculation for softmax"). age: of the first key. */
+INLINE void attend_block(
+    const float *q, const float *const *tokens, int64_t count, int64_t key, int64_t value,
+    int64_t size, float scale, float slope, int64_t age, float *out, float *top, float *total)
+{
+    float weights[BLOCK] __attribute__((aligned(64)));
+    float highest = *top;
+    for (int64_t t = 0; t < count; t++) {
+        weights[t] = dot(q, tokens[t] + key, size) * scale - slope * (float)(age - t);
+        highest = weights[t] > highest ? weights[t] : highest;
+    }
+    for (int64_t t = count; t % LANES; t++) weights[t] = highest;
+    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec sums = {0};
+    for (int64_t t = 0; t < count; t += LANES) {
+        vec e = exp_below_0(load(weights + t) - highest);
+        store(weights + t, e);
+        sums += choose(lanes < (int32_t)(count - t), e, (vec){0});
+    }
+    vec change = (vec){0} + (*top - highest);
+    float keep = exp_below_0(change)[0];
+    *total = *total * keep + sum(sums);
+    *top = highest;
+    add_values(out, keep, weights, tokens, count, value, size);
+}
+
+INLINE void attend_row(
+    const struct step *s, int64_t row, const float *q, const float *cache, float *out,
+    int64_t window, float scale, int64_t size)
+{
+    int64_t group = s->num_heads / s->num_kv_heads, kv = s->num_kv_heads * size;
+    int64_t length = s->lengths[row];
+    float top[s->num_heads], total[s->num_heads];
+    const float *tokens[BLOCK];
+    for (int64_t h = 0; h < s->num_heads; h++) top[h] = -3e38f, total[h] = 0;
+    memset(out, 0, sizeof(float) * s->num_heads * size);
+    int64_t first = window > 0 && window < length ? length - window : 0;
+    for (; first < length; first += BLOCK) {
+        int64_t count = length - first < BLOCK ? length - first : BLOCK;
+        for (int64_t t = 0; t < count; t++) {
+            int64_t page = row, offset = first + t;
+            if (s->table) {
+                page = s->table[row * s->table_stride + offset / s->page_size];
+                offset %= s->page_size;
+            }
+            tokens[t] = cache + (page * s->page_size + offset) * 2 * kv;
+        }
+        for (int64_t h = 0; h < s->num_heads; h++) {
+            int64_t key = h / group * size;
+            attend_block(
+                q + h * size, tokens, count, key, kv + key, size, scale,
+                s->slopes ? s->slopes[h] : 0.0f, length - 1 - first, out + h * size, top + h,
+                total + h);
+        }
+    }
+    for (int64_t h = 0; h < s->num_heads; h++) {
+        float share = 1.0f / total[h];
+        for (int64_t i = 0; i < size; i++) out[h * size + i] *= share;
+    }
+}
+
+/* heads (rows, H + 2 K, D) -> out (rows, H D): softmax(scale q k + slope * -distance) v, over the
+ * newest `window` keys (0: all). A place of the cache holds K keys, then K values, of D each. */
+void dschat_decode_attention(
+    const struct step *s, const float *heads, float *cache, float *out, int64_t window, float scale)
+{
+    int64_t q_size = s->num_heads * s->head_size, kv_size = 2 * s->num_kv_heads * s->head_size;
+    for (int64_t row = 0; row < s->rows; row++, heads += q_size + kv_size, out += q_size) {
+        if (s->places)
+            memcpy(cache + s->places[row] * kv_size, heads + q_size, sizeof(float) * kv_size);
+        switch (s->head_size) { /* sizes the compiler unrolls for */
+        case 32: attend_row(s, row, heads, cache, out, window, scale, 32); break;
+        case 64: attend_row(s, row, heads, cache, out, window, scale, 64); break;
+        case 128: attend_row(s, row, heads, cache, out, window, scale, 128); break;
+        default: attend_row(s, row, heads, cache, out, window, scale, s->head_size);
+        }
+    }
+}

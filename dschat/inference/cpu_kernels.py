@@ -1,0 +1,260 @@
+"""cpu_kernels.c, compiled on first use and called on tensors: in a call what takes torch several.
+
+Between a decode step's matrix products stand about a hundred torch operations that each cost more
+to start than to compute. The kernels do the same in a call or two a layer. They are compiled with
+the system's C compiler into the user's cache folder, once per source, compiler and processor; where
+that does not work `load` returns None, and torch's operations do the work. It must not know the
+decoder, the cache or what a step is for.
+
+NOTE: the kernels read raw addresses. Tensors are contiguous fp32 on the CPU (indices int64) unless
+a docstring says otherwise; whoever holds them checks that once, not in every call.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("dschat")
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_COMPILERS = ("cc", "gcc", "clang")
+# No -ffast-math: it would reorder sums, and answers would depend on the compiler.
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "dschat_add_norm": (*[_POINTER] * 5, _INT, _INT, _FLOAT),
+    "dschat_silu_mul": (_POINTER, _POINTER, _INT, _INT),
+    "dschat_turn_heads": (
+        *(_POINTER, *[_INT] * 5),
+        *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
+    ),
+    "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
+}
+
+
+class _Step(ctypes.Structure):
+    """``struct step`` of cpu_kernels.c, field by field."""
+
+    _fields_ = [
+        *((n, _INT) for n in ("rows", "num_heads", "num_kv_heads", "head_size", "page_size")),
+        ("table_stride", _INT),
+        *((n, _POINTER) for n in ("lengths", "table", "places", "slopes")),
+    ]
+
+
+class Kernels:
+    """The kernels of a compiled ``library``. All run on the calling thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+        self._add_norm = library.dschat_add_norm
+        self._silu_mul = library.dschat_silu_mul
+        self._turn_heads = library.dschat_turn_heads
+        self._attend = library.dschat_decode_attention
+
+    def add_norm(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """``x`` (rows, n) += ``added``, in place; returns its layer norm, or without ``bias`` its
+        RMS norm (Zhang and Sennrich 2019, equation 4)."""
+        out = torch.empty_like(x)
+        self._add_norm(
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            eps,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gate_up`` (rows, 2 n) -> silu(gate) * up (rows, n)."""
+        rows, size = gate_up.shape
+        out = gate_up.new_empty(rows, size // 2)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
+        return out
+
+    def turn_heads(
+        self,
+        heads_THD: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rotary: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Make query and key heads of (T, H + 2 K, D) ready, in place.
+
+        ``norms``: RMS norm of each query head and each key head, their weights (D,) and eps.
+        ``rotary``: positions (T,), cos and sin of every position (P, rotary dim), as
+        `dschat.inference.positions.Rotary` has them.
+        """
+        rows, all_heads, head_size = heads_THD.shape
+        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        positions, cos, sin = rotary or (None, None, None)
+        self._turn_heads(
+            heads_THD.data_ptr(),
+            rows,
+            all_heads * head_size,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            None if norms is None else q_weight.data_ptr(),
+            None if norms is None else k_weight.data_ptr(),
+            eps,
+            None if rotary is None else positions.data_ptr(),
+            None if rotary is None else cos.data_ptr(),
+            None if rotary is None else sin.data_ptr(),
+            0 if rotary is None else cos.shape[1],
+        )
+
+    def decode_attention(
+        self,
+        lengths: Tensor,
+        places: Tensor | None,
+        block_table: Tensor | None,
+        page_size: int,
+        slopes: Tensor | None,
+    ) -> "DecodeAttention":
+        """Attention of a step in which B sequences bring one token each, for all layers.
+
+        ``lengths`` (B,): keys each sees, its own included. ``places`` (B,): where in the cache the
+        new keys and values go first; None: they are there. ``block_table`` (B, pages), rows of any
+        stride; None: sequence b lies in page b. ``slopes`` (H,): ALiBi's.
+        """
+        return DecodeAttention(self._attend, lengths, places, block_table, page_size, slopes)
+
+
+class DecodeAttention:
+    """`Kernels.decode_attention`, prepared. It keeps the step's tensors alive."""
+
+    def __init__(
+        self,
+        function: ctypes._CFuncPtr,
+        lengths: Tensor,
+        places: Tensor | None,
+        block_table: Tensor | None,
+        page_size: int,
+        slopes: Tensor | None,
+    ) -> None:
+        self._function, self._held = function, (lengths, places, block_table, slopes)
+        self._step = _Step(
+            rows=lengths.shape[0],
+            page_size=page_size,
+            table_stride=0 if block_table is None else block_table.stride(0),
+            lengths=lengths.data_ptr(),
+            table=None if block_table is None else block_table.data_ptr(),
+            places=None if places is None else places.data_ptr(),
+            slopes=None if slopes is None else slopes.data_ptr(),
+        )
+        self._address = ctypes.addressof(self._step)
+
+    def __call__(
+        self, heads_THD: Tensor, rows_N2KD: Tensor, window: int | None, scale: float
+    ) -> Tensor:
+        """Heads (B or more, H + 2 K, D) and a layer's cache by place, K keys and then K values of
+        each token (places, 2 K, D); returns (B, H * D)."""
+        step = self._step
+        num_pairs, head_size = rows_N2KD.shape[1:]
+        num_heads = heads_THD.shape[1] - num_pairs
+        step.num_heads, step.num_kv_heads = num_heads, num_pairs // 2
+        step.head_size = head_size
+        out = heads_THD.new_empty(step.rows, num_heads * head_size)
+        self._function(
+            self._address,
+            heads_THD.data_ptr(),
+            rows_N2KD.data_ptr(),
+            out.data_ptr(),
+            window or 0,
+            scale,
+        )
+        return out
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def load() -> Kernels | None:
+    """The kernels, compiled if need be (a second or two, once per machine).
+
+    None where the environment says ``DSCHAT_CPU_KERNELS=0``, or there is no compiler, or it fails:
+    nothing is lost but speed.
+    """
+    if os.environ.get("DSCHAT_CPU_KERNELS") == "0":
+        return None
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        logger.debug("no C compiler: torch's operations decode on the CPU")
+        return None
+    try:
+        return Kernels(ctypes.PyDLL(str(_library(compiler))))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        logger.debug("CPU kernels do not work here, torch's operations decode instead: %s", error)
+        return None
+
+
+def _library(compiler: str) -> Path:
+    """The compiled source, from the cache folder or into it.
+
+    Its SHA-256 follows the library in the file: loading a damaged one would kill the process.
+    """
+    path = _folder() / f"cpu_kernels-{_key(compiler)}.so"
+    if path.is_file() and _is_whole(path.read_bytes()):
+        return path
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # NOTE: several ranks may do this at once. Each writes a file of its own; the last name wins.
+    handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, "-o", temporary, str(_SOURCE), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode != 0:
+            raise RuntimeError(f"{compiler}: {done.stderr.strip()[:500]}")
+        compiled = Path(temporary).read_bytes()
+        Path(temporary).write_bytes(compiled + hashlib.sha256(compiled).digest())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _is_whole(data: bytes) -> bool:
+    return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dschat"
+
+
+def _key(compiler: str) -> str:
+    """What the machine code depends on: a home folder may be shared by unlike machines."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
+    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """Model and instruction sets, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    telling = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
+    return "\n".join([platform.machine(), *(first.get(name, "") for name in telling)])
