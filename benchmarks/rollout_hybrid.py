@@ -238,13 +238,15 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
-        self.gathered_bytes: list[int] = []  # of every flat all-gather, all ranks' parts
+        self.joined_bytes: list[int] = []  # of every bucket: all ranks' parts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.num_calls += 1
-            if "_allgather_base_" in func.name():
-                self.gathered_bytes.append(args[0].nbytes)
+            if "_allgather_base_" in func.name():  # NCCL
+                self.joined_bytes.append(args[0].nbytes)
+            elif "allreduce_" in func.name():  # gloo: a sum with zeros
+                self.joined_bytes.append(sum(tensor.nbytes for tensor in args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -252,20 +254,20 @@ def counted(side: Side, new_tokens: int) -> dict:
     """Collective. What a refresh and a rollout of ``new_tokens`` each communicate.
 
     Raises:
-        AssertionError: a refresh made other collectives than one all-gather a bucket.
+        AssertionError: a refresh made other collectives than one a bucket.
     """
     with Collectives() as refresh:
         side.refresh()
     with Collectives() as rollout:
         side.generate(seed=0, new_tokens=new_tokens)
     num_buckets = side.form.last_refresh.num_collectives
-    assert refresh.num_calls == len(refresh.gathered_bytes) == num_buckets
-    assert sum(refresh.gathered_bytes) >= side.form.last_refresh.num_bytes  # with ZeRO's padding
+    assert refresh.num_calls == len(refresh.joined_bytes) == num_buckets
+    assert sum(refresh.joined_bytes) >= side.form.last_refresh.num_bytes  # with ZeRO's padding
     return {
         "new_tokens": new_tokens,
         "refresh": refresh.num_calls,
         "generate": rollout.num_calls,
-        "bucket_bytes": refresh.gathered_bytes,
+        "bucket_bytes": refresh.joined_bytes,
     }
 
 
@@ -284,7 +286,7 @@ def refresh_memory(side: Side) -> dict:
         for _ in weight_stream(side.module, dist.device(), None, Buckets(max_layers=layers)):
             pass
 
-    largest_bucket = max(refresh.gathered_bytes)
+    largest_bucket = max(refresh.joined_bytes)
     peak = peak_extra_bytes(side.refresh)
     stream_peak = peak_extra_bytes(walk)
     shards = module_shards(side.module)
