@@ -127,25 +127,27 @@ def max_int(value: int) -> int:
     return int(tensor.item())
 
 
-def join_parts(sizes: list[int], parts: "list[torch.Tensor]") -> "list[torch.Tensor]":
+def join_parts(
+    sizes: list[int], parts: "list[torch.Tensor]", device: "torch.device"
+) -> "Iterator[torch.Tensor]":
     """Collective. Whole flat tensors from every process's parts of them: one collective for all.
 
-    ``parts[i]`` (sizes[i],) is this process's share of tensor i; entry i of the result
-    (world_size * sizes[i],) holds everybody's shares of it in rank order. Parts share dtype and
-    device; results share one buffer on a CPU.
+    ``parts[i]`` (sizes[i],) is this process's share of tensor i, on any device, all of one dtype;
+    item i of the result (world_size * sizes[i],), on ``device``, holds everybody's shares of it in
+    rank order. Extra memory: all of them once (on CUDA, and one of them again).
     """
     import torch
     import torch.distributed as torch_dist
 
     world, total = world_size(), sum(sizes)
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    if parts[0].is_cuda:
-        joined = parts[0].new_empty(world, total)
+    if device.type == "cuda":
+        joined = torch.empty(world, total, dtype=parts[0].dtype, device=device)
         mine = joined[rank()]  # NCCL gathers in place
         for part, offset, size in zip(parts, offsets, sizes, strict=True):
             mine[offset : offset + size].copy_(part)
         torch_dist.all_gather_into_tensor(joined.view(-1), mine)
-        return [joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True)]
+        return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
     # gloo's all-gather makes a flat copy of its output and takes half as long again as a sum with
     # zeros, whose result needs no reordering either.
     joined = torch.zeros(world * total, dtype=parts[0].dtype)
@@ -153,7 +155,7 @@ def join_parts(sizes: list[int], parts: "list[torch.Tensor]") -> "list[torch.Ten
         first = world * offset + rank() * size
         joined[first : first + size].copy_(part)
     torch_dist.all_reduce(joined)
-    return [joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True)]
+    return (joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True))
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -114,8 +114,8 @@ def _gather(
             flat = shard.tensor.detach().to(device).reshape(-1)
             yield shard.name, flat[: shard.numel].view(shard.shape)
         return
-    parts = [shard.tensor.detach().reshape(-1).to(device) for shard in bucket]
-    joined = dist.join_parts(sizes, parts)
+    parts = [shard.tensor.detach().reshape(-1) for shard in bucket]
+    joined = dist.join_parts(sizes, parts, device)
     buckets.num_collectives += 1
     for shard, flat in zip(bucket, joined, strict=True):
         yield shard.name, flat[: shard.numel].view(shard.shape)
