@@ -434,8 +434,8 @@ def test_terminal(endless):
 
     terminal.type("tell me everything\n")
     terminal.read_until(r"tell me everything\n")
-    # The answer is under way, and would go on for minutes. (A signal amid the first token, while
-    # torch still imports what it needs, was lost once in a hundred runs on a busy machine.)
+    # The answer is under way, and would go on for minutes. A signal amid its first token was lost
+    # once on a busy machine; why is not known.
     terminal.read_until(r"(\S+\s+){20}")
     terminal.interrupt()
     assert terminal.read_until(r"\(stopped\)\n> ", timeout_s=10)
