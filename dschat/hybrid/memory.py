@@ -4,7 +4,6 @@ DeepSpeed engines come in; a scope in which their device memory is smaller goes 
 know who generates.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,6 @@ from deepspeed.runtime.zero.offload_states import (
 )
 
 from dschat import dist
-
-logger = logging.getLogger("dschat")
 
 
 @contextmanager

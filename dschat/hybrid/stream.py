@@ -21,7 +21,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass
 class Buckets:
-    """How much one all-gather joins, and what has been joined so far.
+    """How much one collective joins, and what has been joined so far.
 
     A bucket ends at ``max_bytes`` or before the layer after ``max_layers``, whichever comes first.
     """
@@ -104,7 +104,7 @@ def whole_tensors(
 def _gather(
     bucket: list[Shard], device: torch.device, buckets: Buckets
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. One all-gather for all tensors of a bucket, laid end to end."""
+    """Collective. The tensors of a bucket, whole: one collective for all of them."""
     if not bucket:
         return
     sizes = [shard.tensor.numel() for shard in bucket]

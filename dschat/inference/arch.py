@@ -126,6 +126,19 @@ def _embeddings(name: str, head: str, tied: bool) -> list[Source]:
     return [Source(weight, "embed.weight"), Source(head, "head.weight")]
 
 
+def _sizes(c: Any) -> dict[str, int]:
+    """What families with a key-value head for every query head call alike."""
+    return {
+        "num_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "num_heads": c.num_attention_heads,
+        "num_kv_heads": c.num_attention_heads,
+        "head_size": c.hidden_size // c.num_attention_heads,
+        "vocab_size": c.vocab_size,
+        "tied": c.tie_word_embeddings,
+    }
+
+
 def _separate_qkv(module: str, bias: bool) -> list[Source]:
     return [
         source
@@ -155,13 +168,8 @@ def _opt(c: Any) -> ModelSpec:
     if not affine or (c.do_layer_norm_before and not has_final_norm):
         raise UnsupportedModel("this OPT has layer norms without weights, or no final one")
     return ModelSpec(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_attention_heads,
-        head_size=c.hidden_size // c.num_attention_heads,
+        **_sizes(c),
         intermediate_size=c.ffn_dim,
-        vocab_size=c.vocab_size,
         sources=tuple(sources),
         prefix="model.",
         activation=c.activation_function,
@@ -170,7 +178,6 @@ def _opt(c: Any) -> ModelSpec:
         position_offset=2,
         num_positions=c.max_position_embeddings + 2,
         max_positions=c.max_position_embeddings,
-        tied=c.tie_word_embeddings,
     )
 
 
@@ -192,13 +199,8 @@ def _gpt2(c: Any) -> ModelSpec:
     by_layer = c.scale_attn_by_inverse_layer_idx
     scales = tuple(scale / (i + 1 if by_layer else 1) for i in range(c.num_hidden_layers))
     return ModelSpec(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_attention_heads,
-        head_size=head_size,
+        **_sizes(c),
         intermediate_size=c.n_inner or 4 * c.hidden_size,
-        vocab_size=c.vocab_size,
         sources=tuple(sources),
         prefix="transformer.",
         activation=c.activation_function,
@@ -206,7 +208,6 @@ def _gpt2(c: Any) -> ModelSpec:
         num_positions=c.max_position_embeddings,
         max_positions=c.max_position_embeddings,
         attention_scales=scales,
-        tied=c.tie_word_embeddings,
     )
 
 
@@ -226,13 +227,8 @@ def _gpt_neox(c: Any) -> ModelSpec:
     sources += _both(f"{layer}.mlp.dense_4h_to_h", "layers.{i}.down")
     sources += _both("gpt_neox.final_layer_norm", "final_norm")
     return ModelSpec(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_attention_heads,
-        head_size=c.hidden_size // c.num_attention_heads,
+        **_sizes(c),
         intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
         sources=tuple(sources),
         prefix="gpt_neox.",
         activation=c.hidden_act,
@@ -240,7 +236,6 @@ def _gpt_neox(c: Any) -> ModelSpec:
         parallel_residual=c.use_parallel_residual,
         max_positions=c.max_position_embeddings,
         rotary=True,
-        tied=c.tie_word_embeddings,
     )
 
 
@@ -256,20 +251,14 @@ def _bloom(c: Any) -> ModelSpec:
     sources += _both(f"{layer}.mlp.dense_4h_to_h", "layers.{i}.down")
     sources += _both("transformer.ln_f", "final_norm")
     return ModelSpec(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_attention_heads,
-        head_size=c.hidden_size // c.num_attention_heads,
+        **_sizes(c),
         intermediate_size=4 * c.hidden_size,
-        vocab_size=c.vocab_size,
         sources=tuple(sources),
         prefix="transformer.",
         activation="gelu_new",
         norm_eps=c.layer_norm_epsilon,
         residual_after_norm=c.apply_residual_connection_post_layernorm,
         alibi=True,
-        tied=c.tie_word_embeddings,
     )
 
 
