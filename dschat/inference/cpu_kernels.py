@@ -1,7 +1,8 @@
-"""cpu_kernels.c, compiled on first use and called on tensors: in a call what takes torch several.
+"""cpu_kernels.c and cpu_step.c, compiled on first use and called on tensors.
 
 Between a decode step's matrix products stand about a hundred torch operations that each cost more
-to start than to compute. The kernels do the same in a call or two a layer. They are compiled with
+to start than to compute. The kernels do the same in a call or two a layer, or (`small_step.py`) all
+of a step in one. They are compiled with
 the system's C compiler into the user's cache folder, once per source, compiler and processor; where
 that does not work `load` returns None, and torch's operations do the work. It must not know the
 decoder, the cache or what a step is for.
@@ -26,7 +27,9 @@ from torch import Tensor
 
 logger = logging.getLogger("dschat")
 
-_SOURCE = Path(__file__).with_suffix(".c")
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_step.c")
+_HEADER = _FOLDER / "cpu_kernels.h"
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it would reorder sums, and answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -41,6 +44,8 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
+    "dschat_decode_step": (_POINTER,) * 6,
+    "dschat_draw": (_POINTER, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
 
@@ -65,6 +70,8 @@ class Kernels:
         self._silu_mul = library.dschat_silu_mul
         self._turn_heads = library.dschat_turn_heads
         self._attend = library.dschat_decode_attention
+        self._draw = library.dschat_draw
+        self.decode_step = library.dschat_decode_step  # small_step.py knows its arguments
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -123,6 +130,23 @@ class Kernels:
             0 if rotary is None else cos.shape[1],
         )
 
+    def draw(self, logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """`dschat.sampling.sample` without truncation: ``logits`` (R, V), ``uniform`` (R,) float64
+        -> ids (R,) int64 and log-probs (R,) fp32."""
+        num_rows, num_tokens = logits.shape
+        ids = uniform.new_empty(num_rows, dtype=torch.int64)
+        logprobs = logits.new_empty(num_rows)
+        self._draw(
+            logits.data_ptr(),
+            num_rows,
+            num_tokens,
+            temperature,
+            uniform.data_ptr(),
+            ids.data_ptr(),
+            logprobs.data_ptr(),
+        )
+        return ids, logprobs
+
     def decode_attention(
         self,
         lengths: Tensor,
@@ -162,7 +186,7 @@ class DecodeAttention:
             places=None if places is None else places.data_ptr(),
             slopes=None if slopes is None else slopes.data_ptr(),
         )
-        self._address = ctypes.addressof(self._step)
+        self.address = ctypes.addressof(self._step)  # of the C structure
 
     def __call__(
         self, heads_THD: Tensor, rows_N2KD: Tensor, window: int | None, scale: float
@@ -176,7 +200,7 @@ class DecodeAttention:
         step.head_size = head_size
         out = heads_THD.new_empty(step.rows, num_heads * head_size)
         self._function(
-            self._address,
+            self.address,
             heads_THD.data_ptr(),
             rows_N2KD.data_ptr(),
             out.data_ptr(),
@@ -222,7 +246,7 @@ def _library(compiler: str) -> Path:
     handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, "-o", temporary, str(_SOURCE), "-lm"]
+        command = [compiler, *_FLAGS, "-o", temporary, *map(str, _SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise RuntimeError(f"{compiler}: {done.stderr.strip()[:500]}")
@@ -245,7 +269,8 @@ def _folder() -> Path:
 def _key(compiler: str) -> str:
     """What the machine code depends on: a home folder may be shared by unlike machines."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode()]
+    sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
+    parts = [*sources, " ".join(_FLAGS).encode(), version, _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

@@ -50,7 +50,7 @@ class Decoder:
         self._group = weights.group
         self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
-        self._rotary = Rotary(config, num_positions, dtype, device) if spec.rotary else None
+        self.rotary = Rotary(config, num_positions, dtype, device) if spec.rotary else None
         self.slopes = None
         if spec.alibi:
             mine = slice(self._group.rank * weights.num_heads, None)
@@ -105,7 +105,7 @@ class Decoder:
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
     def _step(self, positions: Tensor, attend: Attend) -> "_Step":
-        kernels, rotary = self._kernels, self._rotary
+        kernels, rotary = self._kernels, self.rotary
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _EVEN_TIMES_THREADS:
@@ -175,7 +175,7 @@ class Decoder:
             q.copy_(self._norm(w.q_norm, q))
             k.copy_(self._norm(w.k_norm, k))
         if step.rotary is not None:
-            self._rotary.rotate_(turning, step.rotary)
+            self.rotary.rotate_(turning, step.rotary)
         return heads
 
     def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat.dist import Group
+from dschat.inference import cpu_kernels
 from dschat.inference.scheduler import Sequence
 from dschat.rollout import SamplingParams
 from dschat.sampling import sample, uniforms
@@ -41,10 +42,27 @@ class Drawer:
             young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
             if any(young):
                 forbidden = (torch.tensor(young, device=self._device), self._stops)
-        tokens, logprobs = sample(logits, sampling, uniform, forbidden)
+        if self._draws_plainly(logits, forbidden):
+            kernels = cpu_kernels.load()
+            tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform)
+        else:
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden)
         # Every rank of a group has the same logits; this makes sure of the same tokens.
         tokens = self._group.broadcast(tokens)
         return tokens.tolist(), logprobs.tolist()
+
+    def _draws_plainly(self, logits: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether the whole distribution is drawn from, on a CPU that has the kernel for it."""
+        s = self._sampling
+        return (
+            s.temperature > 0
+            and forbidden is None
+            and not (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+            and logits.device.type == "cpu"
+            and logits.dtype == torch.float32
+            and logits.is_contiguous()
+            and cpu_kernels.load() is not None
+        )
 
 
 def _draw_ahead(sequences: list[Sequence], sampling: SamplingParams) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.dist import Group
+from dschat.inference import small_step
 from dschat.inference.arch import model_spec
 from dschat.inference.cache import KVCache
 from dschat.inference.decoder import Decoder
@@ -74,7 +75,8 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
         self.group = group or Group()
-        self.weights = Weights(self.spec, dtype, device, self.group)
+        panels = small_step.suits(self.spec, dtype, device, self.group.size)
+        self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self.stop_ids = tuple(stop_ids)
         bound = self.spec.max_positions
         if self.spec.rotary:

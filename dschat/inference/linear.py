@@ -15,6 +15,7 @@ from torch import Tensor
 
 Backend = Literal["mkl", "onednn", "plain"]
 _PACK_ROWS = 16  # the number of rows a packing is best for; any number works
+_PANEL = 32  # PANEL of cpu_step.c
 
 
 def best_backend(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -28,6 +29,12 @@ def best_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     if torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16):
         return "onednn"
     return "plain"
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """(out, in) -> (panels, in, 32): the weights of 32 outputs by input, zeros beyond the last."""
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % _PANEL))
+    return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
 
 
 @dataclass
@@ -59,8 +66,11 @@ class Linear:
         device: torch.device,
         backend: Backend,
         shared: Tensor | None = None,
+        keep_panels: bool = False,
     ) -> None:
         self.shape = shape
+        self.panels: Tensor | None = None  # where wanted: `small_step` reads this form
+        self._keep_panels = keep_panels
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
@@ -101,11 +111,17 @@ class Linear:
             if self._backend == "mkl"
             else torch.ops.mkldnn._reorder_linear_weight
         )
-        self._packed = reorder(weight.to(self._dtype).contiguous(), _PACK_ROWS)
+        weight = weight.to(self._dtype).contiguous()
+        self._packed = reorder(weight, _PACK_ROWS)
+        if self._keep_panels:
+            if self.panels is None:
+                self.panels = in_panels(weight)
+            else:  # its address stays
+                self.panels.copy_(in_panels(weight))
 
     def drop(self) -> None:
         """Let everything go, whoever still holds this object; another one takes its place."""
-        self._plain = self._packed = self._shared = self.bias = self.side = None
+        self._plain = self._packed = self._shared = self.bias = self.side = self.panels = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
@@ -119,7 +135,8 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight and bias, not counting a packing's padding; LoRA factors too."""
+        """Bytes of the weight and bias, not counting a packing's padding nor the second form that
+        a small model has (panels); LoRA factors too."""
         held = self._packed is not None or self._plain is not self._shared
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if held else 0
         size += self.bias.nbytes if self.bias is not None else 0

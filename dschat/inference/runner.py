@@ -15,6 +15,7 @@ from dschat.inference.cache import KVCache
 from dschat.inference.decoder import Decoder
 from dschat.inference.graphs import DecodeGraphs
 from dschat.inference.scheduler import Plan, Sequence
+from dschat.inference.small_step import SmallStep
 
 logger = logging.getLogger("dschat")
 
@@ -35,6 +36,7 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._use_graphs = use_graphs
         self._graphs: DecodeGraphs | None = None
+        self._small: SmallStep | None = None
 
     def logits(self, plan: Plan) -> Tensor:
         """Logits of the rows that draw, (R, V)."""
@@ -60,11 +62,16 @@ class StepRunner:
             if logits is not None:
                 return logits
         packed = packed.to(self._device)
+        decodes = self._decodes(plan.decodes, packed[1]) if plan.decodes else None
+        if not chunks and self._decoder.weights.has_panels:
+            logits = self._small_step().logits(*packed, decodes)
+            if logits is not None:
+                return logits
         attention = Attention(
             self._decoder.spec,
             cache,
             packed[2],
-            self._decodes(plan.decodes, packed[1]) if plan.decodes else None,
+            decodes,
             chunks,
             self._decoder.slopes,
         )
@@ -73,6 +80,11 @@ class StepRunner:
             kept = torch.tensor([*range(len(plan.decodes)), *last_rows], dtype=torch.int64)
             hidden = hidden.index_select(0, kept.to(self._device))
         return self._decoder.logits(hidden)
+
+    def _small_step(self) -> SmallStep:
+        if self._small is None or not self._small.fits(self._decoder, self._cache):
+            self._small = SmallStep(self._decoder, self._cache, self._max_num_seqs)
+        return self._small
 
     def _graphs_work(self) -> bool:
         """Whether decode steps are replayed; captured graphs that no longer fit are let go."""

@@ -52,7 +52,12 @@ class Weights:
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        keep_panels: bool = False,
     ) -> None:
         check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
@@ -63,6 +68,7 @@ class Weights:
         self.linears: dict[str, Linear | BorrowedLinear] = {}
         self.tensors: dict[str, Tensor] = {}
         self.backend = best_backend(device, dtype)
+        self.has_panels = keep_panels  # see small_step
         self._sources = list(spec.layer_sources())
         self._by_name: dict[str, list[Source]] = defaultdict(list)
         for source in self._sources:
@@ -137,7 +143,13 @@ class Weights:
                 has_bias = f"{base}.bias" in self._parts
                 shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
                 self.linears[base] = Linear(
-                    shape, has_bias, self.dtype, self.device, self.backend, shared
+                    shape,
+                    has_bias,
+                    self.dtype,
+                    self.device,
+                    self.backend,
+                    shared,
+                    self.has_panels,
                 )
 
     def _head_is_shared(self, base: str) -> bool:

@@ -11,6 +11,7 @@ from transformers import GPTJConfig
 from dschat.config import UserError
 from dschat.dist import Group
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.inference.draws import Drawer
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 
@@ -186,24 +187,24 @@ def test_variants_the_decoder_does_not_have(name, change, message):
     assert_one_line(error)
 
 
-def test_an_error_in_the_middle_leaves_the_cache_clean():
+def test_an_error_in_the_middle_leaves_the_cache_clean(monkeypatch):
     """A step fails while sequences of three prompts hold pages; the next call starts from none."""
     module = build("llama")
     made = engine(module, page_size=4, max_num_seqs=3, stop_ids=(EOS,))
     prompts, sampling = [[5], [6] * 9, [7] * 20, [8] * 3], SamplingParams(max_new_tokens=12, n=3)
     expected = made.generate(prompts, sampling)
-    head, calls = made.weights.linears["head"], []
+    draw, calls = Drawer.draw, []
 
-    def fails_at_the_fifth(x):
+    def fails_at_the_fifth(*arguments):
         calls.append(made.cache.num_free)
         if len(calls) == 5:
             raise RuntimeError("out of memory")
-        return head(x)
+        return draw(*arguments)
 
-    made.weights.linears["head"] = fails_at_the_fifth
-    with pytest.raises(RuntimeError, match="out of memory"):
-        made.generate(prompts, sampling)
-    made.weights.linears["head"] = head
+    with monkeypatch.context() as patch:
+        patch.setattr(Drawer, "draw", fails_at_the_fifth)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            made.generate(prompts, sampling)
     assert calls[-1] < made.cache.num_pages
     assert made.cache.num_free == made.cache.num_pages
     assert made.generate(prompts, sampling) == expected

@@ -19,7 +19,7 @@ from families import (
 )
 from transformers import GenerationConfig
 
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import InferenceEngine, SamplingParams, small_step
 from dschat.models.hf_generator import HuggingFaceGenerator
 
 GAP = 5e-5  # in fp32, of values that reach 10 and more; the issue allows 1e-4
@@ -34,6 +34,14 @@ CASES = [(n, layout) for n in CORE for layout in LAYOUTS] + [(n, "paged") for n 
 SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in VARIANTS]
 
 
+@pytest.fixture(params=["one call", "many calls"])
+def steps(request, monkeypatch):
+    """Decode steps as small models do them, where the family can, and as large ones do."""
+    if request.param == "many calls":
+        monkeypatch.setattr(small_step, "MAX_PARAMETERS", 0)
+
+
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(("name", "layout"), CASES + SLOW_CASES)
 def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     module = module_of(name)
@@ -54,6 +62,7 @@ def greedy_answer(module, prompt, max_new_tokens):
     return whole[0, len(prompt) :].tolist()
 
 
+@pytest.mark.usefixtures("steps")
 @every_family()
 def test_greedy_tokens_are_those_of_generate(name, module_of):
     module = module_of(name)

@@ -1,0 +1,184 @@
+"""A decode step of a small model in one C call.
+
+The weights of a decoder and a cache are described once, as the structures of cpu_step.c; then ids
+and positions of a step come in, and logits come out. Only steps in which every sequence decodes,
+fp32 on one CPU, for the families whose layers are pre-norm and sequential: what else there is, the
+decoder does. It must not know sequences or sampling.
+
+NOTE: the structures hold raw addresses. They are good for one generation of the weights (a refresh
+writes in place) and one cache; whoever holds a `SmallStep` asks `fits` before each step.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from dschat.inference import cpu_kernels
+from dschat.inference.arch import ModelSpec
+from dschat.inference.attention import Decodes
+from dschat.inference.cache import KVCache
+from dschat.inference.decoder import Decoder
+from dschat.inference.linear import Linear
+
+# Above so many parameters the matrix products of all cores win over one call on one core.
+MAX_PARAMETERS = 4_000_000
+
+_ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("k", _INT), ("n", _INT)]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *(("norm1", _Norm), ("norm2", _Norm), ("q_norm", _POINTER), ("k_norm", _POINTER)),
+        *((name, _Linear) for name in ("qkv", "out", "up", "down")),
+        *(("cache", _POINTER), ("window", _INT), ("scale", _FLOAT)),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((n, _INT) for n in ("num_layers", "num_heads", "num_kv_heads", "head_size")),
+        *((n, _INT) for n in ("hidden_size", "rotary_dim", "activation", "position_offset")),
+        *((n, _POINTER) for n in ("embed", "positions", "cos", "sin")),
+        *(("embed_norm", _Norm), ("final_norm", _Norm), ("head", _Linear)),
+        *(("layers", _POINTER), ("eps", _FLOAT)),
+    ]
+
+
+def suits(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: int) -> bool:
+    """Whether a model's decode steps should go through here; then its weights keep panels."""
+    return (
+        (device.type, dtype, num_ranks) == ("cpu", torch.float32, 1)
+        and spec.num_parameters() <= MAX_PARAMETERS
+        and spec.pre_norm
+        and not (spec.parallel_residual or spec.residual_after_norm)
+        and spec.embedding_size == spec.hidden_size
+        and spec.activation in _ACTIVATIONS
+        and spec.gated == (_ACTIVATIONS[spec.activation] == 0)
+        and cpu_kernels.load() is not None
+    )
+
+
+class SmallStep:
+    """``decoder``'s steps over ``cache``, until either is another one."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._generation = decoder.weights.generation
+        self._held: list[Tensor] = []  # what the structures point to
+        self._works = self._describe()
+        spec, weights = decoder.spec, decoder.weights
+        out_size = spec.num_heads * spec.head_size
+        qkv_size = out_size + 2 * spec.num_kv_heads * spec.head_size
+        width = 3 * spec.hidden_size + max(spec.hidden_size, out_size) + qkv_size
+        width += spec.intermediate_size * (3 if spec.gated else 2)
+        self._scratch = torch.empty(max_num_seqs * width)
+        self._vocab_size = weights.vocab_size
+
+    def fits(self, decoder: Decoder, cache: KVCache) -> bool:
+        """Whether this describes what is there now."""
+        return (
+            decoder is self._decoder
+            and cache is self._cache
+            and decoder.weights.generation == self._generation
+        )
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, places: Tensor, decodes: Decodes
+    ) -> Tensor | None:
+        """Logits (B, V) of a step in which B sequences bring one token each.
+
+        ``tokens``, ``positions``, ``places`` (B,) int64, contiguous. None where the weights have no
+        panels (borrowed, or with adapters beside them).
+        """
+        if not self._works:
+            return None
+        kernels = cpu_kernels.load()
+        step = kernels.decode_attention(
+            decodes.lengths,
+            places,
+            decodes.block_table,
+            self._cache.page_size,
+            self._decoder.slopes,
+        )
+        logits = self._scratch.new_empty(decodes.count, self._vocab_size)
+        kernels.decode_step(
+            ctypes.addressof(self._model),
+            step.address,
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            self._scratch.data_ptr(),
+            logits.data_ptr(),
+        )
+        return logits
+
+    # -- the structures ----------------------------------------------------------------------------
+
+    def _describe(self) -> bool:
+        decoder = self._decoder
+        spec, weights = decoder.spec, decoder.weights
+        linears = weights.linears.values()
+        if not all(isinstance(w, Linear) and w.panels is not None and not w.side for w in linears):
+            return False
+        self._layers = (_Layer * spec.num_layers)(*map(self._layer, range(spec.num_layers)))
+        rotary = decoder.rotary
+        self._model = _Model(
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            hidden_size=spec.hidden_size,
+            rotary_dim=rotary.dim if rotary else 0,
+            activation=_ACTIVATIONS[spec.activation],
+            position_offset=spec.position_offset,
+            embed=self._address("embed.weight"),
+            positions=self._address("positions.weight"),
+            cos=rotary.cos.data_ptr() if rotary else None,
+            sin=rotary.sin.data_ptr() if rotary else None,
+            embed_norm=self._norm("embed_norm"),
+            final_norm=self._norm("final_norm"),
+            head=self._linear("head"),
+            layers=ctypes.addressof(self._layers),
+            eps=spec.norm_eps,
+        )
+        return True
+
+    def _layer(self, i: int) -> _Layer:
+        spec, cached = self._decoder.spec, self._cache.layers[i][0]
+        return _Layer(
+            norm1=self._norm(f"layers.{i}.norm1"),
+            norm2=self._norm(f"layers.{i}.norm2"),
+            q_norm=self._address(f"layers.{i}.q_norm.weight"),
+            k_norm=self._address(f"layers.{i}.k_norm.weight"),
+            **{n: self._linear(f"layers.{i}.{n}") for n in ("qkv", "out", "up", "down")},
+            cache=cached.data_ptr(),
+            window=spec.window(i) or 0,
+            scale=spec.attention_scale(i),
+        )
+
+    def _linear(self, name: str) -> _Linear:
+        linear = self._decoder.weights.linears[name]
+        bias = None if linear.bias is None else self._hold(linear.bias)
+        return _Linear(self._hold(linear.panels), bias, linear.shape[1], linear.shape[0])
+
+    def _norm(self, name: str) -> _Norm:
+        return _Norm(self._address(f"{name}.weight"), self._address(f"{name}.bias"))
+
+    def _address(self, name: str) -> int | None:
+        tensor = self._decoder.weights.tensors.get(name)
+        return None if tensor is None else self._hold(tensor)
+
+    def _hold(self, tensor: Tensor) -> int:
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.float32
+        self._held.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,137 @@
+"""Steps of small models in one call, and the drawing kernel: which models, the same numbers."""
+
+import numpy as np
+import pytest
+import torch
+from families import CONFIGS, PROMPTS, build, engine
+
+from dschat.inference import SamplingParams, cpu_kernels, small_step
+from dschat.inference.arch import model_spec
+from dschat.inference.small_step import SmallStep
+from dschat.sampling import sample
+
+CPU = torch.device("cpu")
+ONE_CALL = {"opt", "gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3"}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_there():
+    if cpu_kernels.load() is None:
+        pytest.skip("switched off, or no C compiler here")
+
+
+@pytest.fixture
+def steps_taken(monkeypatch):
+    """How many steps went through, a list of their numbers of rows."""
+    taken, logits = [], SmallStep.logits
+
+    def counted(self, tokens, *rest):
+        result = logits(self, tokens, *rest)
+        if result is not None:
+            taken.append(len(tokens))
+        return result
+
+    monkeypatch.setattr(SmallStep, "logits", counted)
+    return taken
+
+
+@pytest.mark.parametrize("name", ["opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "qwen3"])
+def test_which_families_take_their_steps_in_one_call(name, module_of, steps_taken):
+    sampling = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+    engine(module_of(name)).generate(PROMPTS[:3], sampling)
+    assert steps_taken == ([3] * 5 if name in ONE_CALL else [])
+
+
+@pytest.mark.parametrize("name", sorted(ONE_CALL))
+def test_the_same_answers_as_call_by_call(name, module_of, monkeypatch):
+    sampling = SamplingParams(max_new_tokens=20, n=2, seed=3)
+    one_call = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
+    monkeypatch.setattr(small_step, "MAX_PARAMETERS", 0)
+    many_calls = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
+    assert one_call.token_ids == many_calls.token_ids
+    for a, b in zip(one_call.logprobs, many_calls.logprobs, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_only_small_fp32_models_on_one_cpu():
+    spec = model_spec(CONFIGS["llama"]())
+    assert small_step.suits(spec, torch.float32, CPU, 1)
+    assert not small_step.suits(spec, torch.bfloat16, CPU, 1)
+    assert not small_step.suits(spec, torch.float32, torch.device("cuda"), 1)
+    assert not small_step.suits(spec, torch.float32, CPU, 2)
+    config = CONFIGS["llama"]()
+    config.hidden_size, config.intermediate_size = 1024, 4096
+    assert not small_step.suits(model_spec(config), torch.float32, CPU, 1)
+
+
+def test_new_weights_are_the_next_answers(steps_taken):
+    """A refresh writes in place; weights that were dropped come back elsewhere."""
+    old, new = build("llama"), build("llama")
+    with torch.no_grad():
+        for p in new.parameters():
+            p.mul_(1.1)
+    sampling = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
+    made, expected = engine(old), engine(new).generate(PROMPTS, sampling)
+    assert made.generate(PROMPTS, sampling) != expected
+    made.weights.load(new.state_dict().items())
+    assert made.generate(PROMPTS, sampling) == expected
+    made.release_weights()
+    made.release_cache()
+    made.weights.load(new.state_dict().items())
+    assert made.generate(PROMPTS, sampling) == expected
+    assert len(steps_taken) > 3 * 7
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def logits_of(rows, size, scale=3.0, seed=0):
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 127, 128, 129, 2048, 5003])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_draws_are_the_inverse_cdf(size, temperature):
+    logits = logits_of(200, size)
+    uniform = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    ids, logprobs = cpu_kernels.load().draw(logits, temperature, uniform)
+    scores = logits.double().numpy() / temperature
+    masses = np.exp(scores - scores.max(-1, keepdims=True))
+    cdf = masses.cumsum(-1) / masses.sum(-1, keepdims=True)
+    rows = np.arange(200)
+    after = cdf[rows, ids.numpy()]
+    before = after - masses[rows, ids.numpy()] / masses.sum(-1)
+    u = uniform.numpy()  # fp32 masses are 2e-7 off, and so is the border between two tokens
+    assert ((before <= u + 1e-6) & (u - 1e-6 <= after)).all()
+    exact = scores[rows, ids.numpy()] - np.log(np.exp(scores).sum(-1))
+    assert np.abs(logprobs.numpy() - exact).max() < 2e-6
+
+
+def test_draws_are_those_of_torch():
+    logits = logits_of(500, 3000)
+    uniform = torch.rand(500, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected_ids, expected = sample(logits, SamplingParams(max_new_tokens=1), uniform)
+    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    assert torch.equal(ids, expected_ids)
+    assert torch.allclose(logprobs, expected, atol=2e-6)
+
+
+def test_what_has_no_mass_is_never_drawn():
+    logits = torch.full((3, 300), -torch.inf)
+    logits[:, 200] = 1.0
+    logits[1, 7] = logits[1, 299] = 1.0
+    uniform = torch.tensor([0.0, 0.0, 1 - 2**-53], dtype=torch.float64)
+    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    assert ids.tolist() == [200, 7, 200]
+    assert logprobs.tolist() == pytest.approx([0.0, -np.log(3), 0.0], abs=1e-6)
+
+
+def test_a_row_of_nan_stays_in_the_vocabulary():
+    logits = logits_of(3, 300)
+    logits[1] = torch.nan
+    uniform = torch.full((3,), 0.5, dtype=torch.float64)
+    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    assert ids[1] == 299
+    assert logprobs[1].isnan()
+    assert not logprobs[[0, 2]].isnan().any()
