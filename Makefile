@@ -52,11 +52,6 @@ $(STAMP): requirements.lock pyproject.toml
 		{ echo "error: dschat needs Python 3.10 or later: make PYTHON=python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "error: $(PYTHON) cannot make a venv: apt install python3-venv" >&2; exit 2; }
-	@$(PYTHON) -c 'import os, sys, sysconfig; \
-		sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
-		{ echo "error: Python's headers are missing: apt install python3-dev" >&2; exit 2; }
-	@command -v g++ >/dev/null || \
-		{ echo "error: DeepSpeed compiles its CPU part and finds no g++: apt install g++" >&2; exit 2; }
 	@echo "setting up .venv (minutes the first time; pip downloads torch)"
 	@$(PYTHON) -m venv .venv
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \

@@ -29,8 +29,9 @@ def main() -> None:
     from dschat import log
 
     # Load.
-    log.setup()
+    log.setup(hold=True)
     chat = load_chat(config)
+    log.release()
 
     # Talk.
     if sys.stdin.isatty():

@@ -3,6 +3,7 @@
     python train.py                                       the demo: a tiny model, offline, on a CPU
     python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m
     python train.py --step 3 --recipe opt-1.3b --step3.kl_coef 0.05 --dry-run
+    python train.py --recipe opt-1.3b --plan --device-memory-gib 80
 
 Plans first: a mistake in any step's flags shows before anything runs. Then each step runs as a
 process of its own (several under DeepSpeed's launcher), and the first that fails ends the run.
@@ -12,9 +13,11 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from dschat import cli, launch, recipe
+from dschat.plan import Request, log_lines, tables
 from dschat.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
@@ -23,13 +26,22 @@ ROOT = Path(__file__).resolve().parent
 def main() -> int:
     # Parse and plan.
     config, step_flags = recipe.parse_args(sys.argv[1:])
-    plan = launch.plan(config, step_flags, ROOT)
+    # A plan of memory may be for machines that are not here, as a dry run may.
+    plan = launch.plan(replace(config, dry_run=config.dry_run or config.plan), step_flags, ROOT)
+    if config.plan:
+        for note in plan.notes:
+            say(note)
+        say(tables(memory_request(config, plan)) if plan.commands else "there is nothing to run")
+        return 0
     if config.dry_run:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
     for note in plan.notes:
         say(note)
+    if plan.commands and plan.nodes.is_first:
+        for line in log_lines(memory_request(config, plan)):
+            say(line)
 
     # Run the steps, one after another.
     for step, command in plan.commands:
@@ -51,12 +63,24 @@ def main() -> int:
     finished = [plan.finished(step) for step in recipe.STEPS.values()]
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
-    if finished[-1]:
+    if finished[-1] and plan.nodes.is_first:
         here = os.path.relpath(sys.executable)
         python = "python" if here.startswith("..") else here
         talk = [python, "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
+
+
+def memory_request(config: recipe.TrainConfig, plan: launch.Plan) -> Request:
+    """What the plan of memory needs to know: the steps' flags, read back from their commands."""
+    steps = {}
+    for step, command in plan.commands:
+        words = [shlex.split(word)[0] if word[:1] in "'\"" else word for word in command]
+        first = next(i for i, word in enumerate(words) if word.endswith(f"{step.name}/main.py"))
+        steps[step.number] = cli.given(step.config_class, words[first + 1 :])
+    nodes = plan.nodes
+    here = nodes.processes_here
+    return Request(steps, nodes.num_processes, here, config.device_memory_gib)
 
 
 def say(line: str) -> None:

@@ -233,21 +233,32 @@ def tp2(case: Case, dtype: torch.dtype, rounds: int) -> dict:
 
 
 class Collectives(TorchDispatchMode):
-    """A scope in which torch.distributed's collectives are counted, whoever calls them."""
+    """A scope in which torch.distributed's collectives are counted, whoever calls them, and the
+    bytes of every bucket, whichever way they travel (all ranks' parts)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
-        self.joined_bytes: list[int] = []  # of every bucket: all ranks' parts
+        self.joined_bytes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.num_calls += 1
-            if "_allgather_base_" in func.name():  # NCCL
-                self.joined_bytes.append(args[0].nbytes)
-            elif "allreduce_" in func.name():  # gloo: a sum with zeros
-                self.joined_bytes.append(sum(tensor.nbytes for tensor in args[0]))
+        self.num_calls += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self._join = join = dist.join_parts
+
+        def joined(sizes, parts, device):
+            num_bytes = sum(sizes) * parts[0].element_size() * dist.world_size()
+            self.joined_bytes.append(num_bytes)
+            return join(sizes, parts, device)
+
+        dist.join_parts = joined
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dist.join_parts = self._join
+        return super().__exit__(*error)
 
 
 def counted(side: Side, new_tokens: int) -> dict:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Protocol
 
 from dschat import dist
-from dschat.config import UserError, flag
+from dschat.knobs import UserError, flag, require_types
 from dschat.data.segments import prompt_text_ids
 from dschat.rollout import SamplingParams
 
@@ -74,6 +74,7 @@ class ChatConfig:
 
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        require_types(self)
         if not self.path:
             raise UserError("--path is missing; name a model's folder")
         try:
@@ -116,6 +117,7 @@ def _load_generator(
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config, load_generation_config
     from dschat.models.tokenizer import stop_ids
+    from dschat.models.vocabulary import num_ids
 
     disable_progress_bar()
     stops = stop_ids(tokenizer, load_generation_config(name))
@@ -128,6 +130,7 @@ def _load_generator(
                 str(dtype).removeprefix("torch."),
                 str(dist.device()),
                 stop_ids=stops,
+                num_tokens=num_ids(tokenizer),
                 max_num_seqs=1,
                 max_seq_len=longest,
                 page_size=_PAGE_SIZE,
@@ -137,7 +140,10 @@ def _load_generator(
         logger.warning("NO FAST GENERATION: %s; the Hugging Face module answers, slower", reason)
     model = load_causal_lm(name, "--path", dtype, trust_remote_code=config.trust_remote_code)
     model.to(dist.device())
-    return HuggingFaceGenerator(model, stops, tokenizer.pad_token_id), stops
+    generator = HuggingFaceGenerator(
+        model, stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+    )
+    return generator, stops
 
 
 def check_system(tokenizer: Any, system: Optional[str]) -> None:
@@ -332,23 +338,11 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
     elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
         raise UserError(f"--path {path}: no such folder; check the path")
 
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     from dschat.builtin_model import resolve_model
-    from dschat.models.load import load_config
+    from dschat.models.kind import load_config, require_causal_lm
 
     name = resolve_model(path)
-    config = load_config(name, "--path", trust_remote_code)
-    architectures = config.architectures or []
-    if any(a.endswith("ForSequenceClassification") for a in architectures):
-        raise UserError(
-            f"--path {path} is a reward model, which scores and does not talk; name a causal LM, "
-            "such as the actor of step 3"
-        )
-    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if architectures and not causal.intersection(architectures) and not own_code:
-        raise UserError(f"--path {path} is a {architectures[0]}; name a causal LM")
+    require_causal_lm(load_config(name, "--path", trust_remote_code), name, "--path")
     return name
 
 

@@ -19,10 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
-from dschat.config import UserError
 
 MAX_FILE_BYTES = 4 * 2**30
-COMPLETE = "COMPLETE"
 
 
 def export_hf(
@@ -117,6 +115,9 @@ def _write_companions(
     saved = type(config).from_dict(config.to_dict())
     saved.architectures = [architecture]
     saved.use_cache = True
+    ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
+    if tokenizer.eos_token_id not in ends:  # --add_eot_token, or another --tokenizer_name_or_path
+        saved.eos_token_id = tokenizer.eos_token_id
     saved.dtype = dtype  # from_pretrained loads in it; the base's config may say another
     saved.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
@@ -157,32 +158,4 @@ def export_adapter(
         folder.mkdir(parents=True, exist_ok=True)
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         wrapped.peft_config["default"].save_pretrained(str(folder))
-    dist.barrier()
-
-
-def claim_output_dir(output_dir: str | Path, overwrite: bool) -> None:
-    """Collective. Make the folder and take any old mark away; ``UserError`` where a finished step
-    is in it.
-    """
-    folder = Path(output_dir)
-    if (folder / COMPLETE).exists() and not overwrite:
-        raise UserError(
-            f"--output_dir {folder} holds a finished step; choose another, "
-            "or pass --overwrite_output_dir"
-        )
-    dist.barrier()
-    if dist.is_main_process():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
-        (folder / COMPLETE).unlink(missing_ok=True)
-    dist.barrier()
-
-
-def mark_complete(output_dir: str | Path) -> None:
-    """Collective. Leave the mark by which ``train.py`` knows that this step is done."""
-    dist.barrier()
-    if dist.is_main_process():
-        (Path(output_dir) / COMPLETE).write_text("")
     dist.barrier()

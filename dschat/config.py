@@ -11,7 +11,9 @@ else.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.knobs import UserError, flag, require
+from dschat.data_config import DataConfig
+from dschat.deepspeed_config import DeepSpeedConfig
+from dschat.knobs import UserError, flag, require, require_types
 from dschat.rollout_config import RolloutConfig
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -22,30 +24,9 @@ __all__ = ["CommonConfig", "RLHFConfig", "RewardConfig", "SFTConfig", "UserError
 
 
 @dataclass
-class CommonConfig:
+class CommonConfig(DeepSpeedConfig, DataConfig):
     """What all three steps share: data, numerics, DeepSpeed, logging."""
 
-    # data
-    data_path: list[str] = flag(
-        ["builtin/chat"],
-        "Data sets: builtin/chat, hub names, or .json/.jsonl files; `PATH:WEIGHT` blends several.",
-    )
-    eval_data_path: Optional[list[str]] = flag(
-        None, "Held-out data; by default the source's own eval split, or --eval_fraction of it."
-    )
-    eval_fraction: float = flag(
-        0.05, "Share of a source without an eval split that is held out for evaluation."
-    )
-    max_eval_samples: int = flag(500, "Evaluate on at most this many held-out examples.")
-    data_split: str = flag(
-        "2,4,4",
-        "Proportions of the training data that go to steps 1, 2 and 3; the parts are disjoint.",
-    )
-    prompt_column: Optional[str] = flag(None, "Column that holds the prompt.")
-    chosen_column: Optional[str] = flag(None, "Column that holds the preferred answer.")
-    rejected_column: Optional[str] = flag(None, "Column that holds the other answer.")
-    messages_column: Optional[str] = flag(None, "Column that holds a chat `messages` list.")
-    seed: int = flag(1234, "Seed of the data order, new weights, dropout and sampling.")
     # where
     output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log of this step.")
     overwrite_output_dir: bool = flag(
@@ -76,6 +57,14 @@ class CommonConfig:
         "Attention of the training form: sdpa, eager or flash_attention_2; transformers chooses.",
     )
     trust_remote_code: bool = flag(False, "Let a checkpoint bring and run its own Python code.")
+    # tokenizer
+    add_eot_token: bool = flag(
+        False, "End answers with --eot_token, added to the tokenizer (and embedding) if missing."
+    )
+    eot_token: str = flag("<|endoftext|>", "The token that --add_eot_token ends answers with.")
+    chat_template: Optional[str] = flag(
+        None, "File with a Jinja chat template, in place of the tokenizer's own."
+    )
     # logging
     logging_steps: int = flag(1, "Print and record metrics every N steps.")
     enable_tensorboard: bool = flag(True, "Write TensorBoard events into OUTPUT_DIR/tensorboard.")
@@ -84,27 +73,13 @@ class CommonConfig:
     disable_tqdm: bool = flag(False, "No progress bars, even on a terminal.")
     local_rank: int = flag(-1, "Set by the launcher; not read.")
 
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        parts = tuple(float(p) for p in self.data_split.split(","))
-        return parts  # type: ignore[return-value]
-
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        require_types(self)
+        self.validate_data()
         require(
-            bool(self.data_path),
-            "--data_path is empty; name a file, a hub data set or builtin/chat",
-        )
-        try:
-            parts = self.split_weights
-        except ValueError:
-            parts = ()
-        require(
-            len(parts) == 3 and min(parts) >= 0 and sum(parts) > 0,
-            f"--data_split {self.data_split!r} is not three numbers, one a step, such as 2,4,4",
-        )
-        require(
-            0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
+            not self.streaming or self.max_steps > 0,
+            "--streaming needs --max_steps: how many steps to train, since rows are not counted",
         )
         require(
             len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
@@ -118,31 +93,43 @@ class CommonConfig:
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
-        for name in ("max_grad_norm", "num_warmup_steps", "max_steps", "max_eval_samples"):
+        for name in ("max_grad_norm", "num_warmup_steps", "max_steps"):
             value = getattr(self, name)
             require(value >= 0, f"--{name} {value} must not be negative")
+        require(
+            not self.add_eot_token or bool(self.eot_token.strip()),
+            "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
+        )
         for f in fields(self):
-            allowed = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
             value = getattr(self, f.name)
-            require(
-                not allowed or value in allowed,
-                f"--{f.name} {value!r} is not one of {', '.join(map(str, allowed))}",
-            )
             if f.name.endswith("zero_stage"):
                 require(
                     value in (0, 1, 2, 3),
                     f"--{f.name} {value} does not exist; ZeRO has stages 0, 1, 2 and 3",
                 )
-            if f.name.endswith(("learning_rate", "weight_decay")) and value is not None:
+            if f.name.endswith(("learning_rate", "weight_decay", "lora_dim", "lora_alpha")):
                 require(value >= 0, f"--{f.name} {value} must not be negative")
+            if f.name.endswith("dropout"):
+                require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
+        self.validate_deepspeed()
+
+    @property
+    def end_of_turn(self) -> Optional[str]:
+        """What ends an answer in place of the tokenizer's own EOS; None: nothing does."""
+        return self.eot_token if self.add_eot_token else None
 
     @classmethod
     def from_namespace(cls, args: Any):
-        """This dataclass from ``args``: ours, a dict, or any object with some of the fields."""
-        if isinstance(args, cls):
-            return args
-        given = args if isinstance(args, dict) else vars(args)
-        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+        """This dataclass from ``args``: ours, a dict, or any object with some of the fields.
+
+        Raises ``UserError`` for a value of the wrong type.
+        """
+        if not isinstance(args, cls):
+            given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
+            require(given is not None, f"args {args!r} is no {cls.__name__}, dict or namespace")
+            args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+        require_types(args)
+        return args
 
 
 @dataclass
@@ -171,9 +158,6 @@ class SupervisedConfig(CommonConfig):
         aliases=["--eval_interval"],
     )
     zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.")
-    offload: bool = flag(
-        False, "Keep optimizer states (and, under ZeRO-3, parameters) in CPU memory."
-    )
     gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
     lora_dim: int = flag(0, "Rank of LoRA adapters; 0: train the whole model.")
     lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
@@ -195,7 +179,6 @@ class SupervisedConfig(CommonConfig):
         for name in ("max_seq_len", "per_device_train_batch_size", "per_device_eval_batch_size"):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
-        require(self.lora_dim >= 0, f"--lora_dim {self.lora_dim} must not be negative")
         require(self.eval_steps >= 0, f"--eval_steps {self.eval_steps} must not be negative")
 
 
@@ -220,13 +203,18 @@ class RewardConfig(SupervisedConfig):
 class RLHFConfig(RolloutConfig, CommonConfig):
     """Step 3. Counts are of the whole rollout, unless the name says per_device."""
 
+    deepspeed_models = ("actor", "critic")
+
     actor_model_name_or_path: str = flag(
         "", "The policy to start from: step 1's folder, or any causal LM."
     )
     critic_model_name_or_path: str = flag(
+        "", "What the critic starts from; default: --reward_model_name_or_path."
+    )
+    reward_model_name_or_path: str = flag(
         "",
-        "The reward model (step 2's folder); the critic starts from it too.",
-        aliases=["--reward_model_name_or_path"],
+        "The reward model (step 2's folder); default: --critic_model_name_or_path. With another "
+        "tokenizer than the actor's it reads the text anew, and the critic starts as the actor.",
     )
     # learning
     per_device_training_batch_size: int = flag(
@@ -272,9 +260,17 @@ class RLHFConfig(RolloutConfig, CommonConfig):
     # DeepSpeed and memory
     actor_zero_stage: int = flag(0, "ZeRO stage of the actor (and of the reference).")
     critic_zero_stage: int = flag(0, "ZeRO stage of the critic (and of the reward model).")
-    offload: bool = flag(False, "Keep optimizer states of actor and critic in CPU memory.")
+    actor_deepspeed_config: Optional[str] = flag(
+        None, "The actor's own file in place of --deepspeed_config."
+    )
+    critic_deepspeed_config: Optional[str] = flag(
+        None, "The critic's own file in place of --deepspeed_config."
+    )
     offload_reference_model: bool = flag(False, "Keep the reference model's weights in CPU memory.")
     offload_reward_model: bool = flag(False, "Keep the reward model's weights in CPU memory.")
+    align_overflow: bool = flag(
+        False, "Skip a step of actor and critic together where either's gradient is not finite."
+    )
     actor_gradient_checkpointing: bool = flag(False, "Recompute the actor's activations.")
     critic_gradient_checkpointing: bool = flag(False, "Recompute the critic's activations.")
     # LoRA
@@ -299,6 +295,13 @@ class RLHFConfig(RolloutConfig, CommonConfig):
     eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
     print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")
     print_answers_interval: int = flag(10, "Iterations between printed answers.")
+
+    def __post_init__(self) -> None:
+        critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
+        self.critic_model_name_or_path, self.reward_model_name_or_path = (
+            critic or reward,
+            reward or critic,
+        )
 
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""

@@ -1,27 +1,28 @@
 """DeepSpeed: the only writer of its configurations and the only caller of ``deepspeed.initialize``.
 
-A module and a few knobs come in; an engine with an optimizer and schedule goes out. Also the one
-way to take an optimizer step, so that "sum over tokens / tokens of the whole step" means the same
-everywhere. It must not know what is trained.
+A module and a few knobs come in; an engine with an optimizer and schedule goes out. What a user's
+own file says goes into DeepSpeed's configuration by the rule of `dschat.deepspeed_file`. It must
+not know what is trained, nor how a step is taken.
 """
 
 import io
 import logging
-import math
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from pydantic import ValidationError
+from torch import nn
 from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from dschat import dist
-from dschat.config import UserError
+from dschat.cli import did_you_mean
+from dschat.config import CommonConfig, UserError
+from dschat.deepspeed_file import merged
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -29,6 +30,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 import deepspeed  # noqa: E402  NOTE: it reads both of the above while it is imported
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
 logger = logging.getLogger("dschat")
@@ -58,28 +60,104 @@ class ZeroSettings:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     max_grad_norm: float = 1.0
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # the user's, from `deepspeed_file`
 
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
+    def frozen(self, offload: bool) -> "ZeroSettings":
+        """The same for a model that is not trained. It is sharded only where its trained twin is,
+        or (``offload``) to live in CPU memory.
+        """
+        zero = {
+            key: value
+            for key, value in self.overrides.get("zero_optimization", {}).items()
+            if not key.startswith("offload_")
+        }
+        return ZeroSettings(
+            3 if self.shards_parameters or offload else 0,
+            self.dtype,
+            offload_parameters=offload,
+            overrides={**self.overrides, "zero_optimization": zero},
+        )
+
+    @property
+    def used_stage(self) -> int:
+        """The stage that DeepSpeed runs: the one asked for, or the lowest that can do the rest.
+
+        16-bit weights need fp32 masters, and bf16 ones fp32 sums of gradients: over 256
+        micro-batches bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages 0 and 1
+        sum in bf16 or need another optimizer. Only ZeRO's optimizers can live in CPU memory.
+        """
+        lowest = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[self.dtype]
+        return max(self.stage, lowest, 2 if self.offload_optimizer else 0)
+
+    def describe(self) -> str:
+        """``ZeRO-2 in place of 0, optimizer in CPU memory``."""
+        raised = f" in place of {self.stage}" if self.used_stage != self.stage else ""
+        away = [
+            name
+            for name, is_away in (
+                ("optimizer", self.offload_optimizer),
+                ("parameters", self.offload_parameters),
+            )
+            if is_away
+        ]
+        return f"ZeRO-{self.used_stage}{raised}" + (
+            f", {' and '.join(away)} in CPU memory" if away else ""
+        )
+
+
+def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
+    """How ``config`` lays out and computes one trained model: actor, critic, or the only one.
+
+    Raises ``UserError`` for a precision that this device has not, and for a DeepSpeed file that
+    contradicts a flag or that DeepSpeed does not take; nothing needs to be loaded for that.
+    """
+    return _checked(
+        ZeroSettings(
+            getattr(config, f"{model}_zero_stage" if model else "zero_stage"),
+            resolve_dtype(config.training_dtype),
+            offload_optimizer=config.offloads_optimizer(model),
+            offload_parameters=config.offloads_parameters(model),
+            max_grad_norm=config.max_grad_norm,
+            overrides=config.deepspeed_overrides(model, dist.world_size()),
+        ),
+        config.deepspeed_origin(model),
+    )
+
+
+def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
+    """``zero``; or ``UserError`` with DeepSpeed's own reason for refusing the file's part of it."""
+    if not where:
+        return zero
+    try:
+        deepspeed.DeepSpeedConfig(deepspeed_config(zero))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            fields = DeepSpeedZeroConfig.model_fields.items()
+            near = did_you_mean(name, {field.alias or own for own, field in fields})
+            raise UserError(f"{where}: DeepSpeed has no setting {name} there{near}") from None
+        raise UserError(f"{where}: {name}: {first['msg']}") from None
+    except (
+        *(ValueError, TypeError, KeyError, AttributeError, AssertionError),
+        deepspeed.DeepSpeedConfigError,
+    ) as error:
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
+    return zero
+
 
 def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
     """The configuration DeepSpeed gets. It hears of one micro-batch: accumulation is `Step`'s."""
-    # 16-bit weights need fp32 masters, and bf16 ones fp32 sums of gradients: over 256 micro-batches
-    # bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages 0 and 1 sum in bf16 or
-    # need another optimizer.
-    lowest = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[zero.dtype]
-    # Only ZeRO's optimizers can live in CPU memory.
-    stage = max(zero.stage, lowest, 2 if zero.offload_optimizer else 0)
-    zero_section: dict[str, Any] = {"stage": stage}
+    in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    zero_section: dict[str, Any] = {"stage": zero.used_stage}
     if zero.offload_optimizer:
-        zero_section["offload_optimizer"] = {
-            "device": "cpu",
-            "pin_memory": torch.cuda.is_available(),
-        }
-    if zero.offload_parameters and stage == 3:
-        zero_section["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero_section["offload_optimizer"] = in_cpu_memory
+    if zero.offload_parameters and zero.shards_parameters:
+        zero_section["offload_param"] = in_cpu_memory
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -92,8 +170,13 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif zero.dtype == torch.float16:
-        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
-    return config
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 100,
+        }
+    return merged(config, zero.overrides)
 
 
 @contextmanager
@@ -112,26 +195,17 @@ def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
 
 
 def start_deepspeed() -> None:
-    """Collective. Join the process group and let DeepSpeed wrap it; says so if that compiles
-    something.
-
-    On a CPU DeepSpeed compiles its communication op at its first start, and again when torch
-    changes.
-    """
+    """Collective. Join the process group and let DeepSpeed wrap it."""
     dist.init()
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
-    notice = (
-        "DeepSpeed is compiling its CPU communication op: about a minute, only at its first start"
-    )
-    timer = threading.Timer(3.0, logger.info, args=(notice,))
-    timer.start()
-    try:
-        with redirect_stdout(io.StringIO()):  # it reports its success there
-            deepspeed.init_distributed(dist_init_required=False)
-    finally:
-        timer.cancel()
+    # DeepSpeed's shared-memory all-reduce for CPUs serves its own inference engines alone. Left in,
+    # it is compiled at the first start (a minute, with a C++ compiler and Python's headers), and
+    # every run leaves 66 MB a process behind in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist_init_required=False)
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -169,6 +243,10 @@ def initialize_training(
         config=deepspeed_config(zero),
         dist_init_required=False,
     )
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None:
+        # Who gives up on a model that never has a finite gradient is `SkippedSteps`.
+        scaler.raise_error_at_min_scale = False
     return engine
 
 
@@ -193,56 +271,3 @@ def unwrap(model: nn.Module) -> nn.Module:
 def parameter_shards_are_partitioned(parameter: nn.Parameter) -> bool:
     """Whether ZeRO-3 owns this parameter and keeps this rank's part in ``ds_tensor``."""
     return hasattr(parameter, "ds_tensor")
-
-
-class Step:
-    """One optimizer step, cut into micro-batches any way: sum of losses / ``denominator`` over all
-    ranks.
-
-    DeepSpeed averages gradients over ranks, hence the factor of the world size. Use::
-
-        step = Step(engine, num_micro_batches=k, denominator=tokens_of_all_ranks)
-        for batch in micro_batches:
-            step.backward(loss_sum(batch))   # exactly k times, after one forward each
-        applied = step.finish()
-
-    `finish` is False where the gradient was not finite: all ranks then skipped the step together.
-    """
-
-    def __init__(
-        self, engine: "deepspeed.DeepSpeedEngine", num_micro_batches: int, denominator: float
-    ):
-        assert num_micro_batches >= 1
-        self._engine = engine
-        self._remaining = num_micro_batches
-        self._scale = dist.world_size() / max(denominator, 1.0)
-        self.grad_norm = 0.0
-
-    def backward(self, loss_sum: Tensor) -> None:
-        """Collective. Accumulate the gradient of one micro-batch's ``loss_sum`` (0-d)."""
-        self._remaining -= 1
-        assert self._remaining >= 0, "more micro-batches than announced"
-        self._engine.set_gradient_accumulation_boundary(self._remaining == 0)
-        self._engine.backward(loss_sum * self._scale, scale_wrt_gas=False)
-
-    def finish(self) -> bool:
-        """Collective. Clip, update, advance the schedule; or, if not finite, skip on all ranks."""
-        assert self._remaining == 0, "fewer micro-batches than announced"
-        engine = self._engine
-        if engine.zero_optimization_stage() == 0:
-            # Plain torch steps here, and would write NaN into every weight.
-            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-            self.grad_norm = float(nn.utils.get_total_norm(gradients))
-            if not math.isfinite(self.grad_norm):
-                engine.optimizer.zero_grad()
-                return False
-            engine.step()
-            return True
-        engine.step()
-        self.grad_norm = float(engine.get_global_grad_norm() or 0.0)
-        return bool(engine.was_step_applied())
-
-
-def learning_rate(engine: "deepspeed.DeepSpeedEngine") -> float:
-    """The rate the next step will use."""
-    return float(engine.get_lr()[0])

@@ -1,42 +1,56 @@
 """Rank, world and collectives: the only module that reads the launcher's environment or calls
 torch.distributed.
 
-Comes in: the environment a launcher set (``deepspeed``, ``torchrun``, SLURM's ``srun``), or nothing
-at all. Goes out: numbers and collectives that mean the same with one process, so callers have no
-second code path. It must not know models, data or DeepSpeed. torch is imported on first use, so
-that ``--help`` and error messages can ask for the rank without it.
+Comes in: the environment a launcher set (``deepspeed``, ``torchrun``, ``mpirun``, SLURM's
+``srun``), or nothing at all. Goes out: numbers and collectives that mean the same with one process,
+so callers have no second code path. It must not know models, data or DeepSpeed. torch is imported
+on first use, so that ``--help`` and error messages can ask for the rank without it.
 """
 
+import functools
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from dschat.knobs import UserError
+from dschat.shared_memory import AlternatingBuffers
+
 if TYPE_CHECKING:
     import torch
 
 
-def _environment(name: str, slurm_name: str, default: int) -> int:
-    for key in (name, slurm_name):
-        if os.environ.get(key, "").isdigit():
-            return int(os.environ[key])
+# The names that DeepSpeed and torchrun, Open MPI and SLURM give the same three numbers. The size is
+# that of SLURM's job step: SLURM_NTASKS stands in batch scripts and shells too, which are alone.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+JOIN_MINUTES = 10.0  # what a process waits for the others at the start
+
+
+def _environment(names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
     return default
 
 
 def rank() -> int:
     """This process's number among all processes; 0 without a launcher."""
-    return _environment("RANK", "SLURM_PROCID", 0) if _launched() else 0
+    return _environment(_RANK, 0) if _launched() else 0
 
 
 def world_size() -> int:
     """Number of processes; 1 without a launcher."""
-    return _environment("WORLD_SIZE", "SLURM_NTASKS", 1) if _launched() else 1
+    return _environment(_WORLD_SIZE, 1) if _launched() else 1
 
 
 def local_rank() -> int:
     """This process's number on its node: the index of its device."""
-    return _environment("LOCAL_RANK", "SLURM_LOCALID", 0) if _launched() else 0
+    return _environment(_LOCAL_RANK, 0) if _launched() else 0
 
 
 def is_main_process() -> bool:
@@ -44,8 +58,28 @@ def is_main_process() -> bool:
 
 
 def _launched() -> bool:
-    """Whether a launcher told us where to meet; an interactive shell inside a SLURM job has not."""
-    return "MASTER_ADDR" in os.environ
+    """Whether a launcher told us where to meet, or we are one of several tasks of SLURM's srun."""
+    return "MASTER_ADDR" in os.environ or _environment(_WORLD_SIZE[-1:], 1) > 1
+
+
+def _complete_environment() -> None:
+    """Say in everybody's names (torch's and DeepSpeed's) what a launcher said in its own.
+
+    srun names no meeting point: the step's first machine holds rank 0, and a port made of the job's
+    and the step's number is the same on all, and not the next job's.
+    """
+    numbers = {"RANK": rank(), "WORLD_SIZE": world_size(), "LOCAL_RANK": local_rank()}
+    for name, number in numbers.items():
+        os.environ.setdefault(name, str(number))
+    machines = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    os.environ.setdefault("MASTER_ADDR", first_host(machines))
+    job, step = (_environment((name,), 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    os.environ.setdefault("MASTER_PORT", str(12_000 + (job + step) % 20_000 if job else 29_500))
+
+
+def first_host(machines: str) -> str:
+    """The first name in SLURM's compressed list: ``gpu007`` of ``gpu[007-012,020],login1``."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", machines)[0])
 
 
 def device() -> "torch.device":
@@ -61,25 +95,87 @@ def init(timeout_minutes: float = 60.0) -> None:
     """Collective. Join the process group (NCCL on CUDA, gloo on CPU); harmless when already joined.
 
     Without a launcher it makes a group of one that needs neither network nor port.
+
+    Raises:
+        UserError: not all processes came within ``JOIN_MINUTES``, they were started with different
+            flags, or a node has more of them than GPUs.
     """
     import torch
     import torch.distributed as torch_dist
 
     if torch_dist.is_initialized():
         return
+    launched = _launched()  # before the environment says so in any case
+    if launched:
+        _complete_environment()
     os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed insists on finding it
     if torch.cuda.is_available():
+        _check_device()
         torch.cuda.set_device(local_rank())
     # Both back ends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    if _launched():
+    if launched:
+        store = _meet()
+        store.set_timeout(timeout)
         torch_dist.init_process_group(
-            backend, rank=rank(), world_size=world_size(), init_method="env://", timeout=timeout
+            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
         )
+        _check_same_flags()
     else:
         store = torch_dist.HashStore()
         torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _meet() -> "torch.distributed.Store":
+    """Wait for all processes at MASTER_ADDR, shorter than for a slow collective later."""
+    import torch.distributed as torch_dist
+
+    try:
+        store, _, _ = next(
+            torch_dist.rendezvous(
+                "env://", rank(), world_size(), timeout=timedelta(minutes=JOIN_MINUTES)
+            )
+        )
+    except torch_dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"process {rank()} of {world_size()} did not meet the others at {where} within "
+            f"{JOIN_MINUTES:g} minutes ({str(error).splitlines()[0]}); start all of them, and see "
+            "that --master_addr and --master_port are the first one's and can be reached"
+        )
+        if rank() and not local_rank():  # rank 0, which speaks for all, is on another machine
+            sys.stderr.write(f"error: {message}\n")
+        raise UserError(message) from None
+    return store
+
+
+def _check_same_flags() -> None:
+    """Collective. Processes that disagree about step or flags would hang, or train nonsense."""
+    script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
+    flags = re.split(" (?=--)", " ".join([script, *sys.argv[1:]]))  # each with its values
+    first, *others = gather_objects([f for f in flags if not re.match("--local[-_]rank", f)])
+    for number, words in enumerate(others, 1):
+        if words != first:
+            ours, theirs = (
+                " ".join(word for word in a if word not in b) or "nothing"
+                for a, b in ((first, words), (words, first))
+            )
+            raise UserError(
+                f"process {number} was started with other flags than process 0 ({theirs}, where "
+                f"process 0 has {ours}); start every machine with the same command"
+            )
+
+
+def _check_device() -> None:
+    import torch
+
+    if local_rank() >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank()} of this machine sees {torch.cuda.device_count()} GPUs; start "
+            "one process a GPU, and let each see all (under SLURM --gpus-per-node, not "
+            "--gpus-per-task)"
+        )
 
 
 def shutdown() -> None:
@@ -88,6 +184,7 @@ def shutdown() -> None:
 
     if torch_dist.is_initialized():
         _handles.clear()
+        _buffers.cache_clear()
         torch_dist.destroy_process_group()
 
 
@@ -134,7 +231,8 @@ def join_parts(
 
     ``parts[i]`` (sizes[i],) is this process's share of tensor i, on any device, all of one dtype;
     item i of the result (world_size * sizes[i],), on ``device``, holds everybody's shares of it in
-    rank order. Extra memory: all of them once (on CUDA, and one of them again).
+    rank order. Extra memory: all of them once (on CUDA, and one of them again); on a CPU host twice
+    for all its processes together. Good until the next call but one.
     """
     import torch
     import torch.distributed as torch_dist
@@ -148,14 +246,26 @@ def join_parts(
             mine[offset : offset + size].copy_(part)
         torch_dist.all_gather_into_tensor(joined.view(-1), mine)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
-    # gloo's all-gather makes a flat copy of its output and takes half as long again as a sum with
-    # zeros, whose result needs no reordering either.
-    joined = torch.zeros(world * total, dtype=parts[0].dtype)
+    dtype = parts[0].dtype
+    shared = _buffers().next(world * total * dtype.itemsize)
+    # Without shared memory a sum with zeros: gloo's all-gather makes a flat copy of its output and
+    # takes half as long again.
+    joined = torch.zeros(world * total, dtype=dtype) if shared is None else shared.view(dtype)
     for part, offset, size in zip(parts, offsets, sizes, strict=True):
         first = world * offset + rank() * size
         joined[first : first + size].copy_(part)
-    torch_dist.all_reduce(joined)
+    torch_dist.all_reduce(joined if shared is None else torch.zeros(1))
     return (joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True))
+
+
+def shared_bytes() -> int:
+    """What the processes of a CPU host hold together, for `join_parts`, until `shutdown`."""
+    return _buffers().num_bytes
+
+
+@functools.cache
+def _buffers() -> AlternatingBuffers:
+    return AlternatingBuffers(is_main_process(), gather_objects)
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -1,10 +1,15 @@
-"""What a knob is: a dataclass field with its help text; and the error for one that cannot work.
+"""What a knob is: a dataclass field with its type and help text; and the error for one that cannot
+work.
 
 It must not know any knob.
 """
 
-from dataclasses import field
-from typing import Any
+import functools
+import math
+import os
+from dataclasses import field, fields
+from numbers import Integral, Real
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UserError(ValueError):
@@ -23,3 +28,56 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError`` unless ``condition`` holds."""
     if not condition:
         raise UserError(message)
+
+
+def require_types(config: Any, prefix: str = "--") -> None:
+    """Raise ``UserError`` for the first field of a dataclass whose value is not of its type.
+
+    Flags are typed already; fields that are set in Python, or by a YAML file's author, are not.
+    Numbers must be finite, and whole ones fit in 64 bits.
+    """
+    hints = _hints(type(config))
+    for f in fields(config):
+        value = getattr(config, f.name)
+        problem = _type_problem(value, hints[f.name])
+        if problem:
+            shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+            raise UserError(f"{prefix}{f.name} {shown} {problem}")
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _type_problem(value: Any, hint: Any) -> str:
+    """What keeps ``value`` from being one of ``hint``; empty where nothing does."""
+    kind, choices = get_origin(hint), get_args(hint)
+    if kind is Union:
+        return "" if value is None else _type_problem(value, choices[0])
+    if kind is Literal:
+        known = isinstance(value, str) and value in choices
+        return "" if known else f"is not one of {', '.join(map(str, choices))}"
+    if kind in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            return "is not a list"
+        problems = (_type_problem(item, choices[0]) for item in value)
+        return next((f"holds what {problem}" for problem in problems if problem), "")
+    if hint is bool:
+        return "" if isinstance(value, bool) else "is neither true nor false"
+    if hint is int:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            return "is not a whole number"
+        return "" if -(2**63) <= value < 2**63 else "is too large a number"
+    if hint is float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            return "is not a number"
+        return "" if _is_finite(value) else "is not a finite number"
+    if not isinstance(value, (str, os.PathLike)):
+        return "is not text"
+    return "holds a null character" if "\0" in str(value) else ""
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False

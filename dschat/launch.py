@@ -7,11 +7,11 @@ This module must not know torch, DeepSpeed or what a step does: a step is a scri
 folder.
 """
 
+import glob
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import cli
+from dschat import cli, dist, nodes
 from dschat.config import UserError
+from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
+from dschat.output_dir import COMPLETE, check_writable
 from dschat.recipe import STEPS, Recipe, Step, TrainConfig, flag_name, load_recipe, step_values
 
-COMPLETE = "COMPLETE"  # the file that marks a finished step
 GRACE_S = 20.0  # what a step gets between SIGTERM and SIGKILL
-FIRST_PORT = 29500
 
 
 @dataclass
@@ -39,9 +39,13 @@ class Plan:
     notes: list[str]
     environment: dict[str, str]
     summary: bool
+    nodes: nodes.Nodes
 
     def finished(self, step: Step) -> bool:
-        return _finished(self.output_dir, step.number)
+        """Whether the step left its mark. Only the first machine looks: another one's disk may not
+        have it, or not yet; there the launcher's exit code has to do.
+        """
+        return not self.nodes.is_first or _finished(self.output_dir, step.number)
 
 
 def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Plan:
@@ -50,6 +54,11 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
     Raises:
         UserError: whatever is wrong with a flag, the recipe, a data file or a model folder.
     """
+    if dist.world_size() > 1 and config.node_rank is None:
+        raise UserError(
+            f"{dist.world_size()} processes run train.py, which starts the processes itself: run "
+            "it once (under SLURM with --launcher slurm), or once a machine with its --node_rank"
+        )
     names_model = any("model_name_or_path" in flag_name(group) for group in groups)
     recipe = Recipe()
     if config.recipe or not (config.actor_model or config.reward_model or names_model):
@@ -66,19 +75,30 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
         STEPS[n].config_class(**values[n]).validate()
         _check_inputs(values[n], made_here={_folder(out, earlier) for earlier in numbers})
 
-    num_gpus = _num_gpus()
-    num_processes = config.num_gpus or recipe.num_gpus or max(num_gpus, 1)
-    if 0 < num_gpus < num_processes and not config.dry_run:
-        raise UserError(
-            f"--num_gpus {num_processes}: this machine shows {num_gpus}; for several machines give "
-            "the commands that --dry_run prints a --hostfile"
-        )
-    prefix = _launcher(num_processes, num_gpus)
+    example = root / "training" / "launch" / "hostfile"
+    where = nodes.find(
+        config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
+    )
+    _check_tensor_parallel(values[3] if 3 in numbers else {}, where.num_processes)
+    if numbers and where.is_first and not config.dry_run:
+        check_writable(out)
     commands = []
     for n in numbers:
         script = os.path.relpath(root / STEPS[n].name / "main.py")
-        commands.append((STEPS[n], [*prefix, script, *cli.to_flags(values[n])]))
-    return Plan(out, commands, notes, _environment(root, num_processes, num_gpus), recipe.summary)
+        commands.append((STEPS[n], where.command(n, [script, *cli.to_flags(values[n])])))
+    environment = _environment(root, where.processes_here, where.gpus_here)
+    return Plan(out, commands, notes, environment, recipe.summary and where.is_first, where)
+
+
+def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
+    """Step 3 would find this too, but after the steps before it have run."""
+    size = values.get("inference_tp_size", 1)
+    if num_processes % size:
+        plural = "es" if num_processes > 1 else ""
+        raise UserError(
+            f"--inference_tp_size {size} does not divide the {num_processes} process{plural}; "
+            "choose a divisor, or another --num_gpus"
+        )
 
 
 def _choose(
@@ -135,7 +155,7 @@ def _connect(
         (2, "critic_model_name_or_path", _is_score_model),
     ):
         base = values[n].get("model_name_or_path")
-        if key in values[3]:
+        if key in values[3] or (n == 2 and "reward_model_name_or_path" in values[3]):
             continue
         if base and n not in (config.step or ()) and trained(Path(base)):
             values[3][key] = base
@@ -177,9 +197,10 @@ def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None
     for key in ("data_path", "eval_data_path", "unsupervised_dataset_name"):
         given = values.get(key) or []
         for name in [given] if isinstance(given, str) else given:
-            path = re.sub(r":[0-9.]+$", "", name)  # PATH:WEIGHT
-            is_file_name = path.endswith((".json", ".jsonl", ".txt")) or _is_local(path)
-            if is_file_name and not Path(path).expanduser().exists():
+            path = os.path.expanduser(re.sub(r":[0-9.]+(e[+-]?\d+)?$", "", name))  # PATH:WEIGHT
+            means_file = kind_of(path) in (*SUFFIXES, TEXT_SUFFIX) or path.endswith("/")
+            is_local = means_file or glob.has_magic(path) or _is_local(path)
+            if is_local and not (os.path.exists(path) or glob.glob(path, recursive=True)):
                 raise UserError(f"--{key}: no such data file: {path}; check the path")
 
 
@@ -207,31 +228,6 @@ def _num_gpus() -> int:
     question = "import torch; print(torch.cuda.device_count())"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
     return int(answer.stdout) if answer.returncode == 0 else 0
-
-
-def _launcher(num_processes: int, num_gpus: int) -> list[str]:
-    """What stands before the script: plain Python for one process, else DeepSpeed's launcher."""
-    if num_processes == 1:
-        return [sys.executable]
-    devices = ["--num_gpus", str(num_processes)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if num_gpus and visible != [""]:
-        # NOTE beside --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes the first GPUs.
-        devices = ["--include", f"localhost:{','.join(visible[:num_processes])}"]
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
-    return [*runner, *devices, "--master_port", str(_free_port())]
-
-
-def _free_port() -> int:
-    """The first free port from ``FIRST_PORT``: the same each time, unless another run is on."""
-    for port in range(FIRST_PORT, FIRST_PORT + 200):
-        with socket.socket() as s, suppress(OSError):
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.bind(("", port))
-            return port
-    raise UserError(
-        f"no free port from {FIRST_PORT} to {port}; end some of the runs on this machine"
-    )
 
 
 def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str]:

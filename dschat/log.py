@@ -6,10 +6,12 @@ Biases. It must not know what is being trained.
 """
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from dschat.config import CommonConfig, UserError
 
 logger = logging.getLogger("dschat")
 
+HELD_S = 10.0
 _NOISY = (
     "transformers",
     "datasets",
@@ -36,21 +39,46 @@ _NOISY = (
 
 
 class _TqdmHandler(logging.Handler):
-    """Prints above a running progress bar instead of through it."""
+    """Prints above a running progress bar instead of through it; while it holds, not yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        if self._held is not None:
+            self._held.append(record)
+        else:
+            tqdm.write(self.format(record), file=sys.stderr)
+
+    def hold(self, seconds: float) -> None:
+        self._held = []
+        timer = threading.Timer(seconds, self.release)
+        timer.daemon = True
+        timer.start()
+
+    def release(self) -> None:
+        with self.lock:
+            held, self._held = self._held or [], None
+            for record in held:
+                self.emit(record)
 
 
-def setup(level: str = "info") -> None:
+def setup(level: str = "info", hold: bool = False) -> None:
     """One handler, on rank 0, with the time; other ranks speak only of errors. Libraries are
     quieted.
+
+    ``hold``: lines wait for `release`, but not longer than ``HELD_S``. So a mistake that shows
+    while names and data are checked is the one line on the screen, and a check that takes its time
+    still says what it is doing.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logger.handlers.clear()
     handler = _TqdmHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    if hold and level != "debug":
+        handler.hold(HELD_S)
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(level.upper() if dist.is_main_process() else logging.ERROR)
@@ -64,6 +92,13 @@ def setup(level: str = "info") -> None:
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
 
+def release() -> None:
+    """Nothing was wrong: print the lines that `setup` held back, and every later one at once."""
+    for handler in logger.handlers:
+        if isinstance(handler, _TqdmHandler):
+            handler.release()
+
+
 def progress(total: int, description: str, disable: bool = False) -> tqdm:
     """A progress bar on rank 0's terminal; silent where standard error is not one."""
     off = disable or not dist.is_main_process() or not sys.stderr.isatty()
@@ -75,6 +110,15 @@ def format_line(step: int, total: int, metrics: dict[str, float], columns: Itera
     width = len(str(total))
     cells = [f"{c.rsplit('/', 1)[-1]} {metrics[c]:>9.4g}" for c in columns if c in metrics]
     return f"step {step:>{width}}/{total}  " + "  ".join(cells)
+
+
+def check_sinks(config: CommonConfig) -> None:
+    """``UserError`` where a sink that ``config`` asks for is not installed."""
+    if config.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "--enable_wandb needs wandb; install it with `pip install dschat[wandb]`, or leave the "
+            "flag out"
+        )
 
 
 class MetricsLog:
@@ -99,12 +143,8 @@ class MetricsLog:
 
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         if config.enable_wandb:
-            try:
-                import wandb
-            except ImportError as error:
-                raise UserError(
-                    "--enable_wandb needs wandb; install it with `pip install dschat[wandb]`"
-                ) from error
+            import wandb
+
             self._wandb = wandb.init(project="dschat", dir=str(folder), config=vars(config))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -8,10 +8,13 @@ This module must not know which steps will run, nor how: launch.py decides that.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Optional
 
 from dschat import cli
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, flag
+from dschat.knobs import require_types
+from dschat.nodes import NodesConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(NodesConfig):
     """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
 
     step: Optional[list[int]] = flag(None, "Steps to run, any of 1 2 3; default: all.")
@@ -55,9 +58,6 @@ class TrainConfig:
         "Base model of step 2, or a folder with a trained reward model; one from the hub goes to "
         "step 3 as it is with --critic_model_name_or_path.",
     )
-    num_gpus: Optional[int] = flag(
-        None, "Processes, one per GPU; default: every visible GPU, or one process on the CPU."
-    )
     output_dir: Optional[str] = flag(
         None, "OUT; default: output/ and the recipe's or model's name."
     )
@@ -65,14 +65,25 @@ class TrainConfig:
         None, "A name in training/recipes, or a YAML file; default: demo where no model is named."
     )
     dry_run: bool = flag(False, "Print the commands and run nothing.")
+    plan: bool = flag(
+        False,
+        "Print what each step holds in memory on one device, whether it fits and, if not, what to "
+        "change first; load, write and run nothing. Ends with 0 whether it fits or not.",
+    )
+    device_memory_gib: Optional[float] = flag(
+        None, "Plan for a GPU with so much memory; default: the device that is here."
+    )
 
     def validate(self) -> None:
-        """Raise ``UserError`` for a step or a number of processes that does not exist."""
+        """Raise ``UserError`` for a step that does not exist, or machines that cannot be."""
+        require_types(self)
         for number in self.step or ():
             if number not in STEPS:
                 raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
-        if self.num_gpus is not None and self.num_gpus < 1:
-            raise UserError(f"--num_gpus {self.num_gpus} must be at least 1")
+        memory = self.device_memory_gib
+        if memory is not None and not memory > 0:
+            raise UserError(f"--device_memory_gib {memory} must be positive")
+        self.validate_nodes()
 
 
 @dataclass
@@ -81,7 +92,8 @@ class Recipe:
 
     name: str = ""
     values: dict[int, dict[str, Any]] = field(default_factory=lambda: {n: {} for n in STEPS})
-    num_gpus: Optional[int] = None
+    num_nodes: Optional[int] = None
+    num_gpus: Optional[int] = None  # on each machine
     summary: bool = False  # print the table of all three steps at the end
 
 
@@ -128,7 +140,7 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         if not isinstance(section, Mapping):
             raise UserError(f"{path}: {key} must be a mapping of names to values")
     _check_keys(sections["model"], ("actor_model", "reward_model"), f"{path}: model")
-    _check_keys(sections["launch"], ("num_gpus",), f"{path}: launch")
+    _check_keys(sections["launch"], ("num_nodes", "num_gpus"), f"{path}: launch")
     _check_keys(
         sections["common"], set().union(*(s.fields for s in STEPS.values())), f"{path}: common"
     )
@@ -140,10 +152,14 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         shared = {key: value for key, value in sections["common"].items() if key in step.fields}
         values[n] = cli.values_of(step.config_class, shared | section, where)
     for n, key in ((1, "actor_model"), (2, "reward_model")):
-        if key in sections["model"]:
-            values[n].setdefault("model_name_or_path", str(sections["model"][key]))
+        name = sections["model"].get(key)
+        if not isinstance(name, (str, NoneType)):
+            raise UserError(f"{path}: model: {key} {name!r} is no name; name a folder or a model")
+        if name:
+            values[n].setdefault("model_name_or_path", name)
     launch = cli.values_of(TrainConfig, sections["launch"], f"{path}: launch")
-    return Recipe(path.stem, values, launch.get("num_gpus"), content.get("summary") is True)
+    summary = content.get("summary") is True
+    return Recipe(path.stem, values, launch.get("num_nodes"), launch.get("num_gpus"), summary)
 
 
 def step_values(

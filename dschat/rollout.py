@@ -8,7 +8,7 @@ engine generates, nor how prompts were made.
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from dschat.config import UserError
+from dschat.knobs import UserError, require_types
 
 FinishReason = Literal["stop", "length"]
 
@@ -29,6 +29,7 @@ class SamplingParams:
     min_new_tokens: int = 0  # before so many are out, no token that ends an answer is drawn
 
     def __post_init__(self) -> None:
+        require_types(self, prefix="")
         checks = {
             f"max_new_tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
             f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "

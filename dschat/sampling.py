@@ -178,18 +178,23 @@ def sample(
     params: SamplingParams,
     uniform: Tensor | None,
     forbidden: tuple[Tensor, Tensor] | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` (R, V), of any floating dtype; they stay as they are.
 
     ``uniform`` (R,) float64 is not needed when greedy. ``forbidden`` is a pair, rows (R,) bool and
     ids (K,) int64 below V: in those rows those ids are not drawn, as if the model gave them
     probability zero; every row must have something left. Both on the device of ``logits``.
+    ``num_tokens``: ids from it on are drawn in no row (a head may have more rows than its tokenizer
+    has tokens).
     Returns ids (R,) int64 and log-probs (R,) fp32: the log-softmax of the raw logits / T, before
     any truncation or prohibition (T = 1 when greedy).
     """
     temperature = params.logprob_temperature
     logits = logits.float()
     allowed = logits if forbidden is None else _without(logits, *forbidden)
+    padding = logits[:, num_tokens:] if num_tokens else logits[:, :0]
+    allowed = allowed[:, : allowed.shape[1] - padding.shape[1]]
     best = allowed.amax(-1, keepdim=True)
     weights = torch.sub(allowed, best).contiguous()
     if temperature != 1:
@@ -209,5 +214,8 @@ def sample(
     if forbidden is not None:
         rows, banned = forbidden
         mass = _forbidden_mass(scores(banned.expand(len(logits), -1)), rows, banned)
+        log_total = torch.logaddexp(log_total, mass)
+    if padding.shape[1]:
+        mass = ((padding.double() - best) / temperature).logsumexp(-1, keepdim=True)
         log_total = torch.logaddexp(log_total, mass)
     return ids.squeeze(-1), (scores(ids) - log_total).float().squeeze(-1)

@@ -15,22 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from dschat import dist
-from dschat.checkpoint import export_adapter, export_hf, mark_complete
+from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
-from dschat.deepspeed_setup import (
-    Step,
-    ZeroSettings,
-    initialize_training,
-    learning_rate,
-    resolve_dtype,
-)
+from dschat.deepspeed_setup import ZeroSettings, initialize_training
+from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
 from dschat.hybrid.stream import adapter_stream, weight_stream
 from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.lora import prepare_for_training
 from dschat.models.reward import gather_last
+from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
+from dschat.output_dir import mark_complete
 
 logger = logging.getLogger("dschat")
 
@@ -120,14 +117,8 @@ class RewardTask:
 
 
 def zero_settings(config: SupervisedConfig) -> ZeroSettings:
-    """How this configuration lays out and computes its one model."""
-    return ZeroSettings(
-        config.zero_stage,
-        resolve_dtype(config.dtype),
-        offload_optimizer=config.offload,
-        offload_parameters=config.offload and config.zero_stage == 3,
-        max_grad_norm=config.max_grad_norm,
-    )
+    """How this configuration lays out and computes its one model; see `deepspeed_setup`."""
+    return deepspeed_zero_settings(config)
 
 
 def build_engine(
@@ -138,6 +129,7 @@ def build_engine(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
     """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it."""
+    logger.info("%s, %s", zero.describe(), str(zero.dtype).removeprefix("torch."))
     model = prepare_for_training(
         model,
         config.gradient_checkpointing,
@@ -226,12 +218,10 @@ def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
     return config.max_steps or config.num_train_epochs * len(batches)
 
 
-def train_step(
-    engine: Any, task: Task, micro_batches: list[Rows]
-) -> tuple[dict[str, float], float, bool]:
+def train_step(engine: Any, task: Task, micro_batches: list[Rows]) -> tuple[dict[str, float], Step]:
     """Collective. One optimizer step on this rank's part of a global batch.
 
-    Returns the metrics of the global batch, its gradient norm, and whether the step was applied.
+    Returns the metrics of the global batch, and the finished step.
     """
     batches = [task.collate(rows) for rows in micro_batches]
     (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
@@ -241,8 +231,8 @@ def train_step(
         loss, sums = task.loss(engine, batch.to(dist.device()))
         step.backward(loss)
         parts.append(sums)
-    applied = step.finish()
-    return task.summarise(_reduce(parts)), step.grad_norm, applied
+    step.finish()
+    return task.summarise(_reduce(parts)), step
 
 
 def train(
@@ -259,31 +249,25 @@ def train(
     """
     total = num_total_steps(config, train_batches)
     result = _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
-    done, bad, epoch = 0, 0, 0
+    done, epoch, skipped = 0, 0, SkippedSteps(config.max_bad_steps)
     engine.train()
     bar = progress(total, "training", config.disable_tqdm)
     while done < total:
         for micro_batches in train_batches.epoch(epoch):
             rate, started = learning_rate(engine), time.perf_counter()
-            metrics, grad_norm, applied = train_step(engine, task, micro_batches)
+            metrics, step = train_step(engine, task, micro_batches)
             done += 1
-            bad = 0 if applied else bad + 1
             bar.update()
-            if not applied:
-                logger.warning(
-                    "step %d skipped: its gradient is not finite (%d in a row)", done, bad
-                )
-                if bad >= config.max_bad_steps:
-                    raise FloatingPointError(
-                        f"{bad} steps in a row had a gradient that is not finite"
-                    )
+            skipped.take(step, f"step {done}")
             metrics |= {
-                "grad_norm": grad_norm,
+                "grad_norm": step.grad_norm,
                 "learning_rate": rate,
                 "epoch": epoch,
-                "bad_steps": float(bad),
+                "bad_steps": float(skipped.in_a_row),
                 "time/step_s": time.perf_counter() - started,
             }
+            if engine.fp16_enabled():
+                metrics["loss_scale"] = loss_scale(engine)
             if done % config.logging_steps == 0:
                 metrics_log.write(done, metrics)
                 columns = (*task.columns, "grad_norm", "learning_rate", "time/step_s")

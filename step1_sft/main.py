@@ -5,7 +5,7 @@ python step1_sft/main.py --help
 """
 
 from dschat import cli, dist
-from dschat.config import SFTConfig, UserError
+from dschat.config import SFTConfig
 
 
 def main() -> None:
@@ -17,32 +17,50 @@ def main() -> None:
     from dschat import log, supervised
     from dschat.builtin_eval import is_builtin, sample_gold
     from dschat.builtin_model import resolve_model
-    from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.models.fit import check_fit, check_positions
     from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.models.kind import require_causal_lm
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import load_tokenizer, stop_ids
+    from dschat.models.vocabulary import match_vocabulary, num_ids
+    from dschat.output_dir import check_output_dir, claim_output_dir
 
-    log.setup(config.log_level)
+    log.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or "output/step1_sft"
+    check_output_dir(config.output_dir, config.overwrite_output_dir)
+    log.check_sinks(config)
+    zero = supervised.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         name = resolve_model(config.model_name_or_path)
     trust = config.trust_remote_code
     model_config = load_config(name, "--model_name_or_path", trust)
-    if "ForSequenceClassification" in str(model_config.architectures):
-        raise UserError(f"--model_name_or_path {name} is a reward model; name a causal LM")
-    tokenizer = load_tokenizer(config.tokenizer_name_or_path or name, "--model_name_or_path", trust)
+    require_causal_lm(model_config, name, "--model_name_or_path")
+    check_fit(
+        model_config,
+        name,
+        "--model_name_or_path",
+        "lm",
+        config.attn_implementation,
+        config.lora_modules if config.lora_dim else (),
+    )
+    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
+    tokenizer = load_tokenizer(
+        config.tokenizer_name_or_path or name,
+        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else "--model_name_or_path",
+        trust,
+        config.end_of_turn,
+        config.chat_template,
+    )
     with dist.main_process_first():
         train_rows, held_out = sft_dataset(config, tokenizer, "both")
     train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)
-    claim_output_dir(config.output_dir, config.overwrite_output_dir)
 
-    zero = supervised.zero_settings(config)
     with sharded_loading(zero):
         model = load_causal_lm(
             name,
@@ -51,17 +69,24 @@ def main() -> None:
             config.dropout,
             config.attn_implementation,
             trust,
+            num_ids(tokenizer),
         )
+    frozen = bool(config.lora_dim) and config.only_optimize_lora
+    match_vocabulary(model_config, model.config, frozen)
     architecture = type(model).__name__
     stops = stop_ids(tokenizer, model.generation_config)
     num_steps = supervised.num_total_steps(config, train_batches)
     engine = supervised.build_engine(model, config, zero, num_steps)
 
     # Loop.
+    claim_output_dir(config.output_dir)
+    log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)
     judged = is_builtin(config.data_path) and not zero.shards_parameters
-    generator = HuggingFaceGenerator(unwrap(engine), stops, tokenizer.pad_token_id)
+    generator = HuggingFaceGenerator(
+        unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+    )
     if judged:
         metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
     supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)

@@ -16,31 +16,51 @@ def main() -> None:
 
     from dschat import log, supervised
     from dschat.builtin_model import resolve_model
-    from dschat.checkpoint import claim_output_dir
     from dschat.data.tokenize import preference_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.models.fit import check_fit, check_positions
+    from dschat.models.kind import require_score_head
     from dschat.models.load import load_config, load_score_backbone
     from dschat.models.reward import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
+    from dschat.models.vocabulary import num_ids
+    from dschat.output_dir import check_output_dir, claim_output_dir
 
-    log.setup(config.log_level)
+    log.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or "output/step2_reward"
+    check_output_dir(config.output_dir, config.overwrite_output_dir)
+    log.check_sinks(config)
+    zero = supervised.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         name = resolve_model(config.model_name_or_path)
     trust = config.trust_remote_code
     base_config = load_config(name, "--model_name_or_path", trust)
-    tokenizer = load_tokenizer(config.tokenizer_name_or_path or name, "--model_name_or_path", trust)
+    require_score_head(base_config, name, "--model_name_or_path")
+    check_fit(
+        base_config,
+        name,
+        "--model_name_or_path",
+        "score",
+        config.attn_implementation,
+        config.lora_modules if config.lora_dim else (),
+    )
+    check_positions(base_config, config.max_seq_len, name, "--max_seq_len", "lower it")
+    tokenizer = load_tokenizer(
+        config.tokenizer_name_or_path or name,
+        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else "--model_name_or_path",
+        trust,
+        config.end_of_turn,
+        config.chat_template,
+    )
     ensure_distinct_pad(tokenizer)
     with dist.main_process_first():
         train_rows, held_out = preference_dataset(config, tokenizer, "both")
     train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)
-    claim_output_dir(config.output_dir, config.overwrite_output_dir)
 
-    zero = supervised.zero_settings(config)
     with sharded_loading(zero):
         model = load_score_backbone(
             name,
@@ -48,7 +68,7 @@ def main() -> None:
             zero.dtype,
             from_base="ForSequenceClassification" not in str(base_config.architectures),
             pad_token_id=tokenizer.pad_token_id,
-            num_tokens=len(tokenizer),
+            num_tokens=num_ids(tokenizer),
             dropout=config.dropout,
             attn_implementation=config.attn_implementation,
             trust_remote_code=trust,
@@ -58,6 +78,8 @@ def main() -> None:
     engine = supervised.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
+    claim_output_dir(config.output_dir)
+    log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.RewardTask(tokenizer.pad_token_id)
     supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)

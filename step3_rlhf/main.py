@@ -19,28 +19,34 @@ def main() -> None:
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
     from dschat.builtin_model import resolve_model
-    from dschat.checkpoint import claim_output_dir, mark_complete
     from dschat.data.batches import PromptBatches
     from dschat.data.tokenize import prompt_dataset
-    from dschat.hybrid.rollout import check_tensor_parallel
-    from dschat.models.load import load_config
+    from dschat.deepspeed_setup import zero_settings
+    from dschat.models.kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
+    from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
+    from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts
     from dschat.rlhf.run import Reporter, unsupervised_steps
 
-    log.setup(args.log_level)
+    log.setup(args.log_level, hold=True)
     dist.init()
     set_seed(args.seed)
     args.output_dir = args.output_dir or "output/step3_rlhf"
+    check_output_dir(args.output_dir, args.overwrite_output_dir)
+    log.check_sinks(args)
+    for model in args.deepspeed_models:
+        zero_settings(args, model)  # a wrong DeepSpeed file ends the run here
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
         critic_name = resolve_model(args.critic_model_name_or_path)
-    config = load_config(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
-    check_tensor_parallel(config, args.inference_tp_size)
-    load_config(critic_name, "--critic_model_name_or_path", args.trust_remote_code)
-    tokenizer = load_tokenizer(actor_name, "--actor_model_name_or_path", args.trust_remote_code)
+    trust = args.trust_remote_code
+    require_causal_lm(load_config(actor_name, ACTOR, trust), actor_name, ACTOR)
+    tokenizer = load_tokenizer(actor_name, ACTOR, trust, args.end_of_turn, args.chat_template)
+    found = find_checkpoints(actor_name, critic_name, args, tokenizer)
+    check_lengths(found, args)
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
         unsupervised = unsupervised_steps(args, tokenizer)
@@ -48,7 +54,6 @@ def main() -> None:
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
-    claim_output_dir(args.output_dir, args.overwrite_output_dir)
 
     engine = DeepSpeedRLHFEngine(
         actor_model_name_or_path=actor_name,
@@ -60,6 +65,8 @@ def main() -> None:
     trainer = DeepSpeedPPOTrainer(engine=engine, args=args, unsupervised=unsupervised)
 
     # Loop.
+    claim_output_dir(args.output_dir)
+    log.release()
     report = Reporter(trainer, HeldOutPrompts.of(held_out, args), num_iters)
     report.evaluate()
     while trainer.iteration < num_iters:

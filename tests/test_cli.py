@@ -63,7 +63,7 @@ def test_nothing_given_is_empty():
         (["--kl_coef", "0.05"], "kl_coef", 0.05),
         (["--kl-coef=0.05"], "kl_coef", 0.05),
         (["--kl-ctl", "5e-2"], "kl_coef", 0.05),  # DeepSpeed-Chat's name, with dashes
-        (["--reward-model-name-or-path", "r"], "critic_model_name_or_path", "r"),
+        (["--reward-model-name-or-path", "r"], "reward_model_name_or_path", "r"),
         (["--local_rank=3"], "local_rank", 3),
         (["--data-path", "x-y.json:2", "b"], "data_path", ["x-y.json:2", "b"]),
         (["--enable_ema"], "enable_ema", True),

@@ -1,23 +1,34 @@
-"""Optimizer steps under DeepSpeed against plain torch: gradients, bad steps, precision."""
+"""Optimizer steps under DeepSpeed against plain torch: gradients, offload, bad steps, precision."""
+
+import logging
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat.config import UserError
 from dschat.deepspeed_setup import (
-    Step,
     ZeroSettings,
     deepspeed_config,
     initialize_training,
-    learning_rate,
     resolve_dtype,
     unwrap,
 )
 from dschat.hybrid.stream import weight_stream
+from dschat.optimizer_step import (
+    SkippedSteps,
+    Step,
+    finish_together,
+    learning_rate,
+    loss_scale,
+)
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZE = 16
+# Stage, and what is offloaded: o(ptimizer), p(arameters).
+LAYOUTS = [(0, ""), (1, ""), (2, ""), (3, ""), (2, "o"), (3, "o"), (3, "p"), (3, "op")]
+by_layout = pytest.mark.parametrize(("stage", "offload"), LAYOUTS, ids=lambda v: str(v))
 
 
 def net(dtype=FP32):
@@ -31,9 +42,18 @@ def inputs(count, dtype=FP32):
 
 
 def engine_of(
-    module, stage, dtype=FP32, clip=0.0, decay=0.0, schedule="constant", warmup=0, total=10
+    module,
+    stage,
+    dtype=FP32,
+    clip=0.0,
+    decay=0.0,
+    schedule="constant",
+    warmup=0,
+    total=10,
+    offload="",
+    **overrides,
 ):
-    zero = ZeroSettings(stage, dtype, max_grad_norm=clip)
+    zero = ZeroSettings(stage, dtype, "o" in offload, "p" in offload, clip, overrides)
     return initialize_training(module, zero, 1e-2, decay, [0.9, 0.95], schedule, warmup, total)
 
 
@@ -66,11 +86,11 @@ def plain_steps(count, micro_batches, clip, decay):
     return module, norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@by_layout
 @pytest.mark.parametrize(("clip", "decay"), [(0.0, 0.0), (0.05, 0.3)])
-def test_steps_are_those_of_torch(stage, clip, decay):
+def test_steps_are_those_of_torch(stage, offload, clip, decay):
     batches = inputs(3)
-    engine = engine_of(net(), stage, clip=clip, decay=decay)
+    engine = engine_of(net(), stage, clip=clip, decay=decay, offload=offload)
     expected, norms = plain_steps(3, batches, clip, decay)
     for norm in norms:
         applied, grad_norm = take_step(engine, batches)
@@ -81,10 +101,11 @@ def test_steps_are_those_of_torch(stage, clip, decay):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_bad_step_changes_nothing(stage, dtype):
+@by_layout
+def test_a_bad_step_changes_nothing(stage, offload, dtype):
     batches = inputs(3, dtype)
-    engine, calm = engine_of(net(dtype), stage, dtype), engine_of(net(dtype), stage, dtype)
+    engine = engine_of(net(dtype), stage, dtype, offload=offload)
+    calm = engine_of(net(dtype), stage, dtype, offload=offload)
     assert take_step(engine, batches)[0]
     before, rate = weights(engine), learning_rate(engine)
     applied, norm = take_step(engine, batches, bad=1)
@@ -177,3 +198,145 @@ def test_precision_on_a_cpu():
     if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         with pytest.raises(UserError, match="--dtype fp16 does not work on this device"):
             resolve_dtype("fp16")
+
+
+@by_layout
+def test_offload_is_what_was_asked_for(stage, offload):
+    """On a CPU nothing can move; that DeepSpeed keeps its CPU copies shows all the same."""
+    engine = engine_of(net(), stage, offload=offload)
+    assert engine.zero_optimization_stage() == stage
+    away = getattr(engine.optimizer, "offload_optimizer" if stage == 3 else "cpu_offload", False)
+    assert away == ("o" in offload)
+    assert getattr(engine.optimizer, "offload_param", False) == ("p" in offload)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("stage", "offload"), [(2, "o"), (3, "o"), (3, "op")])
+def test_offloaded_states_lie_in_cpu_memory(stage, offload):
+    engine = engine_of(net(BF16).cuda(), stage, BF16, offload=offload)
+    x = [batch.cuda() for batch in inputs(1, BF16)]
+    assert take_step(engine, x)[0]
+    states = engine.optimizer.optimizer.state.values()
+    tensors = [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+    assert tensors
+    assert all(t.device.type == "cpu" for t in tensors)
+    shards = [p.ds_tensor for p in unwrap(engine).parameters() if hasattr(p, "ds_tensor")]
+    assert len(shards) == (4 if stage == 3 else 0)
+    where = "cpu" if "p" in offload else "cuda"
+    assert all(shard.device.type == where for shard in shards)
+
+
+def test_a_user_s_settings_reach_the_engine():
+    engine = engine_of(net(), 3, zero_optimization={"stage3_param_persistence_threshold": 3})
+    assert engine.zero_param_persistence_threshold() == 3
+    assert engine_of(net(), 3).zero_param_persistence_threshold() > 3
+
+
+# -- steps of two models together -----------------------------------------------------------------
+
+
+def backward_only(engine, batches, factor=1.0):
+    step = Step(engine, len(batches), denominator=3.0 * len(batches))
+    for x in batches:
+        step.backward(engine(x).float().square().sum() * factor)
+    return step
+
+
+@by_layout
+def test_an_aligned_step_changes_nothing(stage, offload):
+    """The good one waits for the bad one, and goes on as if there had been neither."""
+    batches = inputs(3)
+    good, calm, bad = (engine_of(net(), stage, clip=0.1, offload=offload) for _ in range(3))
+    for engine in (good, calm, bad):
+        take_step(engine, batches)
+    before, rate = weights(good), learning_rate(good)
+    steps = [backward_only(good, batches), backward_only(bad, batches, float("inf"))]
+    assert [step.is_finite() for step in steps] == [True, False]
+    assert finish_together(steps) == [False, False]
+    assert [step.outcome for step in steps] == ["aligned", "bad"]
+    assert all(torch.equal(before[n], t) for n, t in weights(good).items())
+    assert learning_rate(good) == rate
+    # Two good ones: applied, bit by bit as alone.
+    steps = [backward_only(good, batches), backward_only(bad, batches)]
+    assert finish_together(steps) == [True, True]
+    assert take_step(calm, batches)[1] == steps[0].grad_norm
+    assert all(torch.equal(t, weights(calm)[n]) for n, t in weights(good).items())
+
+
+# -- fp16 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp16_works(monkeypatch):
+    """torch computes in fp16 on any CPU; DeepSpeed only refuses to where it would be slow."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+    assert resolve_dtype("fp16") == FP16
+
+
+@by_layout
+def test_an_overflow_lowers_the_scale_and_is_no_bad_step(stage, offload, fp16_works, caplog):
+    engine = engine_of(net(FP16), stage, FP16, offload=offload, fp16={"initial_scale_power": 20})
+    skipped, batches, outcomes = SkippedSteps(limit=2), inputs(2, FP16), []
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        for number in range(8):
+            step = backward_only(engine, batches)
+            step.finish()
+            skipped.take(step, f"step {number}")
+            outcomes.append(step.outcome)
+    # DeepSpeed's hysteresis: the first overflow leaves the scale alone, each other one halves it.
+    count = outcomes.count("overflow")
+    assert 2 <= count <= 6
+    assert outcomes == ["overflow"] * count + ["applied"] * (8 - count)
+    assert loss_scale(engine) == 2.0 ** (21 - count)
+    assert f"step 1 skipped: fp16 overflowed; loss scale {2**19}" in caplog.text
+    # The gradient's norm is that of the loss itself, without its scale.
+    fresh = engine_of(net(FP16), stage, FP16, offload=offload, fp16={"initial_scale_power": 8})
+    assert take_step(fresh, batches)[1] == pytest.approx(plain_norm(batches), rel=1e-2)
+
+
+def plain_norm(batches):
+    module = net(FP16).double()
+    for x in batches:
+        (module(x.double()).square().sum() / (3 * len(batches))).backward()
+    return float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nan_under_a_loss_scale_still_ends_the_run(stage, fp16_works):
+    """As often as the scale can fall an overflow may explain it; from then on nothing does."""
+    engine = engine_of(net(FP16), stage, FP16, fp16={"initial_scale_power": 3, "hysteresis": 1})
+    skipped, before, outcomes = SkippedSteps(limit=3, of="actor"), weights(engine), []
+
+    def train():
+        while len(outcomes) < 20:
+            step = backward_only(engine, inputs(1, FP16), float("nan"))
+            step.finish()
+            outcomes.append(step.outcome)
+            skipped.take(step, "now")
+
+    with pytest.raises(FloatingPointError, match="3 steps of the actor in a row .*max_bad_steps"):
+        train()
+    assert outcomes == ["overflow"] * 3 + ["bad"] * 3  # 8 -> 4 -> 2 -> 1
+    assert all(torch.equal(before[n], t) for n, t in weights(engine).items())
+
+
+def test_the_scale_rises_after_its_window(fp16_works):
+    scaling = {"initial_scale_power": 4, "loss_scale_window": 3}
+    engine = engine_of(net(FP16), 2, FP16, fp16=scaling)
+    scales = []
+    for _ in range(7):
+        assert take_step(engine, inputs(1, FP16))[0]
+        scales.append(loss_scale(engine))
+    assert scales[0] == 16
+    assert scales[-1] == 64
+
+
+def test_an_aligned_step_leaves_the_other_scale(fp16_works):
+    high, low = (
+        engine_of(net(FP16), 2, FP16, fp16={"initial_scale_power": power, "hysteresis": 1})
+        for power in (24, 4)
+    )
+    steps = [backward_only(engine, inputs(1, FP16)) for engine in (high, low)]
+    assert finish_together(steps) == [False, False]
+    assert [step.outcome for step in steps] == ["overflow", "aligned"]
+    assert (loss_scale(high), loss_scale(low)) == (2**23, 2**4)

@@ -1,14 +1,22 @@
 """Data: from a file or a hub name to the batches of a training step.
 
-    read       a file or a hub name       -> a table, or one line that says what is wrong
-    adapters   a raw row                  -> an `Example`; holds the table of known data sets
-    sources    --data_path                -> `Example`s, blended and parted for the three steps
-    segments   a prompt, an answer        -> token ids, segment by segment
-    tokenize   a config and a tokenizer   -> tables of ids and loss masks (`datasets.map`)
-    batches    tokenised rows             -> each rank's micro-batches of every optimizer step
-    collate    a micro-batch              -> right-padded tensors
-    builtin    a seed                     -> the built-in data set, about the little `world`
-    gold       a prompt and an answer     -> how good it really is (built-in data only)
+    files       a path                     -> its rows, one by one, with the place of every fault
+    read        a name: file, folder, hub  -> its splits, or one line that says what is wrong
+    turns       a value of a row           -> text, a chat's turns, or why it is neither
+    table       -                          -> the table of known data sets: which column is what
+    adapters    a raw row                  -> an `Example`'s fields, by a row of that table
+    normalised  raw rows                   -> a table of `Example`s on disk; what of the bad rows
+    sources     --data_path                -> `Example`s, blended and parted for the three steps
+    stream      the same, --streaming      -> an endless stream of them
+    segments    a prompt, an answer        -> token ids, segment by segment
+    tokenize    a config and a tokenizer   -> tables or streams of ids and loss masks
+    text        plain text                 -> blocks of ids for the pretraining loss
+    report      a tokenised table          -> what is kept, cut and dropped, and how long
+    show        data flags                 -> all of that for people: `python -m dschat.data`
+    batches     tokenised rows             -> each rank's micro-batches of every optimizer step
+    collate     a micro-batch              -> right-padded tensors
+    builtin     a seed                     -> the built-in data set, about the little `world`
+    gold        a prompt and an answer     -> how good it really is (built-in data only)
 
 Nothing here knows models, DeepSpeed or processes: rank and world size come in as numbers.
 """

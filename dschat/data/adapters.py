@@ -4,8 +4,8 @@ Comes in: a raw row (a dict) and the adapter of its source. Goes out: an ``Examp
 the reason why the row is of no use. Pure functions of rows. Must not know files, blends, splits or
 tokenizers.
 
-A data set is one row of ``ADAPTERS``; files and unknown hub names take the first row of ``GENERIC``
-that fits.
+A data set is one row of ``ADAPTERS`` (``table.py``); files and unknown hub names take the first row
+of ``GENERIC`` that fits.
 """
 
 import json
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, Union
 
-from dschat.config import CommonConfig, UserError
+from dschat.data.table import ADAPTERS, GENERIC, Adapter
+from dschat.data.turns import Content, Turn, Unusable, read_content, read_dialogue, split_text
+from dschat.data_config import DataConfig
+from dschat.knobs import UserError
 
-Content = Union[str, list[dict[str, str]]]  # plain text, or chat messages {"role", "content"}
 Purpose = Literal["sft", "reward", "rlhf"]
 PURPOSES: tuple[Purpose, ...] = (
     "sft",
@@ -23,6 +25,8 @@ PURPOSES: tuple[Purpose, ...] = (
     "rlhf",
 )  # steps 1, 2, 3, as --data_split orders them
 CONTENT_FIELDS = ("prompt", "chosen", "rejected")
+
+Found = Union[Content, Unusable, None]
 
 
 @dataclass
@@ -46,66 +50,31 @@ class Example:
         return cls(*(json.loads(row[f]) for f in CONTENT_FIELDS))
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Which column holds what. Answers may be text or message lists, whole dialogues included."""
-
-    prompt: Optional[str] = None
-    chosen: Optional[str] = None
-    rejected: Optional[str] = None
-    messages: Optional[str] = None  # a whole dialogue: its last assistant turn is the answer
-    sft: Optional[str] = None  # the answer that step 1 learns, where it is not `chosen`
-    as_chat: bool = False  # the prompt is what a user said: make it a turn of a chat
-
-    @property
-    def columns(self) -> list[str]:
-        roles = (self.prompt, self.chosen, self.rejected, self.messages, self.sft)
-        return [column for column in roles if column]
-
-
-ADAPTERS = {
-    "builtin/chat": Adapter("prompt", "chosen", "rejected", sft="demonstration", as_chat=True),
-    "Dahoas/rm-static": Adapter("prompt", "chosen", "rejected"),
-    "Dahoas/full-hh-rlhf": Adapter("prompt", "chosen", "rejected"),
-    "Dahoas/synthetic-instruct-gptj-pairwise": Adapter(
-        "prompt", "chosen", "rejected", as_chat=True
-    ),
-}
-GENERIC = (
-    Adapter("prompt", "chosen", "rejected"),
-    Adapter(chosen="chosen", rejected="rejected"),  # two dialogues that differ in the last turn
-    Adapter("prompt", "chosen"),
-    Adapter("prompt", "completion"),
-    Adapter("prompt", "response"),
-    Adapter("prompt", "answer"),
-    Adapter(messages="messages"),
-    Adapter("prompt"),
-)
-
-
 def choose_adapter(
-    name: str, columns: Sequence[str], config: CommonConfig, flag: str = "--data_path"
+    name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
 ) -> Adapter:
     """A source's own adapter, or the first generic one that fits; column flags override.
 
     Raises:
         UserError: a named column is missing, or nothing fits; the line lists the columns there are.
     """
-    present = ", ".join(columns)
+    present = listed(columns)
     given = {}
     for role in ("prompt", "chosen", "rejected", "messages"):
         column = getattr(config, f"{role}_column")
-        if column is not None and column not in columns:
+        if column is not None and not _has(columns, column):
             raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
         if column is not None:
             given[role] = column
     if "messages" in given:
         return Adapter(messages=given["messages"])
-    own = ADAPTERS.get(name)
+    own = known_adapter(name)
     for row in (own,) if own else GENERIC:
         # a dialogue row has no columns for these flags to stand in for
         adapter = row if row.messages and given else replace(row, **given)
-        if set(adapter.columns) <= set(columns) and set(given.values()) <= set(adapter.columns):
+        adapter = adapter if own else adapter.spelled(columns)
+        fits = all(_has(columns, column) for column in adapter.columns)
+        if fits and set(given.values()) <= set(adapter.columns):
             return adapter
     if own:
         raise UserError(f"{flag}: {name} should have {', '.join(own.columns)}; it has: {present}")
@@ -113,6 +82,12 @@ def choose_adapter(
         f"{flag}: {name} has the columns {present}; name those that hold the data with "
         "--prompt_column, --chosen_column and --rejected_column, or --messages_column"
     )
+
+
+def known_adapter(name: str) -> Optional[Adapter]:
+    """The row of the table for a hub name, NAME:CONFIG, or a local copy at .../OWNER/NAME."""
+    copy = "/".join(name.rstrip("/").split("/")[-2:])
+    return ADAPTERS.get(name.partition(":")[0]) or ADAPTERS.get(copy)
 
 
 def require_answers(
@@ -129,7 +104,7 @@ def require_answers(
             step = PURPOSES.index(purpose) + 1
             raise UserError(
                 f"{flag}: {name} has no {role} answers, which step {step} needs; "
-                f"name their column with --{role}_column (it has: {', '.join(columns)})"
+                f"name their column with --{role}_column (it has: {listed(columns)})"
             )
 
 
@@ -142,86 +117,141 @@ def normalise(row: dict[str, Any], adapter: Adapter, purpose: Purpose) -> dict[s
     must not be parted. The key is the same for every purpose; it is "" where the row has no usable
     prompt.
     """
-    example, demonstration = _read_row(row, adapter)
-    key = _opening(example.prompt) if example.prompt else ""
+    prompt, chosen, rejected, demonstration = _read_row(row, adapter)
+    key = "" if isinstance(prompt, Unusable) or not prompt else _opening(prompt)
     if not key:
-        return {**Example("").to_row(), "key": "", "problem": "no usable prompt"}
+        problem = "no usable prompt" + _because(prompt)
+        return {**Example("").to_row(), "key": "", "problem": problem}
     problem = ""
     if purpose == "sft":
-        example = _demonstration(example, demonstration)
-    if purpose != "rlhf" and not example.chosen:
-        problem = "an empty or unreadable answer"
-    elif purpose == "reward" and not example.rejected:
-        problem = "an empty or unreadable rejected answer"
-    return {**example.to_row(), "key": key, "problem": problem}
+        prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
+    if purpose != "rlhf" and not _is_answer(chosen):
+        problem = "an empty or unreadable answer" + _because(chosen)
+    elif purpose == "reward" and not _is_answer(rejected):
+        problem = "an empty or unreadable rejected answer" + _because(rejected)
+    usable = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
+    return {**Example(prompt, *usable).to_row(), "key": key, "problem": problem}
 
 
-def _read_row(row: dict[str, Any], adapter: Adapter) -> tuple[Example, Optional[Content]]:
-    """The row all in text or all in messages (None where unusable), and its sft answer."""
-    fields = (adapter.prompt, adapter.chosen, adapter.rejected, adapter.sft)
-    prompt, chosen, rejected, sft = (_content(row[c]) if c else None for c in fields)
+def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
+    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent."""
+    if path is None:
+        return None
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value
+
+
+def listed(columns: Sequence[str]) -> str:
+    """Column names for people to read: the first twenty."""
+    more = f", and {len(columns) - 20} more" if len(columns) > 20 else ""
+    return ", ".join(columns[:20]) + more
+
+
+def _has(columns: Sequence[str], path: str) -> bool:
+    return path in columns or path.partition(".")[0] in columns
+
+
+def _because(found: Found) -> str:
+    return f" ({found.why})" if isinstance(found, Unusable) else ""
+
+
+def _is_answer(found: Found) -> bool:
+    return bool(found) and not isinstance(found, Unusable)
+
+
+def _read_row(row: dict[str, Any], adapter: Adapter) -> tuple[Found, Found, Found, Found]:
+    """Prompt, chosen, rejected and SFT's answer: all text or all messages, where usable."""
+    if adapter.rewrite:
+        row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        dialogue = _content(row[adapter.messages])
-        if not isinstance(dialogue, list):
-            return Example(""), None
-        return Example(*_part(dialogue)), None
-    if isinstance(prompt, str) and (
-        adapter.as_chat or any(isinstance(answer, list) for answer in (chosen, rejected, sft))
-    ):
-        prompt = [{"role": "user", "content": prompt}] if prompt.strip() else None
-    if isinstance(prompt, str):
-        return Example(prompt, _filled(chosen), _filled(rejected)), _filled(sft)
-    prompts, answers = zip(*(_answer_turn(prompt, a) for a in (chosen, rejected, sft)), strict=True)
-    prompt = prompts[0] or prompt or ""
-    # an answer to another prompt is no use beside this one
-    chosen, rejected, sft = (
-        a if p == prompt else None for p, a in zip(prompts, answers, strict=True)
+        return (*_part(read_dialogue(look_up(row, adapter.messages))), None, None)
+    prompt, *answers = (
+        read_content(look_up(row, column))
+        for column in (adapter.prompt, adapter.chosen, adapter.rejected, adapter.sft)
     )
-    return Example(prompt, chosen, rejected), sft
+    if isinstance(prompt, Unusable):
+        return prompt, None, None, None
+    if adapter.prompt is None:
+        prompts, answers = zip(*(_part(answer) for answer in answers), strict=True)
+        return _agreed(prompts, answers)
+    turns = any(isinstance(answer, list) for answer in answers)
+    if isinstance(prompt, str) and (adapter.as_chat or turns):
+        prompt = _asked(row, adapter, prompt)
+    if prompt is None and turns:
+        prompt = []  # the dialogues may have it
+    if not isinstance(prompt, list):
+        return prompt, *map(_filled, answers)
+    prompts, answers = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
+    return _agreed((*prompts, prompt), answers)
 
 
-def _content(value: Any) -> Optional[Content]:
-    """Text as it is, a chat as plain {"role", "content"} turns, None for anything else."""
-    if isinstance(value, str):
-        return value
-    turns = value if isinstance(value, list) else []
-    if not all(isinstance(t, dict) for t in turns):
+def _agreed(prompts: Sequence[Found], answers: Sequence[Found]) -> tuple[Found, ...]:
+    """The first prompt there is, and the answers; one to another prompt is no use beside it."""
+    prompt = next((p for p in prompts if p), None)
+    other = Unusable("it answers another prompt than the chosen one")
+    pairs = zip(prompts, answers, strict=False)
+    return prompt, *(other if _is_answer(a) and p != prompt else a for p, a in pairs)
+
+
+def _asked(row: dict[str, Any], adapter: Adapter, prompt: str) -> Optional[list[Turn]]:
+    """A text prompt as the turns of a chat, with the context and the system's words of its row."""
+    if not prompt.strip():
         return None
-    if not all(isinstance(t.get(k), str) for t in turns for k in ("role", "content")):
-        return None
-    return [{"role": t["role"], "content": t["content"]} for t in turns] or None
+    context, system = (look_up(row, column) for column in (adapter.context, adapter.system))
+    if isinstance(context, str) and context.strip():
+        prompt = f"{prompt}\n\n{read_content(context)}"
+    turns = [{"role": "user", "content": prompt}]
+    if isinstance(system, str) and system.strip():
+        turns.insert(0, {"role": "system", "content": str(read_content(system))})
+    return turns
 
 
-def _filled(answer: Optional[Content]) -> Optional[Content]:
-    """``answer``, or None if it is blank."""
-    return answer if isinstance(answer, str) and answer.strip() else None
+def _filled(answer: Found) -> Found:
+    """A text answer, or None if it is blank."""
+    if isinstance(answer, str):
+        return answer if answer.strip() else None
+    return answer if isinstance(answer, Unusable) else None
 
 
-def _part(dialogue: list[dict[str, str]]) -> tuple[list, Optional[list]]:
+def _part(dialogue: Found) -> tuple[Found, Found]:
     """A dialogue's prompt and last answer; one that ends with the user's turn is all prompt."""
-    if dialogue and dialogue[-1]["role"] == "assistant":
+    if isinstance(dialogue, str):
+        parts = split_text(dialogue)
+        if not parts:
+            why = "text in which no assistant speaks" if dialogue.strip() else "an empty dialogue"
+            return Unusable(why), None
+        return parts[0], _filled(parts[1])
+    if isinstance(dialogue, list) and dialogue[-1]["role"] == "assistant":
         return dialogue[:-1], dialogue[-1:] if dialogue[-1]["content"].strip() else None
     return dialogue, None
 
 
-def _answer_turn(prompt: Optional[list], answer: Optional[Content]) -> tuple[Optional[list], Any]:
+def _continued(prompt: list[Turn], answer: Found) -> tuple[Found, Found]:
     """The (prompt, answer turn) of a text, a continuation of ``prompt`` or a whole dialogue."""
-    if not answer or isinstance(answer, str):
-        turn = [{"role": "assistant", "content": answer}] if _filled(answer) else None
-        return prompt, turn
-    continues = prompt and answer[0]["role"] == "assistant"
-    return _part(prompt + answer if continues else answer)
+    if isinstance(answer, list):
+        return _part(prompt + answer if answer[0]["role"] == "assistant" else answer)
+    if _is_answer(_filled(answer)):
+        answer = [{"role": "assistant", "content": answer}]
+    return prompt, answer or None
 
 
-def _demonstration(example: Example, demonstration: Optional[Content]) -> Example:
+def _demonstration(prompt: Content, chosen: Found, demonstration: Found) -> tuple[Content, Found]:
     """What SFT learns: demonstration or chosen answer, or an unanswered dialogue's last one."""
-    answer = demonstration or example.chosen
-    prompt = example.prompt
+    answer = demonstration if _is_answer(demonstration) else chosen
     if not answer and isinstance(prompt, list):
         ends = [i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i]
         if ends:
-            prompt, answer = _part(prompt[: ends[-1] + 1])
-    return Example(prompt, answer)
+            return _part(prompt[: ends[-1] + 1])
+    return prompt, answer
 
 
 def _opening(prompt: Content) -> str:

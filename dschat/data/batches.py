@@ -1,28 +1,46 @@
 """Which rows make which optimizer step, and which of them are this rank's.
 
-Comes in: any sequence of rows (a ``datasets.Dataset``, a list), the global batch size, and this
-rank's place as two numbers. Goes out: for every optimizer step a list of micro-batches. Must not
-know tensors or process groups: ranks agree because each computes the same permutation, not because
-they talk.
+Comes in: any sequence of rows (a ``datasets.Dataset``, a list) or a ``RowStream``, the global batch
+size, and this rank's place as two numbers. Goes out: for every optimizer step a list of
+micro-batches. Must not know tensors or process groups: ranks agree because each computes the same
+permutation or reads the same stream, not because they talk.
 
 Global batch k of epoch e is one set of rows, however it is cut: it depends on (seed, e, global
 batch size) alone. So runs with other numbers of ranks or micro-batches, but the same global batch
 size, take the same optimizer steps.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Union
 
 import numpy as np
 
 Rows = list[Any]
 
 
+@dataclass
+class RowStream:
+    """Rows without end, in a random order that is the same on every rank.
+
+    ``examples`` starts the stream; ``encode`` makes rows of some of its examples and leaves out
+    those that cannot be used. Encoding is the costly part: a rank does it for its own share alone.
+    """
+
+    examples: Callable[[], Iterator[Any]]
+    encode: Callable[[list[Any]], Rows]
+
+
 class StepBatches:
     """A data set as optimizer steps, for one rank.
 
+    Of a stream every global batch has ``global_batch_size`` examples; those that cannot be used
+    leave it smaller, on whichever rank they fall. It has one epoch, without end.
+
     Args:
-        dataset: the rows; something with ``len`` and integer indexing.
+        dataset: the rows; something with ``len`` and integer indexing, or a ``RowStream``.
         global_batch_size: rows of one optimizer step, over all ranks and micro-batches.
         micro_batch_size: most rows of a micro-batch.
         rank, world_size: which share of every global batch to take.
@@ -33,7 +51,7 @@ class StepBatches:
 
     def __init__(
         self,
-        dataset: Sequence[Any],
+        dataset: Union[Sequence[Any], RowStream],
         global_batch_size: int,
         micro_batch_size: int,
         rank: int,
@@ -55,7 +73,8 @@ class StepBatches:
         self.drop_last = drop_last
 
     def __len__(self) -> int:
-        """Optimizer steps an epoch."""
+        """Optimizer steps an epoch; a stream has no length."""
+        assert not isinstance(self.dataset, RowStream), "a stream runs for --max_steps"
         full, rest = divmod(len(self.dataset), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
@@ -66,6 +85,9 @@ class StepBatches:
         another, its last ones are short or empty. Ranks' shares of a global batch differ by at most
         one row.
         """
+        if isinstance(self.dataset, RowStream):
+            yield from self._stream(self.dataset, first_step)
+            return
         num_rows = len(self.dataset)
         order = np.arange(num_rows)
         if self.shuffle:
@@ -73,47 +95,108 @@ class StepBatches:
         for step in range(first_step, len(self)):
             start = step * self.global_batch_size
             indices = order[start : start + self.global_batch_size]
-            # Contiguous parts: a row's number in the global batch follows from its rank and place.
-            first, last = (len(indices) * r // self.world_size for r in (self.rank, self.rank + 1))
-            share = indices[first:last].tolist()
-            largest_share = -(-len(indices) // self.world_size)
-            num_micro_batches = -(-largest_share // self.micro_batch_size)
-            starts = range(0, num_micro_batches * self.micro_batch_size, self.micro_batch_size)
-            yield [self._rows(share[i : i + self.micro_batch_size]) for i in starts]
+            share = _share(indices, self.rank, self.world_size).tolist()
+            yield [self._rows(part) for part in self._micro_batches(share, len(indices))]
+
+    def _stream(self, stream: RowStream, first_step: int) -> Iterator[list[Rows]]:
+        examples = stream.examples()
+        for _ in islice(examples, first_step * self.global_batch_size):
+            pass
+        while True:
+            step = list(islice(examples, self.global_batch_size))
+            rows = stream.encode(_share(step, self.rank, self.world_size))
+            yield self._micro_batches(rows, len(step))
+
+    def _micro_batches(self, share: list[Any], num_rows: int) -> list[list[Any]]:
+        """A rank's share in as many micro-batches as the largest share of ``num_rows`` makes."""
+        largest_share = -(-num_rows // self.world_size)
+        num_micro_batches = -(-largest_share // self.micro_batch_size)
+        starts = range(0, num_micro_batches * self.micro_batch_size, self.micro_batch_size)
+        return [share[i : i + self.micro_batch_size] for i in starts]
 
     def _rows(self, indices: list[int]) -> Rows:
         return [self.dataset[i] for i in indices]
 
 
-class PromptBatches:
-    """Step 3's data loader: every iteration yields this rank's prompts of one rollout, as id lists.
+class Prompts(list):
+    """Id lists of prompts; ``sources`` has beside each what it was made of (text or messages)."""
 
-    Each pass over it is the next epoch. A last rollout that is not full is left out, unless it is
-    the only one.
+    def __init__(self, ids: list[list[int]], sources: list[Any] | None = None) -> None:
+        super().__init__(ids)
+        self.sources = sources
+
+
+class PromptBatches:
+    """Step 3's data loader: every iteration yields this rank's prompts of one rollout, as id lists
+    (`Prompts`).
+
+    Each pass over it is the next epoch; over a stream, it goes on. A last rollout that is not full
+    is left out, unless it is the only one.
 
     Args:
-        dataset: rows of ``prompt_dataset``.
+        dataset: rows of ``prompt_dataset``, a table or a stream.
         rollout_prompts: prompts of one rollout, over all ranks.
         rank, world_size, seed: as in ``StepBatches``.
     """
 
     def __init__(
-        self, dataset: Sequence[Any], rollout_prompts: int, rank: int, world_size: int, seed: int
+        self,
+        dataset: Union[Sequence[Any], RowStream],
+        rollout_prompts: int,
+        rank: int,
+        world_size: int,
+        seed: int,
     ) -> None:
-        drop_last = len(dataset) >= rollout_prompts
+        self._place = (rank, world_size)
+        self._epoch = 0
+        self._rollouts = None
+        drop_last = True
+        if isinstance(dataset, RowStream):
+            self._rollouts = _full_rollouts(dataset, rollout_prompts)
+        else:
+            drop_last = len(dataset) >= rollout_prompts
         self._batches = StepBatches(
             dataset, rollout_prompts, rollout_prompts, rank, world_size, seed, drop_last=drop_last
         )
-        self._epoch = 0
 
     def __len__(self) -> int:
         """Rollouts in an epoch."""
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[list[list[int]]]:
+    def __iter__(self) -> Iterator[Prompts]:
+        if self._rollouts is not None:
+            yield from (prompts_of(_share(rows, *self._place)) for rows in self._rollouts)
+            return
         epoch, self._epoch = self._epoch, self._epoch + 1
         for (rows,) in self._batches.epoch(epoch):
-            yield [row["prompt_ids"] for row in rows]
+            yield prompts_of(rows)
+
+
+def prompts_of(rows: Rows) -> Prompts:
+    """The prompts in rows of ``prompt_dataset``; sources where all of them have one."""
+    sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
+    whole = len(sources) == len(rows)
+    return Prompts([row["prompt_ids"] for row in rows], sources if whole else None)
+
+
+def _share(rows: Any, rank: int, world_size: int) -> Any:
+    """A rank's part of a global batch: contiguous, so that a row's number in the batch follows from
+    its rank and place.
+    """
+    first, last = (len(rows) * r // world_size for r in (rank, rank + 1))
+    return rows[first:last]
+
+
+def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
+    """Every rollout of a stream. Each rank encodes all of it: prompts are short, and one that is
+    too long must not leave a rollout smaller.
+    """
+    examples, rows = stream.examples(), []
+    while True:
+        rows += stream.encode(list(islice(examples, rollout_prompts)))
+        while len(rows) >= rollout_prompts:
+            yield rows[:rollout_prompts]
+            rows = rows[rollout_prompts:]
 
 
 def endless(batches: StepBatches) -> Iterator[list[Rows]]:

@@ -1,24 +1,31 @@
-"""Read one table from disk or from the hub, or say in one line why it cannot be read.
+"""Find what a name means: a file, a folder, several files, a saved data set, a hub name.
 
-Comes in: a local .json, .jsonl or .txt path, or a hub name. Goes out: a ``datasets.Dataset`` of raw
-rows, read and cached by the ``datasets`` library (HF_DATASETS_CACHE is its own affair). Must not
-know what the columns mean.
+Comes in: one name of ``--data_path``. Goes out: its splits, each a ``Rows`` that can be read from
+the start as often as one likes, a row at a time; or one line that says why it cannot be read. Must
+not know what the columns mean.
 """
 
 import glob
-import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Optional
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Optional, Union
 
 import datasets
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
-from dschat.config import UserError
+from dschat.data.files import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
+from dschat.knobs import UserError
 
-JSON_SUFFIXES = (".json", ".jsonl")
-EVAL_SPLITS = ("test", "validation", "eval", "valid", "dev")
+EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
+_SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?P<config>:[^/]+)?")
+_NUM_PEEKED = 1000  # rows that show which columns there are
+_SCRIPT_FREE = "refs/convert/parquet"  # the hub's own copy of sets that once were scripts
 
 
 @contextmanager
@@ -35,138 +42,250 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+@dataclass
+class Rows:
+    """One split of a source, unread. Iterating it reads it from the start.
+
+    ``stamp`` tells other content apart: it changes with a file's size or time, or is None where
+    nothing tells (a stream from the hub). ``in_memory``: a table so small that it is.
+    """
+
+    name: str
+    columns: list[str]
+    stamp: Optional[str]
+    lines: Callable[[], Iterator[Line]] = field(repr=False)
+    in_memory: bool = False
+
+    def __iter__(self) -> Iterator[Line]:
+        return self.lines()
+
+
+@dataclass
+class Splits:
+    """The training rows of a source, and its own held-out rows, if it has any."""
+
+    train: Rows
+    eval: Optional[Rows] = None
+
+
 def looks_like_file(name: str) -> bool:
-    """Whether ``name`` means a local file: it is one, or nothing on the hub could be called so."""
+    """Whether ``name`` means something local: it is there, or no hub name could be spelled so."""
     path = os.path.expanduser(name)
     return (
-        os.path.isfile(path)
-        or name.lower().endswith((*JSON_SUFFIXES, ".txt"))
+        os.path.exists(path)
+        or kind_of(name) in (*SUFFIXES, TEXT_SUFFIX)
         or name.startswith(("/", "./", "../", "~"))
-        and not os.path.isdir(path)
+        or name.endswith("/")
+        or glob.has_magic(name)
     )
 
 
-def read_file(name: str, flag: str, allow_text: bool = False) -> Dataset:
-    """The rows of a .jsonl or .json file (a list, or an object a line); ``allow_text``: or a .txt.
+def read_source(
+    name: str,
+    flag: str,
+    allow_text: bool = False,
+    streaming: bool = False,
+    eval_split: Optional[str] = None,
+    skip_broken: bool = False,
+) -> Splits:
+    """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: .txt files too.
 
-    A .txt file becomes one row per paragraph (blank lines part them), in the column ``text``.
-
-    Raises:
-        UserError: no such file, wrong kind, empty, not UTF-8, broken JSON (naming the line).
+    Raises (for a broken first line, unless ``skip_broken``):
+        UserError: nothing there, of the wrong kind, empty, or damaged in its first rows.
     """
-    path = os.path.abspath(os.path.expanduser(name))
-    suffix = os.path.splitext(path)[1].lower()
-    kinds = (*JSON_SUFFIXES, ".txt") if allow_text else JSON_SUFFIXES
-    if not os.path.isfile(path):
-        raise UserError(f"{flag}: no such data file: {name}; check the path")
-    if suffix not in kinds:
-        raise UserError(f"{flag}: {name} is not one of {', '.join(kinds)}; convert it")
-    try:
-        blank = _is_blank(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag}: {_find_fault(path, suffix)}") from error
-    if blank:
-        raise UserError(f"{flag}: {name} is empty; it needs at least one row")
-    loader = ("text", {"sample_by": "paragraph"}) if suffix == ".txt" else ("json", {})
-    try:
-        with quiet():
-            # NOTE: data_files is a glob pattern, so a real name such as data[1].jsonl is escaped.
-            table = datasets.load_dataset(
-                loader[0], data_files=glob.escape(path), split="train", **loader[1]
-            )
-    except Exception as error:  # the library wraps its parsers' many errors: find the true one
-        fault = _find_fault(path, suffix) or f"{name} cannot be read: {_first_line(error)}"
-        raise UserError(f"{flag}: {fault}") from error
-    if not len(table):
-        raise UserError(f"{flag}: {name} is empty; it needs at least one row")
-    return table
+    if looks_like_file(name):
+        kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
+        return _read_local(name, flag, kinds, eval_split, skip_broken)
+    if not _HUB_NAME.fullmatch(name):
+        raise UserError(f"{flag}: {name!r} is no file here and no name the hub could have")
+    hub_name, _, config_name = name.partition(":")
+    return read_hub(hub_name, flag, config_name or None, streaming, eval_split)
 
 
-def read_hub(name: str, flag: str, config_name: Optional[str] = None) -> DatasetDict:
-    """All splits of a hub data set (or of a local folder that ``datasets`` understands).
+def read_hub(
+    name: str,
+    flag: str,
+    config_name: Optional[str] = None,
+    streaming: bool = False,
+    eval_split: Optional[str] = None,
+) -> Splits:
+    """The splits of a hub data set.
 
     Raises:
-        UserError: it cannot be found or reached, or it has no ``train`` split.
+        UserError: it cannot be found or reached, or it has no rows to train on.
     """
     try:
         with quiet():
-            splits = datasets.load_dataset(name, config_name)
+            splits = _load(name, config_name, streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{flag}: {name} is neither a data file here nor a data set the hub gives us "
+            f"{flag}: {name} is neither data here nor a data set the hub gives us "
             f"({_first_line(error)}); check the name"
         ) from error
-    if not len(splits.get("train", ())):
+    return _table_splits(name, splits, flag, eval_split)
+
+
+def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> Rows:
+    """A table of the ``datasets`` library as ``Rows``."""
+
+    def lines() -> Iterator[Line]:
+        row = 0
+        for batch in table.iter(batch_size=256):
+            for values in zip(*batch.values(), strict=True):
+                row += 1
+                yield Line(f"{name}, row {row}", dict(zip(batch, values, strict=True)))
+
+    columns = table.column_names or list(next(iter(table), {}))
+    is_table = isinstance(table, Dataset)
+    stamp = table._fingerprint if is_table else None
+    return Rows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
+
+
+def _load(name: str, config_name: Optional[str], streaming: bool) -> Any:
+    try:
+        return datasets.load_dataset(name, config_name, streaming=streaming)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        return datasets.load_dataset(name, config_name, streaming=streaming, revision=_SCRIPT_FREE)
+
+
+def broken_line(flag: str, where: str, fault: str) -> UserError:
+    """What is said of a row that cannot be used or even read, where none may be passed over."""
+    advice = "mend it, or pass it over with --on_bad_row skip"
+    return UserError(f"{flag}: {where}: {fault.removesuffix('; mend it')}; {advice}")
+
+
+def _read_local(
+    name: str, flag: str, kinds: tuple[str, ...], eval_split: Optional[str], skip_broken: bool
+) -> Splits:
+    path = os.path.expanduser(name)
+    if os.path.isfile(path):
+        if kind_of(path) not in kinds:
+            raise UserError(f"{flag}: {name} is not one of {', '.join(kinds)}; convert it")
+        return Splits(_file_rows(name, [path], flag, skip_broken))
+    if os.path.isdir(path):
+        if any((Path(path) / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
+            return _read_saved(name, path, flag, eval_split)
+        return _read_folder(name, path, flag, kinds, eval_split, skip_broken)
+    if not glob.has_magic(name):
+        raise UserError(f"{flag}: no such data file: {name}; check the path")
+    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    matching = [file for file in found if kind_of(file) in kinds]
+    if not matching:
+        raise UserError(f"{flag}: {name} matches no file of {', '.join(kinds)}; check the pattern")
+    return Splits(_file_rows(name, matching, flag, skip_broken))
+
+
+def _read_saved(name: str, path: str, flag: str, eval_split: Optional[str]) -> Splits:
+    """A folder that ``datasets.save_to_disk`` wrote."""
+    try:
+        with quiet():
+            saved = datasets.load_from_disk(path)
+    except Exception as error:  # whatever a damaged folder makes the library raise
         raise UserError(
-            f"{flag}: {name} has no rows in a train split; its splits: {', '.join(splits)}"
+            f"{flag}: {name} looks like a folder of datasets.save_to_disk, but cannot be read "
+            f"({_first_line(error)}); save it again"
+        ) from error
+    splits = saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+    return _table_splits(name, splits, flag, eval_split)
+
+
+def _read_folder(
+    name: str,
+    path: str,
+    flag: str,
+    kinds: tuple[str, ...],
+    eval_split: Optional[str],
+    skip_broken: bool,
+) -> Splits:
+    """A folder of files: train.*, test.*, ... or sub-folders of such names; or shards without.
+
+    Files that lie in ``data/`` alone, as in a clone of a hub repository, are found there.
+    """
+    parts: dict[str, list[str]] = {}
+    for base in (Path(path), Path(path) / "data"):
+        entries = sorted(base.iterdir()) if base.is_dir() else []
+        for entry in entries:
+            named = _SPLIT_NAME.match(entry.name)
+            split = named.group(1).lower() if named else ""
+            files = [entry] if entry.is_file() else sorted(entry.glob("*")) if split else []
+            files = [str(file) for file in files if file.is_file() and kind_of(file.name) in kinds]
+            if files:
+                parts.setdefault(split, []).extend(files)
+        if parts:
+            break
+    train = parts.get("train") or parts.get("")
+    if not train:
+        raise UserError(
+            f"{flag}: the folder {name} has no {'training' if parts else 'data'} files; it needs "
+            f"train.*, or any files of {', '.join(kinds)}"
         )
-    return splits
+    held_out = next((parts[s] for s in _eval_names(eval_split) if s in parts), None)
+    return Splits(
+        _file_rows(name, train, flag, skip_broken),
+        _file_rows(name, held_out, flag, skip_broken) if held_out else None,
+    )
 
 
-def eval_split(splits: DatasetDict) -> Optional[Dataset]:
-    """The held-out split of a hub data set, under whichever of the usual names it goes."""
-    return next((splits[name] for name in EVAL_SPLITS if len(splits.get(name, ()))), None)
+def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Rows:
+    """Files as one ``Rows``; its columns are those of the first rows, of all together.
+
+    Raises:
+        UserError: a file that cannot be opened, no row in any, a broken one among the first.
+    """
+
+    def lines() -> Iterator[Line]:
+        for path in paths:
+            try:
+                yield from read_lines(path)
+            except OSError as error:
+                why = error.strerror or str(error)
+                raise UserError(f"{flag}: {path} cannot be read: {why}; check the file") from error
+
+    columns: dict[str, None] = {}
+    first_fault = None
+    for line in islice(lines(), _NUM_PEEKED):
+        columns.update(dict.fromkeys(map(str, line.row or ())))
+        if line.row is None and first_fault is None:
+            first_fault = line
+            if not skip_broken:
+                break
+    if first_fault and not (columns and skip_broken):
+        raise broken_line(flag, first_fault.where, first_fault.fault)
+    if not columns:
+        raise UserError(f"{flag}: {name} is empty; it needs at least one row")
+    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    stamp = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    return Rows(name, list(columns), stamp, lines)
 
 
-def line_of(name: str, row: int) -> str:
-    """Where row ``row`` (from 0) of a source stands, as a person looks for it: FILE:LINE."""
-    if name.lower().endswith(".jsonl"):
-        with open(os.path.expanduser(name), encoding="utf-8") as file:
-            filled = (number for number, line in enumerate(file, start=1) if line.strip())
-            for position, number in enumerate(filled):
-                if position == row:
-                    return f"{name}:{number}"
-    return f"{name}, row {row + 1}"
+def _table_splits(name: str, splits: Any, flag: str, eval_split: Optional[str]) -> Splits:
+    """Which split of a ``DatasetDict`` trains, and which is held out."""
+    names = list(splits)
+    like_train = [s for s in names if s.startswith("train")]
+    train = "train" if "train" in names else "train_prefs" if "train_prefs" in names else None
+    train = train or (like_train or (names if len(names) == 1 else [None]))[0]
+    if train is None or not _has_rows(splits[train]):
+        raise UserError(
+            f"{flag}: {name} has no rows in a train split; its splits: {', '.join(names)}"
+        )
+    held_out = next(
+        (s for s in _eval_names(eval_split) if s in names and s != train and _has_rows(splits[s])),
+        None,
+    )
+    return Splits(
+        table_rows(name, splits[train]), table_rows(name, splits[held_out]) if held_out else None
+    )
+
+
+def _has_rows(table: Union[Dataset, IterableDataset]) -> bool:
+    return next(iter(table), None) is not None
+
+
+def _eval_names(eval_split: Optional[str]) -> tuple[str, ...]:
+    return (eval_split, *EVAL_SPLITS) if eval_split else EVAL_SPLITS
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _is_blank(path: str) -> bool:
-    """Whether a file holds nothing but white space.
-
-    It reads to the end, since the loader passes on bytes that are not UTF-8, to fail far from here.
-    """
-    blank = True
-    with open(path, encoding="utf-8-sig") as file:
-        for chunk in iter(lambda: file.read(1 << 20), ""):
-            blank = blank and chunk.isspace()
-    return blank
-
-
-def _find_fault(path: str, suffix: str) -> Optional[str]:
-    """What is wrong with a file that the loader refused, "FILE:LINE: ..."; None if nothing is."""
-    if suffix == ".json":
-        whole = _json_list_fault(path)
-        if whole is not None:
-            return whole or None
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8-sig")
-                if suffix != ".txt" and line.strip() and not isinstance(json.loads(line), dict):
-                    return f'{path}:{number}: not a JSON object such as {{"prompt": ...}}'
-            except UnicodeDecodeError:
-                return f"{path}:{number}: not UTF-8 text; save the file as UTF-8"
-            except json.JSONDecodeError as error:
-                return f"{path}:{number}: broken JSON ({error.msg}, column {error.colno}); mend it"
-    return None
-
-
-def _json_list_fault(path: str) -> Optional[str]:
-    """The fault of a .json file that is one list: "" for none, None where it is not a list."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-        if not text.lstrip().startswith("["):
-            return None
-        rows = json.loads(text)
-    except UnicodeDecodeError:
-        return None  # the walk over its lines finds where
-    except json.JSONDecodeError as error:
-        return f"{path}:{error.lineno}: broken JSON ({error.msg}, column {error.colno}); mend it"
-    if not rows:
-        return f"{path} is empty; it needs at least one row"
-    odd = next((i for i, row in enumerate(rows) if not isinstance(row, dict)), None)
-    return "" if odd is None else f"{path}: item {odd + 1} of its list is not a JSON object"

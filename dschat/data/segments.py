@@ -19,20 +19,11 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from dschat.chat_template import default_template
 from dschat.config import UserError
 from dschat.data.adapters import Content, Example
 
 logger = logging.getLogger("dschat")
-
-# For tokenizers without a chat template. Earlier answers keep the EOS they were written with.
-DEFAULT_CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '\\n\\nHuman: ' + m['content'] }}"
-    "{% elif m['role'] == 'assistant' %}{{ '\\n\\nAssistant: ' + m['content'] + eos_token }}"
-    "{% else %}{{ '\\n\\nSystem: ' + m['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -97,30 +88,26 @@ def prompt_segments(tokenizer: Any, prompt: Content) -> list[Segment]:
     pieces, done = [], ""
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
-            asked = _render(tokenizer, prompt[:i], ask=True)
-            answered = _render(tokenizer, prompt[: i + 1], ask=False)
+            asked = render_chat(tokenizer, prompt[:i], ask=True)
+            answered = render_chat(tokenizer, prompt[: i + 1], ask=False)
             pieces += [(asked, done, False), (answered, asked, True)]
             done = answered
-    pieces.append((_render(tokenizer, prompt, ask=True), done, False))
+    pieces.append((render_chat(tokenizer, prompt, ask=True), done, False))
     if not all(text.startswith(before) for text, before, _ in pieces):
         _warn_once(
             "the chat template rewrites earlier turns of a dialogue when it goes on: "
             "only last answers are trained"
         )
         pieces = [(pieces[-1][0], "", False)]
-    bare = tokenizer.chat_template is None  # the default template renders no BOS
-    return [
-        Segment(text[len(before) :], is_answer, add_special=bare and n == 0)
-        for n, (text, before, is_answer) in enumerate(pieces)
-    ]
+    return [Segment(text[len(before) :], is_answer) for text, before, is_answer in pieces]
 
 
 def answer_segment(tokenizer: Any, prompt: Content, answer: Content) -> Segment:
     """The answer's segment: its text, or what the template adds to the prompt for it."""
     if isinstance(answer, str):
         return Segment(answer, is_answer=True)
-    asked = _render(tokenizer, prompt, ask=True)
-    answered = _render(tokenizer, [*prompt, *answer], ask=False)
+    asked = render_chat(tokenizer, prompt, ask=True)
+    answered = render_chat(tokenizer, [*prompt, *answer], ask=False)
     if answered.startswith(asked):
         return Segment(answered[len(asked) :], is_answer=True)
     _warn_once(
@@ -184,14 +171,24 @@ def _through_eos(ids: list[int], eos: int) -> list[int]:
     return ids[: ids.index(eos) + 1] if eos in ids else ids
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]], ask: bool) -> str:
-    """The template's text of ``messages``; with ``ask``, up to the assistant's next words."""
-    template = {} if tokenizer.chat_template else {"chat_template": DEFAULT_CHAT_TEMPLATE}
+def render_chat(
+    tokenizer: Any, messages: list[dict[str, str]], ask: bool, template: str | None = None
+) -> str:
+    """The template's text of ``messages``; with ``ask``, up to the assistant's next words.
+
+    It brings all special tokens along: tokenise it without adding any. ``template`` stands in for
+    the tokenizer's own.
+
+    Raises:
+        UserError: the tokenizer's chat template refuses these messages.
+    """
+    if template is None and not tokenizer.chat_template:
+        template = default_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=ask, **template
+            messages, chat_template=template, tokenize=False, add_generation_prompt=ask
         )
-    except TemplateError as error:
+    except (TemplateError, ValueError) as error:  # ValueError: named templates, none the default
         raise UserError(f"a chat that the tokenizer's template refuses ({error})") from error
 
 

@@ -4,51 +4,73 @@ Comes in: ``--data_path`` and its relatives. Goes out: for one step, its trainin
 rows, every row an ``Example``, whatever the source was called and however its columns were. Must
 not know tokenizers, ranks or models: the result depends on the data and the seed alone, so every
 process of any number computes the same.
+
+Texts stay on disk: of every row, memory holds a hash and a few flags.
 """
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
-from typing import Literal, Optional
+from typing import Optional
 
 import numpy as np
-from datasets import Dataset, Features, Value, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 
-from dschat.config import CommonConfig, UserError
 from dschat.data.adapters import (
     CONTENT_FIELDS,
     PURPOSES,
     Example,
     Purpose,
     choose_adapter,
-    normalise,
+    known_adapter,
+    listed,
     require_answers,
 )
 from dschat.data.builtin import builtin_rows
-from dschat.data.read import eval_split, line_of, looks_like_file, quiet, read_file, read_hub
+from dschat.data.normalised import flags_of, iterate, judge, normalised_table
+from dschat.data.read import Rows, Splits, read_source, table_rows
+from dschat.data.table import Adapter
+from dschat.data_config import DataConfig
+from dschat.knobs import UserError
 
-__all__ = ["Example", "Source", "cut", "load_examples", "load_source", "parse_spec"]
+__all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
 
 logger = logging.getLogger("dschat")
-
-_SCHEMA = Features({f: Value("string") for f in (*CONTENT_FIELDS, "key", "problem")})
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source, read and normalised for one purpose: ``rows`` has ``_SCHEMA``'s columns."""
+    """One source, found and understood, but not read: its weight, splits and columns."""
 
     name: str
     weight: float
-    rows: Dataset
+    splits: Splits
+    adapter: Adapter
+    flag: str
+
+    def table(self, rows: Rows, purpose: Purpose, on_bad_row: str) -> Dataset:
+        """The rows that have a usable prompt, normalised for ``purpose``: a table of ``SCHEMA``.
+
+        Rows that only ``purpose`` cannot use keep their place (``problem`` says why), so that the
+        three parts do not depend on the purpose.
+
+        Raises:
+            UserError: a bad row that ``--on_bad_row`` does not let pass, or no usable row at all.
+        """
+        table = normalised_table(rows, self.adapter, purpose)
+        named = self.adapter.prompt or self.adapter.messages
+        hint = "" if named else "; name it with --prompt_column"
+        hint += f" (it has: {listed(rows.columns)})"
+        judge(self.name, table, on_bad_row, self.flag, hint)
+        keep = flags_of(table, "key")
+        return table if keep.all() else table.select(np.flatnonzero(keep))
 
 
 def load_examples(
-    config: CommonConfig, purpose: Purpose, seed: Optional[int] = None
+    config: DataConfig, purpose: Purpose, seed: Optional[int] = None
 ) -> tuple[Dataset, Dataset]:
     """The training and held-out examples of one step, as tables of ``Example.to_row`` rows.
 
@@ -62,17 +84,16 @@ def load_examples(
         UserError: unreadable or empty data, a missing column, or a part without rows.
     """
     seed = config.seed if seed is None else seed
-    sources = [load_source(spec, config, "train", purpose) for spec in config.data_path]
-    held_out, held_keys = _hold_out(config, sources, purpose, seed)
-    blend = concatenate_datasets([_weighted(source, held_keys, seed) for source in sources])
-    parts = cut(blend["key"][:], config.split_weights, f"split:{seed}")
+    sources = [load_source(spec, config, purpose) for spec in config.data_path]
+    tables = [s.table(s.splits.train, purpose, config.on_bad_row) for s in sources]
+    held_out, held_keys = _hold_out(config, sources, tables, purpose, seed)
+    pairs = zip(sources, tables, strict=True)
+    blend = concatenate_datasets([_weighted(t, s.weight, held_keys, seed) for s, t in pairs])
+    parts = np.array(_cut(key_hashes(blend, f"split:{seed}"), config.split_weights), dtype=int)
     step = PURPOSES.index(purpose)
-    train = _usable(blend.select([i for i, part in enumerate(parts) if part == step]))
+    train = _usable(blend.select(np.flatnonzero(parts == step)))
     if not len(train):
-        raise UserError(
-            f"--data_split {config.data_split} leaves step {step + 1} none of the {len(blend)} "
-            "training rows; give it a larger share or more data"
-        )
+        raise no_rows(config.data_split, step, f"the {len(blend)}")
     held_out = _usable(held_out)
     chosen = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
@@ -82,50 +103,46 @@ def load_examples(
     return train, held_out.select(sorted(chosen.tolist()))
 
 
-def load_source(
-    spec: str,
-    config: CommonConfig,
-    split: Literal["train", "eval"],
-    purpose: Purpose,
-    flag: str = "--data_path",
-) -> Optional[Source]:
-    """Read and normalise one ``NAME[:WEIGHT]``; None where it has no held-out split of its own.
+def no_rows(data_split: str, step: int, which: str) -> UserError:
+    """What is said where the part of ``step`` (from 0) is empty."""
+    return UserError(
+        f"--data_split {data_split} leaves step {step + 1} none of {which} training rows; give it "
+        "a larger share or more data"
+    )
 
-    Rows without a usable prompt are dropped here, for every purpose alike; rows that only
-    ``purpose`` cannot use keep their place (``problem`` says why), so that the three parts do not
-    depend on the purpose.
+
+def load_source(
+    spec: str, config: DataConfig, purpose: Purpose, flag: str = "--data_path"
+) -> Source:
+    """Find one ``NAME[:WEIGHT]``, choose its columns and see that ``purpose`` can use them.
+
+    Raises:
+        UserError: it cannot be found or read, or it lacks a column.
     """
+    source = open_source(spec, config, flag)
+    columns = source.splits.train.columns
+    require_answers(source.name, source.adapter, purpose, columns, flag)
+    return source
+
+
+def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Source:
+    """``load_source`` for no step in particular: it may lack the answers that one needs."""
     name, weight = parse_spec(spec, flag)
-    table = _read(name, split, flag)
-    if table is None:
-        return None
-    adapter = choose_adapter(name, table.column_names, config, flag)
-    require_answers(name, adapter, purpose, table.column_names, flag)
-    with quiet():
-        rows = table.map(
-            partial(normalise, adapter=adapter, purpose=purpose),
-            remove_columns=table.column_names,
-            features=_SCHEMA,
+    if name.startswith("builtin/"):
+        splits = _builtin(name, flag)
+    else:
+        known = known_adapter(name)
+        lies_at = name if os.path.exists(name) or not known else known.source or name
+        eval_split = known.eval_split if known else None
+        splits = read_source(
+            lies_at,
+            flag,
+            streaming=config.streaming,
+            eval_split=eval_split,
+            skip_broken=config.on_bad_row == "skip",
         )
-    problems = rows["problem"][:]
-    bad = [i for i, problem in enumerate(problems) if problem]
-    if bad:
-        counts = Counter(problems[i] for i in bad)
-        why = ", ".join(f"{count} with {problem}" for problem, count in counts.items())
-        where = line_of(name, bad[0])
-        if len(bad) == len(rows):
-            columns = ", ".join(table.column_names)
-            hint = "" if adapter.prompt or adapter.messages else "; name it with --prompt_column"
-            raise UserError(
-                f"{flag}: {name} has no usable row: {why}{hint} (it has: {columns}); "
-                f"look at {where}"
-            )
-        logger.warning(
-            "%s: dropped %d of %d rows (%s); the first is %s",
-            *(name, len(bad), len(rows), why, where),
-        )
-    keep = [i for i, key in enumerate(rows["key"][:]) if key]
-    return Source(name, weight, rows if len(keep) == len(rows) else rows.select(keep))
+    adapter = choose_adapter(name, splits.train.columns, config, flag)
+    return Source(name, weight, splits, adapter, flag)
 
 
 def parse_spec(spec: str, flag: str = "--data_path") -> tuple[str, float]:
@@ -142,21 +159,31 @@ def parse_spec(spec: str, flag: str = "--data_path") -> tuple[str, float]:
     return name, weight
 
 
-def cut(keys: Sequence[str], shares: Sequence[float], salt: str) -> list[int]:
+def cut(keys: Iterable[str], shares: Sequence[float], salt: str) -> list[int]:
     """Give every row a part, 0 to len(shares) - 1, in about these shares; equal keys share one.
 
     Keys are laid in the order of their salted hashes (a seeded permutation that depends on nothing
     else), and each goes to the part in which the middle of its rows falls.
     """
-    sizes = Counter(keys)
-    order = sorted(sizes, key=lambda key: blake2b(f"{salt}:{key}".encode()).digest())
-    ends = np.cumsum(shares) / np.sum(shares) * len(keys)
-    part_of, start = {}, 0
-    for key in order:
-        middle = start + sizes[key] / 2
-        part_of[key] = int(np.searchsorted(ends, middle))
-        start += sizes[key]
-    return [part_of[key] for key in keys]
+    return _cut(np.array([key_hash(key, salt) for key in keys], dtype=np.uint64), shares)
+
+
+def key_hash(key: str, salt: str) -> int:
+    """64 bits of a salted hash; equal keys have equal ones, others do not, for all we shall see."""
+    return int.from_bytes(blake2b(f"{salt}:{key}".encode()).digest()[:8], "big")
+
+
+def key_hashes(rows: Dataset, salt: str) -> np.ndarray:
+    """(number of rows,) uint64: ``key_hash`` of every row's key."""
+    hashes = (key_hash(row["key"], salt) for row in iterate(rows, ("key",)))
+    return np.fromiter(hashes, dtype=np.uint64, count=len(rows))
+
+
+def _cut(hashes: np.ndarray, shares: Sequence[float]) -> list[int]:
+    _, places, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
+    middles = np.cumsum(sizes) - sizes / 2
+    ends = np.cumsum(shares) / np.sum(shares) * len(hashes)
+    return np.searchsorted(ends, middles)[places].tolist()
 
 
 @cache
@@ -164,49 +191,54 @@ def _builtin_tables() -> dict[str, Dataset]:
     return {split: Dataset.from_list(rows) for split, rows in builtin_rows().items()}
 
 
-def _read(name: str, split: str, flag: str) -> Optional[Dataset]:
-    if name == "builtin/chat":
-        return _builtin_tables()[split]
-    if name.startswith("builtin/"):
+def _builtin(name: str, flag: str) -> Splits:
+    if name != "builtin/chat":
         raise UserError(f"{flag}: there is no {name}; the built-in data set is builtin/chat")
-    if looks_like_file(name):
-        return read_file(name, flag) if split == "train" else None
-    splits = read_hub(name, flag)
-    return splits["train"] if split == "train" else eval_split(splits)
+    tables = _builtin_tables()
+    return Splits(table_rows(name, tables["train"]), table_rows(name, tables["eval"]))
+
+
+def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[Source, Rows]]:
+    """The sources of ``--eval_data_path``, each with the split that is meant: its own held-out one,
+    or all it has.
+    """
+    flag = "--eval_data_path"
+    named = [load_source(spec, config, purpose, flag) for spec in config.eval_data_path or ()]
+    return [(source, source.splits.eval or source.splits.train) for source in named]
 
 
 def _hold_out(
-    config: CommonConfig, sources: list[Source], purpose: Purpose, seed: int
-) -> tuple[Dataset, set[str]]:
-    """The held-out rows of all sources, and the keys that training must leave to them."""
+    config: DataConfig, sources: list[Source], tables: list[Dataset], purpose: Purpose, seed: int
+) -> tuple[Dataset, Optional[np.ndarray]]:
+    """The held-out rows of all sources, and the hashes of keys that training must leave to them."""
+    policy = config.on_bad_row
     if config.eval_data_path is not None:
-        flag = "--eval_data_path"
-        named = [
-            load_source(spec, config, "eval", purpose, flag)
-            or load_source(spec, config, "train", purpose, flag)
-            for spec in config.eval_data_path
-        ]
-        return concatenate_datasets([source.rows for source in named]), set()
-    tables, held_keys = [], set()
-    for spec, source in zip(config.data_path, sources, strict=True):
-        own = load_source(spec, config, "eval", purpose)
-        if own is None:
-            keys = source.rows["key"][:]
-            parts = cut(keys, (config.eval_fraction, 1 - config.eval_fraction), f"eval:{seed}")
-            held = [i for i, part in enumerate(parts) if part == 0]
-            held_keys.update(keys[i] for i in held)
-        tables.append(own.rows if own else source.rows.select(held))
-    return concatenate_datasets(tables), held_keys
+        named = named_held_out(config, purpose)
+        return concatenate_datasets([s.table(rows, purpose, policy) for s, rows in named]), None
+    held_tables, held_keys = [], []
+    for source, table in zip(sources, tables, strict=True):
+        if source.splits.eval:
+            held_tables.append(source.table(source.splits.eval, purpose, policy))
+            continue
+        hashes = key_hashes(table, f"eval:{seed}")
+        parts = _cut(hashes, (config.eval_fraction, 1 - config.eval_fraction))
+        held = np.flatnonzero(np.array(parts, dtype=int) == 0)
+        held_keys.append(hashes[held])
+        held_tables.append(table.select(held))
+    keys = np.unique(np.concatenate(held_keys)) if held_keys else None
+    return concatenate_datasets(held_tables), keys
 
 
-def _weighted(source: Source, held_keys: set[str], seed: int) -> Dataset:
+def _weighted(table: Dataset, weight: float, held_keys: Optional[np.ndarray], seed: int) -> Dataset:
     """A source's training rows, each as often as its weight says."""
-    rows = [i for i, key in enumerate(source.rows["key"][:]) if key not in held_keys]
-    copies, rest = divmod(round(source.weight * len(rows)), len(rows)) if rows else (0, 0)
+    rows = np.arange(len(table))
+    if held_keys is not None and len(held_keys):
+        rows = rows[~np.isin(key_hashes(table, f"eval:{seed}"), held_keys)]
+    copies, rest = divmod(round(weight * len(rows)), len(rows)) if len(rows) else (0, 0)
     drawn = np.random.default_rng(seed).permutation(len(rows))[:rest]
-    return source.rows.select(rows * copies + [rows[i] for i in sorted(drawn)])
+    return table.select(np.concatenate([np.tile(rows, copies), rows[np.sort(drawn)]]))
 
 
 def _usable(rows: Dataset) -> Dataset:
-    keep = [i for i, problem in enumerate(rows["problem"][:]) if not problem]
+    keep = np.flatnonzero(~flags_of(rows, "problem"))
     return rows.select(keep).select_columns(list(CONTENT_FIELDS))

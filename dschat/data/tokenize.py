@@ -1,27 +1,31 @@
 """Turn examples into token ids, one table for each kind of training.
 
 Comes in: a config, a tokenizer. Goes out: ``datasets.Dataset``s of ids, made through
-``datasets.map``, and a ``DataReport`` of each in the log. Must not know models, ranks or how rows
-become batches.
+``datasets.map``, and a ``DataReport`` of each in the log; or streams of the same rows. Must not
+know models, ranks or how rows become batches.
 
 How a text becomes tokens, and why training sees the ones that generation sees: ``segments.py``.
 """
 
+import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Optional, Union
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.adapters import Content, Example
-from dschat.data.read import looks_like_file, quiet, read_file, read_hub
-from dschat.data.segments import Encoded, encode_examples, prompt_text_ids, require_eos
-from dschat.data.sources import load_examples
+from dschat.data.adapters import Content, Example, Purpose
+from dschat.data.batches import RowStream
+from dschat.data.read import quiet
+from dschat.data.report import DataReport, read_report
+from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
+from dschat.data.sources import key_hash, load_examples
+from dschat.data.stream import ExampleStream, Tally
+from dschat.data.text import text_dataset
 
 __all__ = [
     "DataReport",
@@ -35,29 +39,11 @@ __all__ = [
 logger = logging.getLogger("dschat")
 
 Split = str  # "train", "eval" or "both"
-Tables = Union[Dataset, tuple[Dataset, Dataset]]
+Table = Union[Dataset, RowStream]
+Tables = Union[Table, tuple[Table, Dataset]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
+_NUM_PROBED = 1000  # examples of a stream of which one must be of use
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
-
-
-@dataclass
-class DataReport:
-    """What became of a table: rows kept, rows dropped and cut (by reason), lengths in tokens."""
-
-    name: str
-    rows: int
-    dropped: Counter = field(default_factory=Counter)
-    cut: Counter = field(default_factory=Counter)
-    mean_len: float = 0.0
-    max_len: int = 0
-
-    def __str__(self) -> str:
-        parts = [
-            f"{self.name}: {self.rows} rows of {self.mean_len:.0f} tokens (longest {self.max_len})"
-        ]
-        parts += [f"{count} dropped ({why})" for why, count in self.dropped.items()]
-        parts += [f"{count} {what}" for what, count in self.cut.items()]
-        return "; ".join(parts)
 
 
 def sft_dataset(config: SFTConfig, tokenizer: Any, split: Split = "train") -> Tables:
@@ -69,7 +55,8 @@ def sft_dataset(config: SFTConfig, tokenizer: Any, split: Split = "train") -> Ta
     loses its end, EOS included.
 
     Returns:
-        One Dataset for split "train" or "eval", the pair of them for "both".
+        One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
+        the training rows are a ``RowStream``.
 
     Raises:
         UserError: data that cannot be used, see ``load_examples``; no row left.
@@ -103,7 +90,10 @@ def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "tra
 
 
 def prompt_dataset(config: RLHFConfig, tokenizer: Any, split: Split = "train") -> Tables:
-    """Step 3's table: ``prompt_ids`` (P,), ``prompt_text``, ``index``; P <= max_prompt_seq_len.
+    """Step 3's table: ``prompt_ids`` (P,), ``prompt``, ``prompt_text``, ``index``; P <=
+    max_prompt_seq_len.
+
+    ``prompt`` is what the ids were made of, text or chat messages, as JSON.
 
     ``prompt_text`` is the prompt as the gold scorer and the log want it: a text prompt, or the last
     user turn. ``index`` numbers the examples before any is dropped. Prompts that are too long are
@@ -112,69 +102,95 @@ def prompt_dataset(config: RLHFConfig, tokenizer: Any, split: Split = "train") -
     Returns and raises like ``sft_dataset``.
     """
     make = partial(_prompt_rows, tokenizer=tokenizer, max_len=config.max_prompt_seq_len)
-    columns = {"prompt_ids": _IDS, "prompt_text": Value("string"), "index": Value("int64")}
+    text = Value("string")
+    columns = {"prompt_ids": _IDS, "prompt": text, "prompt_text": text, "index": Value("int64")}
     return _tables(config, "rlhf", split, make, columns)
 
 
-def text_dataset(
-    name: str,
-    config_name: Optional[str],
-    column: str,
-    tokenizer: Any,
-    block_len: int,
-    flag: str = "--unsupervised_dataset_name",
-) -> Dataset:
-    """Plain text for ptx: ``input_ids`` of exactly ``block_len`` tokens, documents joined by EOS.
-
-    ``name`` is a hub data set, a .json/.jsonl file or a .txt file (a document is a paragraph).
-    Documents are joined a thousand at a time; a last block that is not full is kept only where it
-    is the only one of its thousand.
-
-    Raises:
-        UserError: unreadable data, no column ``column``, or no text in it.
-    """
-    if looks_like_file(name):
-        table = read_file(name, flag, allow_text=True)
-    else:
-        table = read_hub(name, flag, config_name)["train"]
-    if column not in table.column_names:
-        raise UserError(
-            f"--unsup_column {column!r} is not in {name}; it has: {', '.join(table.column_names)}"
-        )
-    with quiet():
-        blocks = table.map(
-            partial(_text_blocks, column=column, tokenizer=tokenizer, block_len=block_len),
-            batched=True,
-            remove_columns=table.column_names,
-            features=Features({"input_ids": _IDS}),
-        )
-    if not len(blocks):
-        raise UserError(f"{flag}: {name} has no text in its column {column!r}")
-    logger.info("%s", _report(f"text of {name}", blocks, "input_ids"))
-    return blocks
-
-
 def _tables(
-    config: CommonConfig, purpose: str, split: Split, make_rows: Callable, columns: dict[str, Any]
+    config: CommonConfig, purpose: Purpose, split: Split, make_rows: Callable, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenise the splits asked for, report and drop what is unusable."""
-    features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
+    if config.streaming:
+        stream = ExampleStream(config, purpose, config.seed)
+        train, held_out = stream, stream.held_out()
+    else:
+        train, held_out = load_examples(config, purpose)
     made = []
-    for name, examples in zip(("train", "eval"), load_examples(config, purpose), strict=True):
+    for name, examples in (("train", train), ("eval", held_out)):
         if split in (name, "both"):
-            # `map` over no rows would hand back a table without columns
-            table = Dataset.from_dict({column: [] for column in features}, features=features)
-            if len(examples):
-                with quiet():
-                    table = examples.map(
-                        make_rows,
-                        batched=True,
-                        with_indices=True,
-                        remove_columns=examples.column_names,
-                        features=features,
-                    )
-            made.append(_finished(f"{purpose} {name} data", table, next(iter(columns))))
+            title = f"{purpose} {name} data"
+            if isinstance(examples, ExampleStream):
+                made.append(_stream(title, examples, make_rows))
+            else:
+                made.append(tokenised(title, examples, make_rows, columns)[0])
     return made[0] if len(made) == 1 else tuple(made)
+
+
+def tokenised(
+    name: str, examples: Dataset, make_rows: Callable, columns: dict[str, Any]
+) -> tuple[Dataset, DataReport]:
+    """A table of ``columns``, made by ``make_rows`` from examples, and the report that was logged.
+
+    Raises:
+        UserError: no row is left.
+    """
+    features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
+    # `map` over no rows would hand back a table without columns
+    table = Dataset.from_dict({column: [] for column in features}, features=features)
+    if len(examples):
+        with quiet():
+            table = examples.map(
+                make_rows,
+                batched=True,
+                with_indices=True,
+                remove_columns=examples.column_names,
+                features=features,
+            )
+    report, kept = read_report(name, table, next(iter(columns)))
+    if not len(kept) and len(table):
+        raise UserError(f"no row is left of the {report}; check the data or allow longer sequences")
+    logger.info("%s", report)
+    rows = table.remove_columns(["problem", "cut"])
+    return (rows if len(kept) == len(table) else rows.select(kept)), report
+
+
+def _stream(name: str, examples: ExampleStream, make_rows: Callable) -> RowStream:
+    """A stream of tokenised rows.
+
+    Raises:
+        UserError: none of the first examples can be used: step after step would train nothing.
+    """
+    tally = Tally(name)
+    stream = RowStream(
+        lambda: enumerate(examples), partial(_encode, make_rows=make_rows, tally=tally)
+    )
+    first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)
+    for _ in range(_NUM_PROBED // 50):
+        rows = _encode(list(islice(first, 50)), make_rows, probe)
+        if rows:
+            logger.info("%s: read as training goes (--streaming)", name)
+            return stream
+    raise UserError(
+        f"no row is left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check the "
+        "data or allow longer sequences"
+    )
+
+
+def _encode(
+    examples: list[tuple[int, dict[str, str]]], make_rows: Callable, tally: Tally
+) -> list[dict[str, Any]]:
+    """Numbered examples as rows; what cannot be used is counted and left out."""
+    if not examples:
+        return []
+    batch = {name: [row[name] for _, row in examples] for name in examples[0][1]}
+    made = make_rows(batch, [index for index, _ in examples])
+    rows = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+    for row in rows:
+        if row["problem"]:
+            tally.add(row["problem"])
+    notes = ("problem", "cut")
+    return [{k: v for k, v in row.items() if k not in notes} for row in rows if not row["problem"]]
 
 
 def _sft_rows(
@@ -224,6 +240,7 @@ def _prompt_rows(
         rows.append(
             {
                 "prompt_ids": encoded.prompt_ids,
+                "prompt": json.dumps(example.prompt),
                 "prompt_text": _asked(example.prompt),
                 "index": index,
                 "problem": encoded.problem
@@ -232,19 +249,6 @@ def _prompt_rows(
             }
         )
     return _columns(rows)
-
-
-def _text_blocks(
-    batch: dict[str, list], column: str, tokenizer: Any, block_len: int
-) -> dict[str, list]:
-    eos = require_eos(tokenizer)
-    texts = [text for text in batch[column] if isinstance(text, str) and text.strip()]
-    if not texts:
-        return {"input_ids": []}
-    documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    stream = [token for ids in documents for token in (*ids, eos)]
-    whole = len(stream) // block_len * block_len or len(stream)
-    return {"input_ids": [stream[i : i + block_len] for i in range(0, whole, block_len)]}
 
 
 def _fit(
@@ -271,32 +275,20 @@ def _fit(
     return prompt, targets, answers, "; ".join(lost)
 
 
-def _finished(name: str, table: Dataset, ids_column: str) -> Dataset:
-    """Drop the rows with a problem, log the report, and hand back the rest without the notes."""
-    problems = table["problem"][:]
-    dropped = Counter(problem for problem in problems if problem)
-    kept = table.select([i for i, problem in enumerate(problems) if not problem])
-    cut = Counter(what for note in kept["cut"][:] if note for what in note.split("; "))
-    kept = kept.remove_columns(["problem", "cut"])
-    report = _report(name, kept, ids_column, dropped, cut)
-    if not len(kept) and len(table):
-        raise UserError(f"no row is left of the {report}; check the data or allow longer sequences")
-    logger.info("%s", report)
-    return kept
-
-
-def _report(name: str, table: Dataset, ids_column: str, *counts: Counter) -> DataReport:
-    lengths = [len(ids) for ids in table[ids_column]] or [0]
-    return DataReport(
-        name, len(table), *counts, mean_len=sum(lengths) / len(lengths), max_len=max(lengths)
-    )
-
-
-def _shuffled_labels(pairs: Dataset, seed: int) -> Dataset:
+def _shuffled_labels(pairs: Table, seed: int) -> Table:
     """``pairs`` with chosen and rejected swapped in a seeded half of them."""
+    if isinstance(pairs, RowStream):
+        return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
     swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
     with quiet():
         return pairs.map(_swap_where, with_indices=True, fn_kwargs={"swap": swap.tolist()})
+
+
+def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
+    """Like ``_shuffled_labels``, of a stream: a pair is swapped by a hash of its own tokens."""
+    rows = encode(examples)
+    swap = [key_hash(str(row["chosen_ids"]), f"swap:{seed}") % 2 == 1 for row in rows]
+    return [{**row, **_swap_where(row, i, swap)} for i, row in enumerate(rows)]
 
 
 def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class RolloutSettings:
     stop_ids: tuple[int, ...]
     pad_id: int
     max_seq_len: int  # longest prompt + answer
+    num_tokens: int | None = None  # ids of the tokenizer; the head may have rows beyond them
     max_num_seqs: int = 256  # per tensor-parallel group
     max_num_batched_tokens: int | None = None
     kv_cache_gib: float | None = None
@@ -148,6 +149,7 @@ class EngineRollout:
             s.dtype,
             dist.device(),
             stop_ids=s.stop_ids,
+            num_tokens=s.num_tokens,
             max_num_seqs=max_num_seqs,
             max_seq_len=s.max_seq_len,
             max_num_batched_tokens=s.max_num_batched_tokens or (8192 if on_cuda else 2048),
@@ -314,4 +316,5 @@ class ModuleRollout:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
     def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
-        return HuggingFaceGenerator(module, self.settings.stop_ids, self.settings.pad_id)
+        s = self.settings
+        return HuggingFaceGenerator(module, s.stop_ids, s.pad_id, num_tokens=s.num_tokens)

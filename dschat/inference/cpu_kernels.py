@@ -45,7 +45,7 @@ _SIGNATURES = {
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
     "dschat_decode_step": (_POINTER,) * 6,
-    "dschat_draw": (_POINTER, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
+    "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
 
@@ -130,16 +130,19 @@ class Kernels:
             0 if rotary is None else cos.shape[1],
         )
 
-    def draw(self, logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, temperature: float, uniform: Tensor, num_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`dschat.sampling.sample` without truncation: ``logits`` (R, V), ``uniform`` (R,) float64
-        -> ids (R,) int64 and log-probs (R,) fp32."""
-        num_rows, num_tokens = logits.shape
+        -> ids (R,) int64 below ``num_tokens`` and log-probs (R,) fp32."""
+        num_rows, size = logits.shape
         ids = uniform.new_empty(num_rows, dtype=torch.int64)
         logprobs = logits.new_empty(num_rows)
         self._draw(
             logits.data_ptr(),
             num_rows,
-            num_tokens,
+            size,
+            min(num_tokens or size, size),
             temperature,
             uniform.data_ptr(),
             ids.data_ptr(),

@@ -167,11 +167,14 @@ void dschat_decode_step(
 
 #define CDF_BLOCK 128 /* logits whose exponentials are summed together, in fp32 */
 
-/* exp((logits - best) / T) of up to CDF_BLOCK logits, and their sum. What is 87 below is zero. */
-INLINE float exponentials(
-    const float *logits, int64_t count, float best, float temperature, float *out)
+/* exp((logits - best) / T) of the CDF_BLOCK logits from `first` or what there is of them before
+ * `end`, and their sum. What is 87 below is zero. */
+INLINE float block_masses(
+    const float *logits, int64_t first, int64_t end, float best, float temperature, float *out)
 {
+    int64_t count = end - first < CDF_BLOCK ? end - first : CDF_BLOCK;
     vec total = {0};
+    logits += first;
     for (int64_t i = 0; i < count; i += LANES) {
         int64_t rest = count - i < LANES ? count - i : LANES;
         vec x = rest == LANES ? load(logits + i) : load_some(logits + i, rest);
@@ -199,39 +202,36 @@ INLINE float highest(const float *x, int64_t size)
 }
 
 /* For each row of logits (rows, size): the token at which the cumulative mass of softmax(logits / T)
- * passes `uniform` times its total, and its log-probability. Masses are summed in double between
- * blocks and inside the one that holds the target, as sampling.py does. A row of NaN gets the last
- * token. */
+ * passes `uniform` times that of the first `count` tokens, the only ones drawn, and its log-
+ * probability among all. Masses are summed in double between blocks and inside the one that holds
+ * the target, as sampling.py does. A row of NaN gets the last token. */
 void dschat_draw(
-    const float *logits, int64_t rows, int64_t size, double temperature, const double *uniform,
-    int64_t *ids, float *logprobs)
+    const float *logits, int64_t rows, int64_t size, int64_t count, double temperature,
+    const double *uniform, int64_t *ids, float *logprobs)
 {
-    int64_t blocks = (size + CDF_BLOCK - 1) / CDF_BLOCK;
+    int64_t blocks = (count + CDF_BLOCK - 1) / CDF_BLOCK;
     double before[blocks + 1];
     float masses[CDF_BLOCK] __attribute__((aligned(64)));
     for (int64_t row = 0; row < rows; row++, logits += size) {
         float best = highest(logits, size);
         before[0] = 0;
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t first = b * CDF_BLOCK, count = size - first;
-            if (count > CDF_BLOCK) count = CDF_BLOCK;
+        for (int64_t b = 0; b < blocks; b++)
             before[b + 1] =
-                before[b] + exponentials(logits + first, count, best, temperature, masses);
-        }
-        double total = before[blocks], target = uniform[row] * total;
+                before[b] + block_masses(logits, b * CDF_BLOCK, count, best, temperature, masses);
+        double target = uniform[row] * before[blocks], total = before[blocks];
+        for (int64_t first = count; first < size; first += CDF_BLOCK)
+            total += block_masses(logits, first, size, best, temperature, masses);
         int64_t b = 0;
         while (b + 1 < blocks && !(before[b + 1] > target)) b++;
-        int64_t first = b * CDF_BLOCK, count = size - first;
-        if (count > CDF_BLOCK) count = CDF_BLOCK;
-        exponentials(logits + first, count, best, temperature, masses);
+        int64_t first = b * CDF_BLOCK, token = -1;
+        block_masses(logits, first, count, best, temperature, masses);
         double mass = before[b];
-        int64_t token = -1;
-        for (int64_t j = 0; j < count; j++) {
+        for (int64_t j = 0; j < CDF_BLOCK && first + j < count; j++) {
             if (masses[j] > 0) token = j; /* the last with mass, should rounding lose the target */
             mass += masses[j];
             if (mass > target) break;
         }
-        ids[row] = token < 0 ? size - 1 : first + token;
+        ids[row] = token < 0 ? count - 1 : first + token;
         logprobs[row] = ((double)logits[ids[row]] - best) / temperature - log(total);
     }
 }

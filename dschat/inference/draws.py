@@ -17,18 +17,20 @@ _AHEAD = 128  # positions whose random numbers are drawn at once
 
 
 class Drawer:
-    """Draws as ``sampling`` says; ``stops`` end an answer; ``group`` must take the same tokens."""
+    """Draws as ``sampling`` says; ``stops`` end an answer; no id from ``num_tokens`` on is drawn;
+    ``group`` must take the same tokens."""
 
     def __init__(
         self,
         sampling: SamplingParams,
         stops: frozenset[int],
-        vocab_size: int,
+        num_tokens: int,
         device: torch.device,
         group: Group,
     ) -> None:
         self._sampling, self._device, self._group = sampling, device, group
-        known = [t for t in sorted(stops) if 0 <= t < vocab_size]
+        self._num_tokens = num_tokens
+        known = [t for t in sorted(stops) if 0 <= t < num_tokens]
         self._stops = torch.tensor(known, dtype=torch.int64, device=device)
 
     def draw(self, logits: Tensor, drawing: list[Sequence]) -> tuple[list[int], list[float]]:
@@ -44,9 +46,9 @@ class Drawer:
                 forbidden = (torch.tensor(young, device=self._device), self._stops)
         if self._draws_plainly(logits, forbidden):
             kernels = cpu_kernels.load()
-            tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform)
+            tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self._num_tokens)
         else:
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
         # Every rank of a group has the same logits; this makes sure of the same tokens.
         tokens = self._group.broadcast(tokens)
         return tokens.tolist(), logprobs.tolist()

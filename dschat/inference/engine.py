@@ -42,6 +42,7 @@ class InferenceEngine:
         config: the model's transformers config.
         dtype, device: of weights and cache.
         stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
+        num_tokens: of the tokenizer; ids beyond it, to which a head may have rows, are not drawn.
         max_num_seqs: sequences that decode together.
         max_seq_len: longest prompt + answer; default and bound: what the model has positions for.
         max_num_batched_tokens: tokens of one step; longer prompts come in pieces.
@@ -64,6 +65,7 @@ class InferenceEngine:
         device: torch.device,
         *,
         stop_ids: tuple[int, ...] = (),
+        num_tokens: int | None = None,
         max_num_seqs: int = 64,
         max_seq_len: int | None = None,
         max_num_batched_tokens: int = 2048,
@@ -78,6 +80,7 @@ class InferenceEngine:
         panels = small_step.suits(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self.stop_ids = tuple(stop_ids)
+        self.num_tokens = min(num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = self.spec.max_positions
         if self.spec.rotary:
             bound = rotary_limit(config, bound)
@@ -119,7 +122,7 @@ class InferenceEngine:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
         place = _device(device)
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             checkpoint_stream(path)  # says it better where there is no such folder
             raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
@@ -303,7 +306,7 @@ class InferenceEngine:
         if not queue:
             return
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
-        drawer = Drawer(sampling, stops, self.spec.vocab_size, self.device, self.group)
+        drawer = Drawer(sampling, stops, self.num_tokens, self.device, self.group)
         scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
         scheduler.add(queue)
         try:

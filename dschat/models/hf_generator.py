@@ -29,15 +29,22 @@ class HuggingFaceGenerator:
     """Generates with ``module``, a causal LM whose weights are whole on this process.
 
     ``stop_ids`` end an answer. ``max_num_seqs`` bounds the rows that decode together.
+    ``num_tokens``: ids of the tokenizer; rows that the head has beyond them are never drawn.
     """
 
     def __init__(
-        self, module: nn.Module, stop_ids: tuple[int, ...], pad_id: int, max_num_seqs: int = 256
+        self,
+        module: nn.Module,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
+        max_num_seqs: int = 256,
+        num_tokens: int | None = None,
     ) -> None:
         self.module = module
         self._stop_ids = stop_ids
         self._pad_id = pad_id
         self._max_num_seqs = max_num_seqs
+        self._num_tokens = num_tokens
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         self._config = base.config
         parameters = inspect.signature(base.forward).parameters
@@ -158,7 +165,8 @@ class HuggingFaceGenerator:
         has_gaps = bool((lengths != longest).any())
         rows = torch.arange(len(batch) * n, device=device)
         end_ids = sampling.end_ids(self._stop_ids)
-        known = [i for i in sorted(end_ids) if 0 <= i < logits.shape[-1]]
+        num_tokens = self._num_tokens or logits.shape[-1]
+        known = [i for i in sorted(end_ids) if 0 <= i < num_tokens]
         forbidden_ids = torch.tensor(known, dtype=torch.int64, device=device)
         for position in range(sampling.max_new_tokens):
             uniform = None
@@ -168,7 +176,7 @@ class HuggingFaceGenerator:
             forbidden = None
             if position < sampling.min_new_tokens:
                 forbidden = (torch.ones_like(rows, dtype=torch.bool), forbidden_ids)
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden, num_tokens)
             drawn = tokens.tolist()
             yield rows.tolist(), drawn, logprobs.tolist()
             if position + 1 == sampling.max_new_tokens:

@@ -6,15 +6,13 @@ A name or folder comes in, a transformers module goes out. Under ZeRO-3 the call
 DeepSpeed.
 """
 
-import json
+import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
@@ -23,32 +21,19 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import cached_file
 
 from dschat.config import UserError
-
-_WEIGHT_FILES = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
+from dschat.models.kind import (
+    checkpoint_keys,
+    load_config,
+    no_score_head,
+    refused_pickle,
+    require_causal_lm,
+    reward_form,
+    score_class,
 )
-
-
-def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The checkpoint's configuration; raises ``UserError`` naming ``flag`` where there is none."""
-    path = name_or_path
-    has_adapter = (Path(path) / "adapter_config.json").exists()
-    if has_adapter and not (Path(path) / "config.json").exists():
-        raise UserError(
-            f"{flag} {name_or_path} is a LoRA adapter; merge it into its base model first"
-        )
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        detail = "" if Path(path).is_dir() else ": no such folder, and no such model on the hub"
-        reason = detail or ": its config.json is missing or not one that transformers knows"
-        raise UserError(f"{flag} {name_or_path}{reason}") from error
+from dschat.models.legacy import legacy_state_dict
+from dschat.models.vocabulary import embedding_rows, grow_embeddings
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
@@ -67,9 +52,15 @@ def load_causal_lm(
     dropout: float | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    num_tokens: int = 0,
 ) -> PreTrainedModel:
-    """An ``AutoModelForCausalLM`` with exactly the checkpoint's weights, on the CPU or sharded."""
+    """An ``AutoModelForCausalLM`` with exactly the checkpoint's weights, on the CPU or sharded.
+
+    ``num_tokens``: ids of the tokenizer; embedding and head grow to it where they have fewer rows.
+    """
     config = load_config(name_or_path, flag, trust_remote_code)
+    require_causal_lm(config, name_or_path, flag)
+    pad_token_id = _keep_padding_inside(config)
     model = _from_pretrained(
         AutoModelForCausalLM,
         name_or_path,
@@ -80,7 +71,11 @@ def load_causal_lm(
         attn_implementation,
         trust_remote_code,
     )
-    return _checked(model, name_or_path, flag, may_miss=(), may_ignore=())
+    model = _checked(model, name_or_path, flag, may_miss=(), may_ignore=())
+    grow_embeddings(model, num_tokens)
+    if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
+        model.config.pad_token_id = pad_token_id
+    return model
 
 
 def load_score_backbone(
@@ -98,17 +93,16 @@ def load_score_backbone(
 
     ``from_base``: step 2 starting from a language model; then exactly the score head may be missing
     and the LM head unused. ``num_tokens`` is the tokenizer's size: the embedding grows to it where
-    it is smaller.
+    it is smaller. DeepSpeed-Chat's own checkpoints are read too.
     """
     config = load_config(name_or_path, flag, trust_remote_code)
-    if not from_base and "ForSequenceClassification" not in str(config.architectures):
-        raise UserError(
-            f"{flag} {name_or_path} is not a reward model (its config.json says "
-            f"{config.architectures}); train one with step 2 first"
-        )
+    form = reward_form(config, name_or_path, flag)
+    if form == "base" and not from_base:
+        raise not_a_reward_model(name_or_path, flag, config)
     config.num_labels = 1
     if pad_token_id < config.vocab_size:  # an embedding refuses a padding row that it does not have
         config.pad_token_id = pad_token_id
+    _keep_padding_inside(config)
     model = _from_pretrained(
         AutoModelForSequenceClassification,
         name_or_path,
@@ -118,18 +112,37 @@ def load_score_backbone(
         dropout,
         attn_implementation,
         trust_remote_code,
+        legacy=form == "v_head",
     )
     if not hasattr(model, "score"):
-        raise UserError(
-            f"{flag} {name_or_path}: {type(model).__name__} has no per-token score head"
-        )
-    may_miss = ("score.",) if from_base else ()
-    may_ignore = ("lm_head.", "embed_out.") if from_base else ()
+        raise no_score_head(name_or_path, flag, type(model).__name__)
+    is_new = form == "base"
+    may_miss = ("score.",) if is_new else ()
+    may_ignore = ("lm_head.", "embed_out.") if is_new else ()
     model = _checked(model, name_or_path, flag, may_miss, may_ignore)
-    if num_tokens > config.vocab_size:
-        model.resize_token_embeddings(num_tokens, mean_resizing=False)  # nobody reads the new rows
+    grow_embeddings(model, num_tokens)
     model.config.pad_token_id = pad_token_id
     return model
+
+
+def not_a_reward_model(name_or_path: str, flag: str, config: PretrainedConfig) -> UserError:
+    """The error for a language model where a reward model is asked for."""
+    return UserError(
+        f"{flag} {name_or_path} is not a reward model (its config.json says "
+        f"{config.architectures}); train one with step 2 first"
+    )
+
+
+def _keep_padding_inside(config: PretrainedConfig) -> int | None:
+    """Take a pad id that the embedding has no row for out of ``config``, and return what it was.
+
+    ``nn.Embedding`` refuses such an id, and takes -1 for its last row.
+    """
+    text = config.get_text_config()
+    pad_token_id = getattr(text, "pad_token_id", None)
+    if pad_token_id is not None and not 0 <= pad_token_id < text.vocab_size:
+        text.pad_token_id = config.pad_token_id = None
+    return pad_token_id
 
 
 def _from_pretrained(
@@ -141,37 +154,45 @@ def _from_pretrained(
     dropout: float | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
+    legacy: bool = False,
 ) -> PreTrainedModel:
     if dropout is not None:
         set_dropout(config, dropout)
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    source, loader, state = name_or_path, auto_class, None
+    if legacy:
+        loader = score_class(config)
+        state = legacy_state_dict(name_or_path, flag, loader.base_model_prefix)
+        options = {k: v for k, v in options.items() if k != "trust_remote_code"}
+        options["state_dict"], source = state, None
     try:
-        model, info = auto_class.from_pretrained(
-            name_or_path,
+        model, info = loader.from_pretrained(
+            source,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # we name them ourselves, in one line
-            trust_remote_code=trust_remote_code,
             **options,
         )
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
+    except pickle.UnpicklingError as error:
+        raise refused_pickle(name_or_path, flag) from error
     except RuntimeError as error:
         # NOTE: ZeRO-3's loader does not honour ignore_mismatched_sizes.
         if "size mismatch" not in str(error):
             raise
         reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
-    except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise UserError(
-                f"{flag} {name_or_path} is no {auto_class.__name__.removeprefix('AutoModelFor')} "
-                f"model ({type(config).__name__})"
-            ) from error
-        raise
     model.config.use_cache = False  # training never reads the cache; generation asks for it
+    # Masks come from lengths, so no row is padding: where pad is EOS, EOS must learn.
+    model.get_input_embeddings().padding_idx = None
+    if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys there
+        keys = set(state) if state is not None else checkpoint_keys(name_or_path, flag)
+        info["unexpected_keys"] = _unexpected_keys(model, keys)
     model.dschat_loading_info = info
     return model
 
@@ -185,10 +206,7 @@ def _checked(
 ) -> PreTrainedModel:
     info = model.__dict__.pop("dschat_loading_info")
     missing = {k for k in info["missing_keys"] if not k.startswith(may_miss or ("\0",))}
-    unexpected = set(info["unexpected_keys"])
-    if is_deepspeed_zero3_enabled():
-        unexpected = _unexpected_keys(model, name_or_path)
-    unexpected = {k for k in unexpected if not k.startswith(may_ignore or ("\0",))}
+    unexpected = {k for k in info["unexpected_keys"] if not k.startswith(may_ignore or ("\0",))}
     reshaped = {f"{name} {tuple(on_disk)}" for name, on_disk, _ in info["mismatched_keys"]}
     faults = (("lacks", missing), ("has unexpected", unexpected), ("has of other shapes", reshaped))
     for what, keys in faults:
@@ -201,8 +219,8 @@ def _checked(
     return model
 
 
-def _unexpected_keys(model: PreTrainedModel, path: str) -> set[str]:
-    """Keys on disk that the model has no place for; under ZeRO-3 transformers reports none."""
+def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
+    """Those of ``keys`` that the model has no place for."""
     prefix = model.base_model_prefix + "."
     ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
     wanted = {k.removeprefix(prefix) for k in model.state_dict()}
@@ -218,25 +236,10 @@ def _unexpected_keys(model: PreTrainedModel, path: str) -> set[str]:
 
     return {
         key
-        for key in checkpoint_keys(path)
+        for key in keys
         if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & wanted
         and not any(re.search(pattern, key) for pattern in ignored)
     }
-
-
-def checkpoint_keys(path: str) -> set[str]:
-    """Names of all tensors in a checkpoint, from its index or headers, without the weights."""
-    for name in _WEIGHT_FILES:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if file is None:
-            continue
-        if name.endswith(".json"):
-            return set(json.loads(Path(file).read_text())["weight_map"])
-        if name.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                return set(opened.keys())
-        return set(torch.load(file, map_location="meta", weights_only=True, mmap=True))
-    return set()
 
 
 def load_generation_config(name: str) -> GenerationConfig | None:

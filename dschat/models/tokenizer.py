@@ -1,34 +1,119 @@
-"""Loading a tokenizer, and which ids mean padding and end.
+"""Loading a tokenizer; which ids mean padding and end; its chat template.
 
-A model name comes in, a Hugging Face tokenizer goes out. It must not know models or data.
+A model name comes in, a Hugging Face tokenizer goes out, complete: what is saved with a model tells
+others all that training used. It must not know models or data.
 """
 
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from dschat.chat_template import default_template
 from dschat.config import UserError
+from dschat.models.kind import brings_code
 
 PAD_TOKEN = "<|pad|>"
 
 
 def load_tokenizer(
-    name_or_path: str, flag: str, trust_remote_code: bool = False
+    name_or_path: str,
+    flag: str,
+    trust_remote_code: bool = False,
+    eot_token: str | None = None,
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint. ``flag`` is named in the ``UserError`` where there is none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{flag} {name_or_path}: no tokenizer there, in a folder or on the hub; "
-            "save one with the model (tokenizer.save_pretrained)"
-        ) from error
+    """The tokenizer of a checkpoint, with an EOS, a pad token and a chat template.
+
+    ``eot_token``: what ends an answer in place of its EOS; added where it is no token yet.
+    ``chat_template``: a file with one, in place of its own. ``flag`` is named in the ``UserError``
+    where there is no tokenizer.
+    """
+    tokenizer = read_tokenizer(name_or_path, flag, trust_remote_code)
+    if eot_token is not None and eot_token != tokenizer.eos_token:
+        # Everything that asks where an answer ends asks for EOS; a template may spell the old one.
+        former, template = tokenizer.eos_token, tokenizer.chat_template
+        tokenizer.add_special_tokens({"eos_token": eot_token})
+        if former and isinstance(template, str):
+            tokenizer.chat_template = template.replace(former, eot_token)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{flag} {name_or_path}: its tokenizer has no EOS token; set tokenizer.eos_token"
+            f"{flag} {name_or_path}: its tokenizer has no EOS token; set tokenizer.eos_token, or "
+            "add one with --add_eot_token"
         )
     if tokenizer.pad_token_id is None:
         # Masks come from lengths, so any id will do to fill a batch with.
         tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template, tokenizer)
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = default_template(tokenizer)
     return tokenizer
+
+
+def read_tokenizer(
+    name_or_path: str, flag: str, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer as it is: it may lack EOS, pad token and chat template.
+
+    Raises:
+        UserError: naming ``flag``: there is none, or it needs code that may not be run.
+    """
+    home = _home(name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(home, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not trust_remote_code and brings_code(name_or_path, "tokenizer_config.json"):
+            reason = (
+                "its tokenizer brings its own Python code, which is not run unless you ask for it: "
+                "read it, and pass --trust_remote_code if you trust it"
+            )
+        elif home != name_or_path:
+            reason = (
+                f"only a vocabulary is there, as DeepSpeed-Chat saved it, and the tokenizer it is "
+                f"from ({home}) cannot be had; copy that one's tokenizer files into the folder"
+            )
+        else:
+            reason = (
+                "no tokenizer there, in a folder or on the hub; save one with the model "
+                "(tokenizer.save_pretrained)"
+            )
+        raise UserError(f"{flag} {name_or_path}: {reason}") from error
+
+
+def _home(name_or_path: str) -> str:
+    """Where the tokenizer of ``name_or_path`` is.
+
+    DeepSpeed-Chat saved a vocabulary without its special tokens, which would be read with those of
+    another model; the configuration beside it names the checkpoint that it started from.
+    """
+    folder = Path(name_or_path)
+    complete = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not folder.is_dir() or any((folder / name).exists() for name in complete):
+        return name_or_path
+    try:
+        origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return name_or_path
+    return origin or name_or_path
+
+
+def _read_template(file: str, tokenizer: Any) -> str:
+    try:
+        template = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--chat_template {file} cannot be read; name a file with a Jinja template"
+        ) from error
+    try:
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], chat_template=template, tokenize=False
+        )
+    except TemplateError as error:
+        raise UserError(f"--chat_template {file} renders no chat: {error}") from error
+    return template
 
 
 def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> bool:

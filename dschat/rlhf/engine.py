@@ -11,27 +11,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
-from dschat.builtin_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
-from dschat.config import RLHFConfig, UserError
+from dschat.config import RLHFConfig
 from dschat.deepspeed_setup import (
     ZeroSettings,
     initialize_frozen,
     initialize_training,
-    resolve_dtype,
     sharded_loading,
     unwrap,
+    zero_settings,
 )
 from dschat.hybrid.memory import training_states_away
 from dschat.hybrid.rollout import (
     RolloutForm,
     RolloutSettings,
-    check_tensor_parallel,
     rollout_form,
 )
 from dschat.hybrid.stream import adapter_stream, weight_stream
@@ -44,7 +41,12 @@ from dschat.models.load import (
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
+from dschat.models.vocabulary import num_ids
+from dschat.rlhf.checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.ema import ShardedEMA
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.retokenize import Retokenizer
+from dschat.rlhf.rewards import score_sequences
 from dschat.rollout import Generator
 
 logger = logging.getLogger("dschat")
@@ -60,8 +62,8 @@ class DeepSpeedRLHFEngine:
     Args:
         actor_model_name_or_path: a causal LM, normally step 1's folder.
         critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start
-            as it.
-        tokenizer: the actor's; the reward model must share its vocabulary.
+            as it, unless ``args`` has a ``reward_model_name_or_path`` of its own.
+        tokenizer: the actor's. A reward model with another one reads the text anew.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
 
@@ -79,19 +81,21 @@ class DeepSpeedRLHFEngine:
         dist.init()
         self.args = RLHFConfig.from_namespace(args if args is not None else {})
         self.tokenizer = tokenizer
-        self._actor_name = resolve_model(actor_model_name_or_path)
-        self._critic_name = resolve_model(critic_model_name_or_path)
-        self._check_models()
+        self.checkpoints = find_checkpoints(
+            actor_model_name_or_path, critic_model_name_or_path, self.args, tokenizer
+        )
         self._updates = max(1, num_total_iters * self.args.ppo_epochs * self.args.num_mini_batches)
-        dtype = resolve_dtype(self.args.dtype)
-        self._actor_zero = self._zero(self.args.actor_zero_stage, dtype)
-        self._critic_zero = self._zero(self.args.critic_zero_stage, dtype)
-        self.stop_ids = stop_ids(tokenizer, load_generation_config(self._actor_name))
+        self._actor_zero = zero_settings(self.args, "actor")
+        self._critic_zero = zero_settings(self.args, "critic")
+        self.stop_ids = stop_ids(tokenizer, load_generation_config(self.checkpoints.actor))
+        self._architectures: dict[str, str] = {}  # class names, for config.json
 
         self.actor = self._build_actor()
         self.ref = self._build_reference()
         self.critic = self._build_critic()
         self.reward = self._build_reward()
+        own, longest = self.checkpoints.reward_tokenizer, self.checkpoints.reward_max_len
+        self._retokenizer = own and Retokenizer(tokenizer, own, self.stop_ids, longest)
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
         )
@@ -104,59 +108,34 @@ class DeepSpeedRLHFEngine:
         self.version = 0  # optimizer steps the actor has taken
         self._announce()
 
-    def _zero(self, stage: int, dtype: torch.dtype) -> ZeroSettings:
-        return ZeroSettings(
-            stage,
-            dtype,
-            offload_optimizer=self.args.offload,
-            max_grad_norm=self.args.max_grad_norm,
-        )
-
-    def _check_models(self) -> None:
-        """What can be wrong with the two checkpoints together, before any weight loads."""
-        actor = load_config(
-            self._actor_name, "--actor_model_name_or_path", self.args.trust_remote_code
-        )
-        critic = load_config(
-            self._critic_name, "--critic_model_name_or_path", self.args.trust_remote_code
-        )
-        if "ForSequenceClassification" in str(actor.architectures):
-            raise UserError(
-                f"--actor_model_name_or_path {self._actor_name} is a reward model; name a causal LM"
-            )
-        check_tensor_parallel(actor, self.args.inference_tp_size)
-        largest = max(self.tokenizer.get_vocab().values())
-        if critic.get_text_config().vocab_size <= largest:
-            raise UserError(
-                f"--critic_model_name_or_path {self._critic_name} knows "
-                f"{critic.get_text_config().vocab_size} token ids, but the actor's tokenizer uses "
-                f"ids up to {largest}; both must share one tokenizer"
-            )
-
     def _load_actor(self, zero: ZeroSettings, dropout: float) -> nn.Module:
         with sharded_loading(zero):
             return load_causal_lm(
-                self._actor_name,
-                "--actor_model_name_or_path",
+                self.checkpoints.actor,
+                ACTOR,
                 zero.dtype,
                 dropout,
                 self.args.attn_implementation,
                 self.args.trust_remote_code,
+                num_tokens=num_ids(self.tokenizer),
             )
 
-    def _load_score(self, zero: ZeroSettings, dropout: float) -> nn.Module:
-        pad_id = load_config(self._critic_name, "--critic_model_name_or_path").pad_token_id
+    def _load_score(self, critic: bool, zero: ZeroSettings, dropout: float) -> nn.Module:
+        found, trust = self.checkpoints, self.args.trust_remote_code
+        name, flag = (found.critic, found.critic_flag) if critic else (found.reward, REWARD)
+        pad_id = load_config(name, flag, trust).pad_token_id
+        tokenizer = found.critic_tokenizer
         with sharded_loading(zero):
             return load_score_backbone(
-                self._critic_name,
-                "--critic_model_name_or_path",
+                name,
+                flag,
                 zero.dtype,
-                from_base=False,
-                pad_token_id=self.tokenizer.pad_token_id if pad_id is None else pad_id,
-                num_tokens=0,
+                from_base=critic and found.critic_from_base,
+                pad_token_id=tokenizer.pad_token_id if critic or pad_id is None else pad_id,
+                num_tokens=num_ids(tokenizer) if critic else 0,
                 dropout=dropout,
                 attn_implementation=self.args.attn_implementation,
-                trust_remote_code=self.args.trust_remote_code,
+                trust_remote_code=trust,
             )
 
     def _trained(self, model: nn.Module, name: str, zero: ZeroSettings, wrap: Any = None) -> Any:
@@ -188,16 +167,13 @@ class DeepSpeedRLHFEngine:
 
     def _build_actor(self) -> Any:
         model = self._load_actor(self._actor_zero, self.args.actor_dropout or 0.0)
+        self._architectures["actor"] = type(model).__name__
         return self._trained(model, "actor", self._actor_zero)
 
     def _build_critic(self) -> Any:
-        model = self._load_score(self._critic_zero, self.args.critic_dropout or 0.0)
+        model = self._load_score(True, self._critic_zero, self.args.critic_dropout or 0.0)
+        self._architectures["critic"] = type(model).__name__
         return self._trained(model, "critic", self._critic_zero, wrap=ScoreModel)
-
-    def _frozen_zero(self, trained: ZeroSettings, offload: bool) -> ZeroSettings:
-        """A frozen model is sharded only where its trained twin is, or to live in CPU memory."""
-        stage = 3 if trained.shards_parameters or offload else 0
-        return ZeroSettings(stage, trained.dtype, offload_parameters=offload)
 
     @property
     def _is_its_own_reference(self) -> bool:
@@ -207,28 +183,30 @@ class DeepSpeedRLHFEngine:
     def _build_reference(self) -> nn.Module | None:
         if self._is_its_own_reference:
             return None
-        zero = self._frozen_zero(self._actor_zero, self.args.offload_reference_model)
+        zero = self._actor_zero.frozen(self.args.offload_reference_model)
         return initialize_frozen(self._load_actor(zero, 0.0), zero)
 
     def _build_reward(self) -> nn.Module:
-        zero = self._frozen_zero(self._critic_zero, self.args.offload_reward_model)
-        return initialize_frozen(ScoreModel(self._load_score(zero, 0.0)), zero)
+        zero = self._critic_zero.frozen(self.args.offload_reward_model)
+        return initialize_frozen(ScoreModel(self._load_score(False, zero, 0.0)), zero)
 
     def _announce(self) -> None:
         args = self.args
         reference = "the actor without adapters" if self.ref is None else "a frozen copy"
         logger.info(
-            "actor %.1fM parameters (ZeRO-%d%s), critic %.1fM (ZeRO-%d%s), %s, reference: %s",
+            "actor %.1fM parameters (%s%s), critic %.1fM (%s%s), %s, reference: %s",
             count_parameters(unwrap(self.actor)) / 1e6,
-            args.actor_zero_stage,
+            self._actor_zero.describe(),
             f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
             count_parameters(unwrap(self.critic)) / 1e6,
-            args.critic_zero_stage,
+            self._critic_zero.describe(),
             f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
             str(self._actor_zero.dtype).removeprefix("torch."),
             reference,
         )
         logger.info("rollout: %s", self.rollout.describe())
+        for note in self.checkpoints.notes:
+            logger.warning("%s", note)
 
     def _rollout_settings(self) -> RolloutSettings:
         args = self.args
@@ -238,6 +216,7 @@ class DeepSpeedRLHFEngine:
             stop_ids=self.stop_ids,
             pad_id=self.tokenizer.pad_token_id,
             max_seq_len=args.max_prompt_seq_len + args.max_answer_seq_len,
+            num_tokens=num_ids(self.tokenizer),
             max_num_seqs=min(args.max_num_seqs, max(samples, args.eval_batch_size)),
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_gib=args.kv_cache_gib,
@@ -252,6 +231,13 @@ class DeepSpeedRLHFEngine:
             release_cache=args.release_inference_cache,
             release_weights=args.unpin_actor_parameters,
         )
+
+    def score(self, batch: Experience) -> Tensor:
+        """Collective. The reward model's score of every sequence: (B,) fp32, without gradient."""
+        ids, lengths = batch.input_ids, batch.lengths
+        if self._retokenizer is not None:
+            ids, lengths = (t.to(dist.device()) for t in self._retokenizer.batch(batch))
+        return score_sequences(self.reward, ids, lengths)
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -296,7 +282,6 @@ class DeepSpeedRLHFEngine:
         """Collective. Write actor, critic and any actor_ema as Hugging Face folders."""
         output_dir = Path(output_dir)
         actor, critic = unwrap(self.actor), unwrap(self.critic).model
-        architecture = load_config(self._actor_name, "").architectures[0]
         for name, ema in (("actor", False), ("actor_ema", True)):
             if ema and self.ema is None:
                 continue
@@ -306,13 +291,15 @@ class DeepSpeedRLHFEngine:
                 stream,
                 self.actor_config,
                 self.tokenizer,
-                architecture,
+                self._architectures["actor"],
                 self.stop_ids,
             )
-        critic_architecture = load_config(self._critic_name, "").architectures[0]
-        stream = weight_stream(critic, dist.device())
         export_hf(
-            output_dir / "critic", stream, self.critic_config, self.tokenizer, critic_architecture
+            output_dir / "critic",
+            weight_stream(critic, dist.device()),
+            self.critic_config,
+            self.checkpoints.critic_tokenizer,
+            self._architectures["critic"],
         )
         for name, module in (("actor", actor), ("critic", critic)):
             # An adapter is of use only on the weights it was trained on: those must have been

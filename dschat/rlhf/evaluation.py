@@ -14,11 +14,11 @@ import torch
 from dschat import dist
 from dschat.builtin_eval import EVAL_SEED, is_builtin
 from dschat.config import RLHFConfig
+from dschat.data.batches import Prompts, prompts_of
 from dschat.data.gold import answer_metrics
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import chunks, from_rollout
 from dschat.rlhf.ppo import action_logprobs
-from dschat.rlhf.rewards import score_sequences
 from dschat.rollout import Generator, SamplingParams
 
 
@@ -26,7 +26,7 @@ from dschat.rollout import Generator, SamplingParams
 class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
-    ids: list[list[int]]
+    ids: Prompts
     texts: list[str]  # as `gold_score` reads them
     first_index: int  # number of the first one among those of all ranks
     total: int  # of all ranks
@@ -38,7 +38,7 @@ class HeldOutPrompts:
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]
         return cls(
-            ids=[row["prompt_ids"] for row in rows],
+            ids=prompts_of(rows),
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),
@@ -63,7 +63,8 @@ def evaluate_policy(
     )
     indices = range(prompts.first_index, prompts.first_index + len(prompts.ids))
     rollout = generator.generate(prompts.ids, sampling, list(indices))
-    batch = from_rollout(prompts.ids, rollout, engine.tokenizer.pad_token_id)
+    pad_id = engine.tokenizer.pad_token_id
+    batch = from_rollout(prompts.ids, rollout, pad_id, sources=prompts.ids.sources)
     rows = list(range(batch.num_sequences))
     size = args.eval_batch_size
     sums = {"count": float(len(rows)), "kl": 0.0, "score": 0.0}
@@ -73,7 +74,7 @@ def evaluate_policy(
         piece = batch.take(part, device)
         with engine.reference() as reference:
             ref_logprobs, _ = action_logprobs(reference, piece, sampling.temperature)
-        scores = score_sequences(engine.reward, piece.input_ids, piece.lengths)
+        scores = engine.score(piece)
         if part:
             difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
             sums["kl"] += float(difference.double().sum())

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat.data.adapters import Content
 from dschat.data.collate import pad_right
 from dschat.rollout import Rollout
 
@@ -38,6 +39,7 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     first_index: int = 0  # number of the first sequence in the whole rollout, over ranks
+    sources: list[Content] | None = None  # (S,) what the prompts were made of, where known
 
     @property
     def num_sequences(self) -> int:
@@ -58,6 +60,8 @@ class Experience:
                 if value.dim() == 2:
                     value = value[:, : longest if f.name == "input_ids" else actions]
                 value = value.to(device)
+            elif isinstance(value, list):
+                value = [value[row] for row in rows]
             picked[f.name] = value
         return Experience(**picked)
 
@@ -84,13 +88,17 @@ def _dummy(device: torch.device) -> Experience:
 
 
 def from_rollout(
-    prompts: list[list[int]], rollout: Rollout, pad_id: int, first_index: int = 0
+    prompts: list[list[int]],
+    rollout: Rollout,
+    pad_id: int,
+    first_index: int = 0,
+    sources: list[Content] | None = None,
 ) -> Experience:
     """An experience with everything that generation knows; scores, log-probs and values are still
     zero.
 
-    ``prompts`` has one entry per sequence of ``rollout`` (a prompt stands once for each of its
-    samples).
+    ``prompts`` (and ``sources``, if given) has one entry per sequence of ``rollout`` (a prompt
+    stands once for each of its samples).
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
@@ -117,6 +125,7 @@ def from_rollout(
         advantages=zeros.clone(),
         returns=zeros.clone(),
         first_index=first_index,
+        sources=sources,
     )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dschat import dist
 from dschat.config import RLHFConfig
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import Step, learning_rate
 from dschat.losses import (
     AdaptiveKL,
     entropy_from_logits,
@@ -30,6 +29,7 @@ from dschat.losses import (
     value_loss,
     whiten,
 )
+from dschat.optimizer_step import SkippedSteps, Step, finish_together, learning_rate, loss_scale
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import (
     Experience,
@@ -44,7 +44,7 @@ from dschat.rlhf.reporting import (
     throughput,
     training_metrics,
 )
-from dschat.rlhf.rewards import score_sequences, token_rewards
+from dschat.rlhf.rewards import token_rewards
 from dschat.rollout import SamplingParams
 
 logger = logging.getLogger("dschat")
@@ -93,7 +93,7 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self._unsupervised = unsupervised
-        self._bad_steps = {"actor": 0, "critic": 0}  # in a row
+        self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
 
     def sampling(self) -> SamplingParams:
@@ -116,7 +116,8 @@ class DeepSpeedPPOTrainer:
         """Collective. Answer this rank's prompts and score the answers.
 
         ``prompt_batch``: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
-        (padded on either side). Ranks may bring different numbers of prompts, none included.
+        (padded on either side). Ranks may bring different numbers of prompts, none included. A
+        batch's ``sources`` (see `Prompts`) are what a reward model with another tokenizer reads.
         """
         prompts = _prompt_lists(prompt_batch)
         started = time.perf_counter()
@@ -128,8 +129,11 @@ class DeepSpeedPPOTrainer:
             generation = generation_metrics(self.engine.rollout.last_refresh, generator)
         generated = time.perf_counter()
         repeated = [p for p in prompts for _ in range(sampling.n)]
+        sources = getattr(prompt_batch, "sources", None)
+        if sources is not None:
+            sources = [source for source in sources for _ in range(sampling.n)]
         pad_id = self.engine.tokenizer.pad_token_id
-        experience = from_rollout(repeated, rollout, pad_id, first * sampling.n)
+        experience = from_rollout(repeated, rollout, pad_id, first * sampling.n, sources)
         self._score(experience)
         self.metrics = self._advantages(experience)
         self.metrics |= generation | {
@@ -156,7 +160,7 @@ class DeepSpeedPPOTrainer:
             with self.engine.reference() as reference:
                 ref_logprobs, _ = action_logprobs(reference, batch, self.args.temperature)
             values = action_values(self.engine.critic, batch)
-            scores = score_sequences(self.engine.reward, batch.input_ids, batch.lengths)
+            scores = self.engine.score(batch)
             if not part:
                 continue
             experience.scores[part] = scores.cpu()
@@ -215,6 +219,9 @@ class DeepSpeedPPOTrainer:
                     sums[name] = sums.get(name, 0.0) + value
         self.metrics |= training_metrics(sums)
         self.metrics["policy/learning_rate"] = rate
+        if self.engine.actor.fp16_enabled():
+            self.metrics["policy/loss_scale"] = loss_scale(self.engine.actor)
+            self.metrics["val/loss_scale"] = loss_scale(self.engine.critic)
         self.metrics["time/train_s"] = time.perf_counter() - started
         self.metrics |= throughput(
             self.metrics, experience, self.engine, train_actor=not warming_up
@@ -233,19 +240,20 @@ class DeepSpeedPPOTrainer:
         parts = chunks(rows, size, count)
         sums = {"actions": num_tokens}
         text = next(self._unsupervised) if self._unsupervised is not None and train_actor else []
+        steps: dict[str, Step] = {}
         if train_actor:
-            step = Step(self.engine.actor, count + len(text), denominator)
+            step = steps["actor"] = Step(self.engine.actor, count + len(text), denominator)
             for part in parts:
                 _add(sums, self._actor_micro_batch(step, experience.take(part, self._device)))
             _add(sums, self._ptx_micro_batches(step, text, denominator))
-            _add(sums, self._finish(step, "actor"))
-            self.engine.version += 1
-            if self.engine.ema is not None:
-                self.engine.ema.update()
-        step = Step(self.engine.critic, count, denominator)
+            if not self.args.align_overflow:
+                step.finish()  # its gradients go before the critic's come
+        step = steps["critic"] = Step(self.engine.critic, count, denominator)
         for part in parts:
             _add(sums, self._critic_micro_batch(step, experience.take(part, self._device)))
-        _add(sums, self._finish(step, "critic"))
+        finish_together([step for step in steps.values() if step.outcome is None])
+        for name, step in steps.items():
+            _add(sums, self._taken(step, name))
         return sums
 
     def _actor_micro_batch(self, step: Step, batch: Experience) -> dict[str, float]:
@@ -291,24 +299,16 @@ class DeepSpeedPPOTrainer:
             total += float(loss.detach())
         return {"ptx_loss": total, "ptx_tokens": sum(real)}
 
-    def _finish(self, step: Step, name: str) -> dict[str, float]:
-        """Collective. Take the step; count it where the gradient was not finite."""
-        if step.finish():
-            self._bad_steps[name] = 0
-            return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
-        self._bad_steps[name] += 1
-        logger.warning(
-            "iteration %d: skipped a step of the %s, its gradient is not finite (%d in a row)",
-            self.iteration,
-            name,
-            self._bad_steps[name],
-        )
-        if self._bad_steps[name] >= self.args.max_bad_steps:
-            raise FloatingPointError(
-                f"{self._bad_steps[name]} steps of the {name} in a row had a gradient that is not "
-                "finite (--max_bad_steps)"
-            )
-        return {"bad_steps": 1.0}
+    def _taken(self, step: Step, name: str) -> dict[str, float]:
+        """What a finished step changed: version and average, or the counts of skipped ones."""
+        self._skipped[name].take(step, f"iteration {self.iteration}: a step")
+        if step.outcome != "applied":
+            return {"bad_steps" if step.outcome == "bad" else "overflow_steps": 1.0}
+        if name == "actor":
+            self.engine.version += 1
+            if self.engine.ema is not None:
+                self.engine.ema.update()
+        return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
 
 
 def _add(sums: dict[str, float], part: dict[str, float]) -> None:

@@ -17,7 +17,14 @@ from dschat.rlhf.experience import Experience
 from dschat.rollout import Generator
 
 # Already the same on every rank; everything else in the sums of an update is this rank's own.
-_GLOBAL = ("actor_grad_norm", "actor_steps", "critic_grad_norm", "critic_steps", "bad_steps")
+_GLOBAL = (
+    "actor_grad_norm",
+    "actor_steps",
+    "critic_grad_norm",
+    "critic_steps",
+    "bad_steps",
+    "overflow_steps",
+)
 
 
 def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
@@ -109,6 +116,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         "policy/grad_norm": mean("actor_grad_norm", "actor_steps"),
         "val/grad_norm": mean("critic_grad_norm", "critic_steps"),
         "train/bad_steps": totals.get("bad_steps", 0.0),
+        "train/overflow_steps": totals.get("overflow_steps", 0.0),
     }
     if "ptx_loss" in totals:
         metrics["loss/ptx_avg"] = mean("ptx_loss", "ptx_tokens")

@@ -52,6 +52,7 @@ def unsupervised_steps(
         args.unsup_column,
         tokenizer,
         args.max_prompt_seq_len + args.max_answer_seq_len,
+        config=args,
     )
     world = dist.world_size()
     batches = StepBatches(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dschat.data.adapters import Adapter, Example, normalise
+from dschat.data.adapters import Example, normalise
+from dschat.data.table import Adapter
 
 USER, REPLY, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text}
@@ -46,9 +47,24 @@ def test_messages(dialogue, sft, asked):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [None, "text", [], [{"role": "user"}], [{"role": "user", "content": None}], [REPLY("r")], 3],
+    ("value", "why"),
+    [
+        (None, ""),
+        ([], ""),
+        ([REPLY("r")], ""),
+        ("text", "no assistant speaks"),
+        (3, "a number"),
+        ([{"role": "user"}], "a turn without content"),
+        ([USER("u"), {"role": "assistant", "content": None}], "a turn without content"),
+        ([USER("u"), {"role": "assistant", "tool_calls": [{}]}], "a tool call"),
+        ([USER("u"), {"role": "tool", "content": "4"}, REPLY("r")], "a turn of the role 'tool'"),
+        (["u", "r"], "a turn that is a bare text"),
+        ([{"content": "u"}], "a turn without role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
+    ],
 )
-def test_what_is_no_dialogue_has_no_prompt(value):
+def test_what_is_no_dialogue_has_no_prompt_and_says_why(value, why):
     row = normalise({"messages": value}, Adapter(messages="messages"), "rlhf")
-    assert (row["key"], row["problem"]) == ("", "no usable prompt")
+    assert row["key"] == ""
+    assert row["problem"].startswith("no usable prompt")
+    assert why in row["problem"]

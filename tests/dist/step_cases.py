@@ -26,11 +26,13 @@ from dschat.models.hf_generator import HuggingFaceGenerator, fill
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.reward import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
+from dschat.models.vocabulary import num_ids
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rollout import SamplingParams
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
+MODELS += ("opt_350m_reward_reversed",)  # reads the text anew
 GLOBAL_BATCH = 8
 NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
@@ -59,6 +61,7 @@ class Case:
         parts = (
             self.step,
             self.model,
+            "" if self.reward == "llama_reward" else self.reward,
             f"z{self.zero}",
             f"m{self.micro}",
             self.iterations,
@@ -66,6 +69,13 @@ class Case:
             extras,
         )
         return "_".join(str(p) for p in parts if p != "")
+
+    def apply_options(self, config: Any) -> None:
+        """Set what is special about this case; a DeepSpeed file is one beside this module."""
+        for name, value in self.options:
+            if name.endswith("deepspeed_config"):
+                value = str(Path(__file__).with_name(value))
+            setattr(config, name, value)
 
     @classmethod
     def from_json(cls, text: str) -> "Case":
@@ -164,22 +174,29 @@ def build_supervised(case: Case, models: Path, out: Path):
         dropout=0.0,
         **_batch_sizes(case),
     )
-    for name, value in case.options:
-        setattr(config, name, value)
+    case.apply_options(config)
     set_seed(config.seed)
-    tokenizer = load_tokenizer(path, "--model_name_or_path")
+    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.end_of_turn)
     zero = supervised.zero_settings(config)
     flag = "--model_name_or_path"
     if case.step == "reward":
         ensure_distinct_pad(tokenizer)
         with sharded_loading(zero):
             model = load_score_backbone(
-                path, flag, zero.dtype, True, tokenizer.pad_token_id, len(tokenizer), config.dropout
+                path,
+                flag,
+                zero.dtype,
+                True,
+                tokenizer.pad_token_id,
+                num_ids(tokenizer),
+                config.dropout,
             )
         wrap, task = ScoreModel, supervised.RewardTask(tokenizer.pad_token_id)
     else:
         with sharded_loading(zero):
-            model = load_causal_lm(path, flag, zero.dtype, config.dropout)
+            model = load_causal_lm(
+                path, flag, zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
+            )
         wrap, task = (lambda m: m), supervised.SFTTask(tokenizer.pad_token_id)
     companions = (model.config, tokenizer, type(model).__name__)
     engine = supervised.build_engine(model, config, zero, 10, wrap)
@@ -230,8 +247,7 @@ def ppo_config(case: Case, models: Path) -> RLHFConfig:
         missing_eos_penalty=0.3,
         **_batch_sizes(case),
     )
-    for name, value in case.options:
-        setattr(config, name, value)
+    case.apply_options(config)
     return config
 
 
@@ -342,8 +358,8 @@ def _run_nan(case: Case, models: Path, out: Path) -> dict[str, Any]:
         before = _checksum(engine)
         poisoned = number == 1 and dist.rank() == dist.world_size() - 1
         task_of_step = _Poisoned(task) if poisoned else task
-        *_, was_applied = supervised.train_step(engine, task_of_step, micro_batches)
-        applied.append(was_applied)
+        _, step = supervised.train_step(engine, task_of_step, micro_batches)
+        applied.append(step.outcome == "applied")
         moved.append(_checksum(engine) != before)
     engine.eval()
     return {"applied": applied, "moved": moved, "probe": probe_logprobs(engine)}

@@ -38,6 +38,7 @@ def reference(case):
 
 
 LORA = (("lora_dim", 4),)
+GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
 HERE = [
@@ -54,6 +55,8 @@ TWO = [
     Case("reward", 3, 2, model="llama_padeos"),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 4, shares=(3, 5)),
+    Case("sft", 3, 4, options=GROWN),
+    Case("ppo", 3, 4, reward="opt_350m_reward_reversed", shares=(8, 0)),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [

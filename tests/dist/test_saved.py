@@ -34,6 +34,8 @@ TWO = [
     Case("sft", 3, 2, options=LORA),
     Case("reward", 3, 2, model="llama_padeos"),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
+    Case("sft", 3, 4, options=(("add_eot_token", True),)),
+    Case("ppo", 3, 4, reward="opt_350m_reward_reversed", shares=(8, 0)),
 ]
 SLOW = [
     Case("sft", 2, 4, model="opt", options=LORA),

@@ -25,9 +25,12 @@ from transformers import (
 VOCAB, EOS, PAD, POSITIONS = 64, 0, 1, 64
 
 
-def tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: id 0 ends, id 1 pads (or EOS does), ``w2`` ... ``w63`` are words."""
-    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, VOCAB)}
+def tokenizer(pad_is_eos: bool = False, reverse: bool = False) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: id 0 ends, id 1 pads (or EOS does), ``w2`` ... ``w63`` are words; or
+    ``w63`` ... ``w2``.
+    """
+    ids = reversed(range(2, VOCAB)) if reverse else range(2, VOCAB)
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": n for n, i in enumerate(ids, 2)}
     inner = Tokenizer(models.WordLevel(words, unk_token="w2"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -109,15 +112,15 @@ def _randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def ensure(folder: Path, name: str) -> Path:
-    """``folder/name``, made when asked for: a config's name, and perhaps ``_reward``,
-    ``_padeos``.
+    """``folder/name``, made when asked for: a config's name, and perhaps ``_reward``, ``_padeos``,
+    ``_reversed`` (another vocabulary).
     """
     path = folder / name
     if not path.exists():
-        base = name.removesuffix("_padeos").removesuffix("_reward")
+        base = name.removesuffix("_padeos").removesuffix("_reversed").removesuffix("_reward")
         model = score_model(base) if "_reward" in name else causal_lm(base)
         if name.endswith("_padeos"):
             model.config.pad_token_id = EOS
         model.save_pretrained(path)
-        tokenizer(name.endswith("_padeos")).save_pretrained(path)
+        tokenizer(name.endswith("_padeos"), name.endswith("_reversed")).save_pretrained(path)
     return path

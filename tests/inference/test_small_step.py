@@ -135,3 +135,32 @@ def test_a_row_of_nan_stays_in_the_vocabulary():
     assert ids[1] == 299
     assert logprobs[1].isnan()
     assert not logprobs[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("size", [30, 300, 1000])
+def test_rows_beyond_the_tokenizer_are_counted_but_not_drawn(size):
+    """By the kernel and by torch: the distribution is that of the first tokens, the log-probs are
+    those of all."""
+    logits, known = logits_of(400, size), size - 13
+    uniform = torch.rand(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    ids, logprobs = cpu_kernels.load().draw(logits, 0.7, uniform, known)
+    expected_ids, _ = cpu_kernels.load().draw(logits[:, :known].contiguous(), 0.7, uniform)
+    assert torch.equal(ids, expected_ids)
+    exact = (logits.double() / 0.7).log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert torch.allclose(logprobs.double(), exact, atol=2e-6)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.7)
+    torch_ids, torch_logprobs = sample(logits, sampling, uniform, num_tokens=known)
+    assert torch.equal(torch_ids, expected_ids)
+    assert torch.allclose(torch_logprobs.double(), exact, atol=2e-6)
+    greedy = SamplingParams(max_new_tokens=1, temperature=0)
+    best, _ = sample(logits, greedy, None, num_tokens=known)
+    assert torch.equal(best, logits[:, :known].argmax(-1))
+
+
+def test_the_engine_draws_what_the_tokenizer_has(module_of):
+    sampling = SamplingParams(max_new_tokens=30, n=4, seed=3, ignore_eos=True, temperature=3.0)
+    free = engine(module_of("llama")).generate(PROMPTS, sampling)
+    bound = engine(module_of("llama"), num_tokens=50).generate(PROMPTS, sampling)
+    assert max(max(ids) for ids in free.token_ids) > 50
+    assert max(max(ids) for ids in bound.token_ids) < 50

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,6 +14,9 @@ from dschat.deepspeed_setup import unwrap
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
+OFFLOAD = (("offload", True),)
+FROZEN = (("offload_reference_model", True), ("offload_reward_model", True))
+PERSIST_NOTHING = (("deepspeed_config", "settings.json"),)  # small parameters would stay
 
 
 def flat(rows):
@@ -52,10 +56,20 @@ def test_the_reference_is_the_start_and_stays_it(zero, options, models_folder):
     assert probe_scores(engine.critic) != pytest.approx(reward, abs=1e-3)
 
 
-@pytest.mark.parametrize("hybrid", [True, False])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_the_rollout_uses_the_weights_of_now(zero, hybrid, models_folder):
-    case = Case("ppo", zero)
+@pytest.mark.parametrize(
+    ("zero", "options", "hybrid"),
+    [
+        (0, (), True),
+        (0, (), False),
+        (3, (), True),
+        (3, (), False),
+        (2, OFFLOAD, True),
+        (3, OFFLOAD, True),
+    ],
+    ids=str,
+)
+def test_the_rollout_uses_the_weights_of_now(zero, options, hybrid, models_folder):
+    case = Case("ppo", zero, options=options)
     config = dataclasses.replace(ppo_config(case, models_folder), enable_hybrid_engine=hybrid)
     trainer = build_trainer(config)
     trainer.engine.actor.eval()
@@ -90,11 +104,21 @@ def test_wrong_checkpoints_are_refused(actor, critic, message, zero, models_fold
         build(models_folder, actor, critic, actor_zero_stage=zero, critic_zero_stage=zero)
 
 
-def test_a_reward_model_with_another_vocabulary(models_folder):
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, models_folder):
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "llama")
     tokenizer.add_tokens(["w64"])
-    with pytest.raises(UserError, match="knows 64 token ids.*ids up to 64; both must share"):
-        build(models_folder, "llama", "llama_reward", tokenizer)
+    stages = {"actor_zero_stage": zero, "critic_zero_stage": zero}
+    engine = build(models_folder, "llama", "llama_reward", tokenizer, **stages)
+    assert engine.actor_config.vocab_size == engine.critic_config.vocab_size == 65
+    ids = torch.tensor([[5, 64, 6]])
+    with torch.no_grad(), engine.reference() as reference:
+        logits = [
+            model(input_ids=ids, use_cache=False).logits for model in (engine.actor, reference)
+        ]
+    assert logits[0].shape[-1] == 65
+    assert torch.equal(*logits)
+    assert engine.checkpoints.reward_tokenizer is not None, "it does not know w64"
 
 
 def test_any_namespace_will_do(models_folder):
@@ -104,3 +128,87 @@ def test_any_namespace_will_do(models_folder):
     assert isinstance(
         unwrap(engine.actor), type(AutoModelForCausalLM.from_pretrained(models_folder / "llama"))
     )
+
+
+def resident(model):
+    """Elements of its parameters that lie where it computes, and the devices of its shards."""
+    parameters = list(unwrap(model).parameters())
+    devices = {p.ds_tensor.device.type for p in parameters if hasattr(p, "ds_tensor")}
+    return sum(p.numel() for p in parameters), devices
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_frozen_models_lie_in_cpu_memory_between_uses(zero, models_folder):
+    case = Case("ppo", zero, options=(*FROZEN, *PERSIST_NOTHING))
+    trainer = build_trainer(ppo_config(case, models_folder))
+    engine = trainer.engine
+    for _ in range(2):
+        trainer.generate_experience(my_prompts(case, 0, trainer.args))
+        for model in (engine.ref, engine.reward):
+            assert model.zero_offload_param().device == "cpu"
+            assert resident(model) == (0, {"cpu"})
+    trained = [resident(model)[0] for model in (engine.actor, engine.critic)]
+    assert all(trained) == (zero == 0)  # those were not asked for: ZeRO-0 keeps them whole
+    plain = build_trainer(ppo_config(Case("ppo", 0), models_folder)).engine
+    assert resident(plain.ref)[0] > 0
+    assert reference_of(engine) == pytest.approx(reference_of(plain), abs=1e-6)
+    assert probe_scores(engine.reward) == pytest.approx(probe_scores(plain.reward), abs=1e-6)
+
+
+@pytest.mark.gpu
+def test_frozen_models_take_no_device_memory_between_uses(models_folder):
+    def allocated(options):
+        case = Case("ppo", 0, options=(*options, *PERSIST_NOTHING, ("dtype", "bf16")))
+        before = torch.cuda.memory_allocated()
+        trainer = build_trainer(ppo_config(case, models_folder))
+        trainer.generate_experience(my_prompts(case, 0, trainer.args))
+        assert (resident(trainer.engine.ref)[1] == {"cpu"}) == bool(options)
+        return torch.cuda.memory_allocated() - before
+
+    whole = 2 * 2 * sum(p.numel() for p in causal_lm("llama").parameters())  # two models, bf16
+    assert allocated(()) - allocated(FROZEN) > 0.5 * whole
+
+
+@pytest.mark.parametrize(("zero", "aligned"), [(0, False), (0, True), (3, True)])
+def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
+    """The critic's returns are not finite: its steps are skipped, and the actor's if aligned."""
+    case = Case("ppo", zero, options=(("align_overflow", aligned),))
+    trainer = build_trainer(ppo_config(case, models_folder))
+    experience = trainer.generate_experience(my_prompts(case, 0, trainer.args))
+    experience.returns[:] = float("inf")
+    engine = trainer.engine
+    engine.actor.eval()
+    before, average = flat(probe_logprobs(engine.actor)), engine.ema.shards()
+    average = {name: shard.tensor.clone() for name, shard in average.items()}
+    trainer.train_rlhf(experience)
+    engine.actor.eval()
+    assert (flat(probe_logprobs(engine.actor)) == before) == aligned
+    assert trainer.metrics["train/bad_steps"] == 4  # the critic's alone
+    assert trainer.metrics["train/overflow_steps"] == (4 if aligned else 0)
+    assert engine.version == (0 if aligned else 4)
+    unmoved = all(torch.equal(average[n], s.tensor) for n, s in engine.ema.shards().items())
+    assert unmoved == aligned
+
+
+@pytest.mark.parametrize(("zero", "hybrid"), [(0, False), (3, True)])
+def test_step_3_in_fp16(zero, hybrid, models_folder, monkeypatch):
+    """The first loss scale is too high, which is no bad step; then both models train."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+    options = {"dtype": "fp16", "enable_hybrid_engine": hybrid, "initial_scale_power": 17}
+    options |= {"align_overflow": True, "max_bad_steps": 1}
+    trainer = build_trainer(
+        ppo_config(Case("ppo", zero, options=(*options.items(),)), models_folder)
+    )
+    skipped = 0.0
+    for iteration in range(2):
+        experience = trainer.generate_experience(my_prompts(Case("ppo"), iteration, trainer.args))
+        assert trainer.metrics["rollout/logprob_gap"] < 1e-2
+        trainer.train_rlhf(experience)
+        assert trainer.metrics["train/bad_steps"] == 0
+        skipped += trainer.metrics["train/overflow_steps"]
+    assert skipped >= 2
+    assert skipped % 2 == 0  # never one without the other
+    assert 0 < trainer.metrics["policy/loss_scale"] < 2**17
+    assert trainer.metrics["policy/grad_norm"] > 0
+    assert trainer.metrics["val/grad_norm"] > 0
+    assert trainer.engine.version == 8 - skipped / 2

@@ -8,7 +8,7 @@ from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import Step
+from dschat.optimizer_step import Step
 
 ONE = Case("ppo", iterations=1)
 

@@ -1,0 +1,215 @@
+"""Does the plan of memory say what a run really takes? Steps 1 and 3 on a CPU, three sizes.
+
+    python benchmarks/plan_against_peaks.py
+    python benchmarks/plan_against_peaks.py --sizes llama-22m --steps 3
+
+Each case runs a step's own script for two optimizer steps or iterations, in a process of its own
+with one thread, on random weights and texts that fill every length. Measured: its largest resident
+set (VmHWM), less that of the same command on a model of 20 thousand weights, which is Python, the
+libraries and the data. Against it: the plan's peak, less what it adds for the libraries. One JSON
+line a case; `off` is plan / measured - 1.
+
+What glibc keeps of freed blocks counts on both sides; nothing is tuned (MALLOC_* and arenas are as
+the system has them).
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SIZES = {
+    "llama-22m": {
+        "model_type": "llama",
+        "vocab_size": 8192,
+        "hidden_size": 448,
+        "intermediate_size": 1216,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 7,
+        "tie_word_embeddings": False,
+    },
+    "opt-60m": {
+        "model_type": "opt",
+        "vocab_size": 32000,
+        "hidden_size": 640,
+        "word_embed_proj_dim": 640,
+        "ffn_dim": 2560,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 10,
+    },
+    "opt-125m": {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "word_embed_proj_dim": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
+}
+NEGLIGIBLE = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "tie_word_embeddings": True,
+}
+_WORDS = ("Zubar", "Mola", "red", "soup", "Tanek", "Brill", "blue", "rice", "people", "city")
+# Runs a script and says what its own process took at most (VmHWM): a compiler it may call, and the
+# launcher's own bookkeeping of children, stay out.
+_RUNNER = """
+import re, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    kib = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
+    sys.stderr.write(f"\\npeak {kib} KiB\\n")
+"""
+PROMPT_LEN = ANSWER_LEN = 64
+STEP1 = {
+    "max_seq_len": PROMPT_LEN + ANSWER_LEN,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+}
+STEP3 = {
+    "max_prompt_seq_len": PROMPT_LEN,
+    "max_answer_seq_len": ANSWER_LEN,
+    "min_answer_seq_len": ANSWER_LEN,
+    "per_device_generation_batch_size": 8,
+    "per_device_training_batch_size": 4,
+    "eval_batch_size": 4,
+    "enable_ema": True,
+}
+COMMON = {"max_eval_samples": 4, "enable_tensorboard": False, "disable_tqdm": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--steps", nargs="+", type=int, choices=(1, 3), default=[1, 3])
+    args = parser.parse_args()
+
+    import torch
+    from report import environment
+
+    about = environment(torch.device("cpu")) | {"threads": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_texts(work)
+        for step in args.steps:
+            save_models(work / "negligible", NEGLIGIBLE)
+            baseline = measured_peak(work, "negligible", step)
+            for size in args.sizes:
+                save_models(work / size, SIZES[size])
+                line = {"benchmark": "plan_against_peaks", "case": size, "step": step, **about}
+                line |= compare(work, size, step, baseline)
+                print(json.dumps(line), flush=True)
+
+
+def compare(work: Path, size: str, step: int, baseline: int) -> dict:
+    """The plan's peak and the measured one, both in MiB and without the libraries."""
+    planned, mode = planned_peak(work, size, step)
+    measured = measured_peak(work, size, step) - baseline
+    return {
+        "planned_mib": round(planned / 2**20),
+        "measured_mib": round(measured / 2**20),
+        "off": round(planned / measured - 1, 3),
+        "fullest": mode,
+        "baseline_mib": round(baseline / 2**20),
+    }
+
+
+def fields(work: Path, size: str, step: int) -> dict:
+    """The step's fields, as the plan and the command line take them."""
+    if step == 1:
+        own = {"model_name_or_path": str(work / size / "lm"), **STEP1}
+        return own | {"data_path": [str(work / "long.jsonl")]}
+    return {
+        "actor_model_name_or_path": str(work / size / "lm"),
+        "critic_model_name_or_path": str(work / size / "score"),
+        "data_path": [str(work / "prompts.jsonl")],
+        **STEP3,
+    }
+
+
+def planned_peak(work: Path, size: str, step: int) -> tuple[int, str]:
+    """Bytes beyond the libraries, and the mode that takes them."""
+    from dschat.plan import Request
+    from dschat.plan.run import planner
+
+    request = Request({step: fields(work, size, step)}, num_processes=1, processes_here=1)
+    plan = planner(request)(request.config(step))
+    return plan.peak.total - plan.device.libraries, f"{plan.peak.name} ({plan.peak.moment})"
+
+
+def measured_peak(work: Path, size: str, step: int) -> int:
+    """Bytes of the largest resident set of a run of two optimizer steps or iterations."""
+    from dschat.cli import to_flags
+
+    script = {1: "step1_sft", 3: "step3_rlhf"}[step]
+    given = fields(work, size, step) | COMMON | {"max_steps": 2}
+    given |= {"output_dir": str(work / "out"), "overwrite_output_dir": True}
+    script_path = str(ROOT / script / "main.py")
+    command = [sys.executable, "-c", _RUNNER, script_path, *to_flags(given)]
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    found = re.search(r"^peak (\d+) KiB$", done.stderr, re.MULTILINE)
+    if done.returncode or not found:
+        sys.exit(f"step {step} on {size} failed:\n{done.stderr}")
+    return int(found[1]) * 1024
+
+
+def save_models(folder: Path, sizes: dict) -> None:
+    """Random weights of a language model and of a reward model, with the built-in tokenizer."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
+
+    from dschat.builtin_model import tiny_tokenizer
+
+    if folder.exists():
+        return
+    tokenizer = tiny_tokenizer()
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    made = {"lm": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+    for name, auto in made.items():
+        labels = {"num_labels": 1} if name == "score" else {}
+        positions = {"max_position_embeddings": 512}
+        config = AutoConfig.for_model(**sizes, **ids, **positions, **labels)
+        auto.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def write_texts(folder: Path) -> None:
+    """Texts that are longer than step 1 takes, and prompts just under what step 3 takes."""
+    draw = random.Random(0)
+
+    def words(count: int) -> str:
+        return " ".join(draw.choice(_WORDS) for _ in range(count))
+
+    for name, rows, prompt_words in (("long", 64, 400), ("prompts", 256, PROMPT_LEN - 4)):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for _ in range(rows):
+                chosen = words(60)
+                row = {"prompt": words(prompt_words), "chosen": chosen, "rejected": chosen[::-1]}
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

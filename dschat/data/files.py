@@ -1,0 +1,281 @@
+"""Local files as rows, one at a time: JSON, CSV and TSV, Parquet, text; plain or gzipped.
+
+Comes in: a path. Goes out: a ``Line`` for every row, which says where it stands and holds the row,
+or what is wrong with it. Memory holds one row (JSON lists and Parquet: one chunk) at a time. Must
+not know columns, splits, or what is done about a fault.
+
+Our own readers rather than the ``datasets`` library's: they name the line of a fault and go on
+behind it, keep a text such as ``NA`` or ``007`` as it is, and do not mind a column that is a
+number here and a text there.
+"""
+
+import codecs
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Optional
+
+JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
+PARQUET_SUFFIX = ".parquet"
+SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
+_CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"\s*")
+_MAX_FIELD = 1 << 27  # characters of a CSV field: beyond, a quotation mark was never closed
+_NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
+
+
+class Line(NamedTuple):
+    """A row of a source and where a person finds it; without a row, what is wrong there."""
+
+    where: str
+    row: Optional[dict[str, Any]]
+    fault: str = ""
+
+
+def kind_of(path: str) -> str:
+    """The suffix that says how to read ``path``, below a ``.gz``: ".jsonl" for ``a.JSONL.gz``."""
+    return Path(path.lower().removesuffix(".gz")).suffix
+
+
+def read_lines(path: str) -> Iterator[Line]:
+    """The rows of a file, one by one.
+
+    A .txt file gives a row for every paragraph (blank lines part them), in the column ``text``.
+    Raises ``OSError`` for a file that cannot be opened; a damaged one ends with a fault.
+    """
+    name, kind = path, kind_of(path)
+    if kind == PARQUET_SUFFIX:
+        yield from _parquet(path)
+        return
+    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+        try:
+            if kind in TABLE_SUFFIXES:
+                yield from _table(file, name, "\t" if kind == ".tsv" else None)
+            elif kind == TEXT_SUFFIX:
+                yield from _paragraphs(file, name)
+            else:
+                yield from _json(file, name)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            yield Line(name, None, f"damaged gzip data ({error}); compress it again")
+
+
+def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
+    """Numbered lines from 1, without a byte order mark; None for one that is not UTF-8."""
+    for number, line in enumerate(file, start=1):
+        try:
+            yield number, (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
+        except UnicodeDecodeError:
+            yield number, None
+
+
+# -- JSON
+
+
+def _json(file: BinaryIO, name: str) -> Iterator[Line]:
+    """An object a line; or, whatever the file is called, one list, or objects over several lines.
+
+    Which it is shows at the first line that is not blank.
+    """
+    first = next((line for line in file if line.strip(b" \t\r\n" + _BOM)), b"")
+    text = first.removeprefix(_BOM).strip()
+    file.seek(0)
+    if text[:1] == b"[" or text == b"{":
+        yield from _json_values(file, name, is_list=text[:1] == b"[")
+        return
+    for number, line in _decoded(file):
+        if line is None:
+            yield Line(f"{name}:{number}", None, _NOT_UTF8)
+        elif line.strip():
+            yield _json_line(line.strip(), f"{name}:{number}")
+
+
+def _json_line(line: str, where: str) -> Line:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Line(where, None, _broken_json(error, column=getattr(error, "colno", None)))
+    if not isinstance(row, dict):
+        return Line(where, None, "not a JSON object; each line is one row")
+    return Line(where, row)
+
+
+def _broken_json(error: Exception, column: Optional[int] = None) -> str:
+    if isinstance(error, RecursionError):
+        return "broken JSON (nested too deep); mend it"
+    message = getattr(error, "msg", None) or str(error).split(";")[0]
+    return f"broken JSON ({message}{f', column {column}' if column else ''}); mend it"
+
+
+def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
+    """The items of one list, or objects one after another, read piece by piece.
+
+    What follows a fault cannot be made out: it ends the file.
+    """
+    text = _JsonText(file)
+    item = 0
+    try:
+        if is_list:
+            text.take("[")
+        while (char := text.peek()) and not (is_list and char == "]"):
+            if is_list and item:
+                text.take(",")
+            item += 1
+            where, value = f"{name}:{text.line}", text.value()
+            if isinstance(value, dict):
+                yield Line(where, value)
+            else:
+                yield Line(f"{name}: item {item} of its list", None, "not a JSON object")
+        if is_list:
+            text.take("]")
+    except UnicodeDecodeError:
+        file.seek(0)
+        number = next((n for n, line in _decoded(file) if line is None), 1)
+        yield Line(f"{name}:{number}", None, _NOT_UTF8)
+    except json.JSONDecodeError as error:
+        line = text.first_line + error.lineno - 1
+        yield Line(f"{name}:{line}", None, _broken_json(error, error.colno))
+    except (ValueError, RecursionError) as error:
+        yield Line(f"{name}:{text.line}", None, _broken_json(error))
+
+
+class _JsonText:
+    """A window on a JSON file that grows and moves on, one value after another."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = codecs.getreader("utf-8-sig")(file)
+        self._text, self._at = "", 0
+        self.first_line = self.line = 1  # of the window, of the next character
+        self._decode = json.JSONDecoder().raw_decode
+
+    def peek(self) -> str:
+        """The next character that is not white space; "" at the end."""
+        while True:
+            self._move(_SPACE.match(self._text, self._at).end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_more():
+                return ""
+
+    def take(self, char: str) -> None:
+        """Step over ``char``; ``JSONDecodeError`` where something else stands."""
+        if self.peek() != char:
+            raise json.JSONDecodeError(f"Expecting {char!r}", self._text, self._at)
+        self._move(self._at + 1)
+
+    def value(self) -> Any:
+        """The next value. Raises what ``json`` raises."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # at the window's end a value may only be cut off
+                inside = error.pos < len(self._text) - 16 and "Unterminated" not in error.msg
+                if inside or not self._read_more():
+                    raise
+                continue
+            # a number there may go on
+            if end < len(self._text) or self._text[end - 1] in '}]"' or not self._read_more():
+                self._move(end)
+                return value
+
+    def _move(self, to: int) -> None:
+        self.line += self._text.count("\n", self._at, to)
+        self._at = to
+
+    def _read_more(self) -> bool:
+        """Drop what is read and at least double the rest; False at the end of the file."""
+        rest = self._text[self._at :]
+        more = self._file.read(max(_CHUNK, len(rest)))
+        if more:
+            self._text, self._at, self.first_line = rest + more, 0, self.line
+        return bool(more)
+
+
+# -- CSV and TSV
+
+
+def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line]:
+    """Rows by the names in the first line; without ``delimiter``, the one that stands there."""
+    csv.field_size_limit(_MAX_FIELD)
+    not_utf8: list[int] = []
+    read = 0  # physical lines
+
+    def lines() -> Iterator[str]:
+        nonlocal read
+        for number, line in _decoded(file):
+            read = number
+            if line is None:
+                not_utf8.append(number)
+            yield line or "\n"
+
+    source = lines()
+    header = next((line for line in source if line.strip()), "")
+    delimiter = delimiter or next((mark for mark in ",;\t|" if mark in header), ",")
+    try:
+        names = next(csv.reader([header], delimiter=delimiter, strict=True), [])
+    except csv.Error as error:
+        yield Line(f"{name}:{read}", None, f"broken CSV ({error}); mend the line of column names")
+        return
+    names = [column.strip() for column in names]
+    if not_utf8 or not all(names) or len(set(names)) < len(names):
+        if names or not_utf8:
+            fault = _NOT_UTF8 if not_utf8 else "its first line must name every column, each once"
+            yield Line(f"{name}:{not_utf8[0] if not_utf8 else read}", None, fault)
+        return
+    rows = csv.reader(source, delimiter=delimiter, strict=True)
+    while True:
+        start = read + 1
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Line(f"{name}:{start}", None, f"broken CSV ({error}); mend its quotation marks")
+            continue
+        if not_utf8 and not_utf8[-1] >= start:
+            yield Line(f"{name}:{not_utf8[-1]}", None, _NOT_UTF8)
+        elif len(fields) == len(names):
+            yield Line(f"{name}:{start}", dict(zip(names, fields, strict=True)))
+        elif any(field.strip() for field in fields):
+            fault = f"{len(fields)} fields where the first line names {len(names)} columns"
+            yield Line(f"{name}:{start}", None, fault)
+
+
+# -- text and Parquet
+
+
+def _paragraphs(file: BinaryIO, name: str) -> Iterator[Line]:
+    start, paragraph = 1, ""
+    for number, line in _decoded(file):
+        if line is None:
+            yield Line(f"{name}:{number}", None, _NOT_UTF8)
+        elif line.strip():
+            start, paragraph = (start if paragraph else number), paragraph + line
+        elif paragraph:
+            yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
+            paragraph = ""
+    if paragraph:
+        yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
+
+
+def _parquet(path: str) -> Iterator[Line]:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    with open(path, "rb") as file:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+                for values in batch.to_pylist():
+                    row += 1
+                    yield Line(f"{path}, row {row}", values)
+        except (pyarrow.ArrowException, ValueError, OSError) as error:
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
+            fault = f"damaged Parquet data ({message}); write it anew"
+            yield Line(f"{path}, row {row + 1}", None, fault)

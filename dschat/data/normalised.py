@@ -1,0 +1,155 @@
+"""From raw rows to rows of ``Example``s: one by one, or as a table kept on disk.
+
+Comes in: a ``Rows`` and its adapter. Goes out: for every line one row of ``SCHEMA``, usable or not;
+and what is said, or raised, about those that are not (``--on_bad_row``). Must not know splits,
+blends or steps' shares.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+from datasets import Dataset, Features, Value
+from datasets.arrow_writer import ArrowWriter
+
+from dschat.data import adapters, files, table, turns
+from dschat.data.adapters import CONTENT_FIELDS, Example, Purpose, normalise
+from dschat.data.read import Rows, broken_line, quiet
+from dschat.data.table import Adapter
+from dschat.knobs import UserError
+
+logger = logging.getLogger("dschat")
+
+# `problem`: why the step cannot use the row; `fault`: why it could not even be read; `where`: the
+# place in its source, of rows with a problem or a fault.
+NOTES = ("key", "problem", "fault", "where")
+SCHEMA = Features({f: Value("string") for f in (*CONTENT_FIELDS, *NOTES)})
+NUM_LISTED = 10  # bad rows that the log names one by one
+BROKEN = "a line that cannot be read"
+
+
+def normalised_rows(rows: Rows, adapter: Adapter, purpose: Purpose) -> Iterator[dict[str, str]]:
+    """A row of ``SCHEMA`` for every line, in order; an unreadable one has no content and no key."""
+    nothing = Example("").to_row()
+    for line in rows:
+        if line.row is None:
+            yield {
+                **nothing,
+                "key": "",
+                "problem": BROKEN,
+                "fault": line.fault,
+                "where": line.where,
+            }
+            continue
+        row = normalise(line.row, adapter, purpose)
+        yield {**row, "fault": "", "where": line.where if row["problem"] else ""}
+
+
+def normalised_table(rows: Rows, adapter: Adapter, purpose: Purpose) -> Dataset:
+    """``normalised_rows`` as a table: on disk and made once, or in memory where the source is."""
+    if rows.in_memory:
+        return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=SCHEMA)
+    content = repr([rows.stamp, rows.name, adapter, purpose, sorted(SCHEMA), _code()])
+    return kept_on_disk(content, SCHEMA, lambda: normalised_rows(rows, adapter, purpose))
+
+
+def kept_on_disk(
+    content: str, features: Features, rows: Callable[[], Iterator[dict[str, Any]]]
+) -> Dataset:
+    """A table of ``rows()``, written into the ``datasets`` library's cache unless it is there.
+
+    ``content``: a text that differs where the rows differ. The file appears complete or not at all.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
+    path = folder / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.arrow"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=folder)
+            os.close(handle)
+            try:
+                _write(scratch, features, rows())
+                os.replace(scratch, path)
+            finally:
+                if os.path.exists(scratch):
+                    os.unlink(scratch)
+        with quiet():
+            return Dataset.from_file(str(path))
+    except OSError as error:
+        raise UserError(
+            f"the data cache {folder} cannot be used ({error.strerror or error}); set "
+            "HF_DATASETS_CACHE to a folder with room"
+        ) from error
+
+
+def judge(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
+    """Warn of the bad rows in a table of ``SCHEMA`` and list the first, or refuse it.
+
+    Raises:
+        UserError: naming place and remedy, for a bad row that ``on_bad_row`` does not let pass, or
+            where no row is left.
+    """
+    bad, listed = Counter(), []
+    for row in iterate(rows, ("problem", "fault", "where")):
+        if not row["problem"]:
+            continue
+        refuse(row, on_bad_row, flag)
+        bad[row["problem"]] += 1
+        if len(listed) < NUM_LISTED:
+            why = row["fault"].removesuffix("; mend it") or row["problem"]
+            listed.append(f"{row['where']}: {why}")
+    if not bad:
+        return
+    why = ", ".join(f"{count} with {problem}" for problem, count in bad.items())
+    if bad.total() == len(rows):
+        first = listed[0].partition(": ")[0]
+        raise UserError(f"{flag}: {name} has no usable row: {why}{hint}; look at {first}")
+    logger.warning(
+        "%s: dropped %d of %d rows (%s); %s: %s",
+        *(name, bad.total(), len(rows), why),
+        *("the first ten" if bad.total() > len(listed) else "namely", "; ".join(listed)),
+    )
+
+
+def refuse(row: dict[str, str], on_bad_row: str, flag: str) -> None:
+    """Raise ``UserError`` for a bad row of ``SCHEMA`` that ``--on_bad_row`` does not let pass."""
+    if on_bad_row == "error" or (on_bad_row == "auto" and row["fault"]):
+        raise broken_line(flag, row["where"], row["fault"] or row["problem"])
+
+
+def iterate(
+    rows: Dataset, columns: tuple[str, ...], batch_size: int = 1000
+) -> Iterator[dict[str, Any]]:
+    """The rows' values in ``columns``, decoded a batch at a time: never a whole column."""
+    chosen = rows.select_columns(list(columns)).with_format("arrow")
+    for batch in chosen.iter(batch_size) if len(rows) else ():
+        yield from batch.to_pylist()
+
+
+def flags_of(rows: Dataset, column: str) -> np.ndarray:
+    """(number of rows,) bool: where a text column is not empty."""
+    found = (bool(row[column]) for row in iterate(rows, (column,)))
+    return np.fromiter(found, dtype=bool, count=len(rows))
+
+
+def _write(path: str, features: Features, rows: Iterator[dict[str, Any]]) -> None:
+    with ArrowWriter(features=features, path=path) as writer:
+        while batch := list(islice(rows, 1000)):
+            columns = {name: [row[name] for row in batch] for name in features}
+            writer.write_table(pyarrow.table(columns, schema=features.arrow_schema))
+        writer.finalize()
+
+
+def _code() -> str:
+    """A digest of the code that reads and normalises: another version reads files anew."""
+    texts = (Path(module.__file__).read_bytes() for module in (adapters, files, table, turns))
+    return hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest()

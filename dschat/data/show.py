@@ -1,0 +1,191 @@
+"""What data turns into, for people to read: ``python -m dschat.data``'s report.
+
+Comes in: data flags and a tokenizer. Goes out: lines of text, at most 100 columns wide: each
+source's columns, and for each step how its rows are parted, how long they are, a few of them as the
+model will see them, and what was left out and why. Must not know models, nor where a tokenizer
+comes from.
+"""
+
+import logging
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Union
+
+from datasets import Dataset
+
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig
+from dschat.data.adapters import PURPOSES, Purpose, listed
+from dschat.data.batches import RowStream
+from dschat.data.report import DataReport, read_report
+from dschat.data.sources import Source, open_source
+from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
+from dschat.data_config import DataConfig, ShowConfig
+from dschat.knobs import UserError
+
+logger = logging.getLogger("dschat")
+
+WIDTH = 100
+NUM_EXAMPLES = 3
+_MAX_LINES = 12  # of one example
+_NUM_STREAMED = 1000  # rows of a stream that are looked at
+_TITLES = {"sft": "supervised fine-tuning", "reward": "reward model", "rlhf": "prompts for PPO"}
+_IDS = {"sft": "input_ids", "reward": "chosen_ids", "rlhf": "prompt_ids"}
+_DATA_FLAGS = frozenset(DataConfig.__dataclass_fields__)
+
+
+class _Heard(logging.Handler):
+    """Keeps what the data's code would tell a step's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def _listening() -> Iterator[_Heard]:
+    """What would go to the log goes to ``_Heard`` alone."""
+    heard = _Heard()
+    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [heard], False
+    logger.setLevel(logging.INFO)
+    try:
+        yield heard
+    finally:
+        logger.handlers[:], level, logger.propagate = before
+        logger.setLevel(level)
+
+
+def show(config: ShowConfig, tokenizer: Any) -> Iterator[str]:
+    """The report, line by line.
+
+    Raises:
+        UserError: data that no step can use, or that ``--step`` can not.
+    """
+    for spec in config.data_path:
+        yield from _source_lines(open_source(spec, config))
+    yield ""
+    yield "> marks tokens with loss (step 2: where two answers part), | tokens that are only read"
+    steps = [int(config.step)] if config.step else [1, 2, 3]
+    num_refused = 0
+    for step in steps:
+        yield ""
+        try:
+            yield from _step_lines(step, PURPOSES[step - 1], config, tokenizer)
+        except UserError as error:
+            num_refused += 1
+            if num_refused == len(steps):
+                raise
+            yield from _wrapped(f"not with this data: {error}", indent=2)
+
+
+def _source_lines(source: Source) -> Iterator[str]:
+    yield source.name + (f", weight {source.weight:g}" if source.weight != 1 else "")
+    roles = ", ".join(f"{role} <- {column}" for role, column in source.adapter.roles.items())
+    chat = " (as a chat)" if source.adapter.as_chat else ""
+    yield from _wrapped(f"uses {roles}{chat}", indent=2)
+    yield from _wrapped(f"has the columns {listed(source.splits.train.columns)}", indent=2)
+    held = "its own" if source.splits.eval else "none of its own: a share is held out"
+    yield f"  evaluation rows: {held}"
+
+
+def _step_lines(step: int, purpose: Purpose, config: ShowConfig, tokenizer: Any) -> Iterator[str]:
+    yield f"step {step} ({_TITLES[purpose]})"
+    with _listening() as heard:
+        train, held_out = _tables(purpose, config, tokenizer)
+        if isinstance(train, RowStream):
+            rows = train.encode(list(islice(train.examples(), _NUM_STREAMED)))
+            train = Dataset.from_list(rows)
+            report, _ = read_report(
+                f"the first {_NUM_STREAMED:,} of a stream", train, _IDS[purpose]
+            )
+            logger.info("%s", report)
+    for record in heard.records:
+        if record.args and isinstance(record.args[0], DataReport):
+            yield from _lengths(record.args[0])
+        else:
+            yield from _wrapped(record.getMessage(), indent=2)
+    for number, row in enumerate(islice(train, NUM_EXAMPLES), start=1):
+        yield from _example(number, purpose, row, tokenizer)
+
+
+def _tables(
+    purpose: Purpose, config: ShowConfig, tokenizer: Any
+) -> tuple[Union[Dataset, RowStream], Dataset]:
+    """The very tables that the step would train on."""
+    shared = {name: value for name, value in vars(config).items() if name in _DATA_FLAGS}
+    if purpose == "sft":
+        step_config = SFTConfig(max_seq_len=config.max_seq_len, **shared)
+        return sft_dataset(step_config, tokenizer, "both")
+    if purpose == "reward":
+        step_config = RewardConfig(max_seq_len=config.max_seq_len, **shared)
+        return preference_dataset(step_config, tokenizer, "both")
+    step_config = RLHFConfig(max_prompt_seq_len=config.max_prompt_seq_len, **shared)
+    return prompt_dataset(step_config, tokenizer, "both")
+
+
+def _lengths(report: DataReport) -> Iterator[str]:
+    """Rows, lengths and shares of one table."""
+    total = report.rows + report.dropped.total()
+    lengths = (
+        f"mean {report.mean_len:.0f}, p50 {report.p50_len}, p95 {report.p95_len}, "
+        f"longest {report.max_len} tokens"
+    )
+    yield from _wrapped(f"{report.name}: {report.rows:,} rows; {lengths}", indent=2)
+    for what, count in report.dropped.items():
+        yield from _wrapped(f"dropped {count:,} ({count / total:.1%}): {what}", indent=4)
+    for what, count in report.cut.items():
+        yield from _wrapped(f"{count:,} ({count / total:.1%}) {what}", indent=4)
+
+
+def _example(number: int, purpose: Purpose, row: dict[str, Any], tokenizer: Any) -> Iterator[str]:
+    """One row, as pieces of text that carry loss or do not."""
+    if purpose == "sft":
+        ids, mask = row["input_ids"], row["loss_mask"]
+        yield f"  example {number}: {len(ids)} tokens, {sum(mask)} with loss"
+        yield from _pieces(ids, mask, tokenizer)
+    elif purpose == "reward":
+        chosen, rejected = row["chosen_ids"], row["rejected_ids"]
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+            min(len(chosen), len(rejected)),
+        )
+        yield f"  example {number}: {len(chosen)} and {len(rejected)} tokens, {shared} alike"
+        yield from _pieces(chosen[:shared], [False] * shared, tokenizer)
+        for side, ids in (("chosen", chosen), ("rejected", rejected)):
+            yield f"    {side}:"
+            yield from _pieces(ids[shared:], [True] * (len(ids) - shared), tokenizer)
+    else:
+        ids = row["prompt_ids"]
+        yield f"  example {number}: {len(ids)} tokens, to be answered"
+        yield from _pieces(ids, [False] * len(ids), tokenizer)
+
+
+def _pieces(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> Iterator[str]:
+    """Runs of tokens that carry loss, or do not, decoded with their special tokens."""
+    runs: list[tuple[bool, list[int]]] = []
+    for token, target in zip(ids, mask, strict=True):
+        if not runs or runs[-1][0] != target:
+            runs.append((target, []))
+        runs[-1][1].append(token)
+    for target, run in runs:
+        text = tokenizer.decode(run, skip_special_tokens=False)
+        shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        mark = "    > " if target else "    | "
+        lines = [shown[i : i + WIDTH - 6] for i in range(0, len(shown), WIDTH - 6)]
+        if len(lines) > _MAX_LINES:
+            half = _MAX_LINES // 2
+            left_out = f"... {len(lines) - 2 * half} lines ..."
+            lines = [*lines[:half], left_out, *lines[-half:]]
+        yield from (mark + line for line in lines)
+
+
+def _wrapped(text: str, indent: int) -> Iterator[str]:
+    margin = " " * indent
+    yield from textwrap.wrap(
+        text, WIDTH, initial_indent=margin, subsequent_indent=margin + "  ", break_on_hyphens=False
+    )

@@ -1,0 +1,194 @@
+"""The table of known data sets: a row says which column holds what.
+
+Nothing comes in; ``ADAPTERS`` (by hub name) and ``GENERIC`` (by columns) go out. A row may carry
+one pure function where columns alone do not say it. Must not know how values are read, nor files.
+
+A column may be a path into what it holds: ``answers.0.text`` is the text of the first answer.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+from dschat.data.turns import Unusable, vicuna_turns
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which column holds what. Answers may be text or message lists, whole dialogues included."""
+
+    prompt: Optional[str] = None
+    chosen: Optional[str] = None
+    rejected: Optional[str] = None
+    messages: Optional[str] = None  # a whole dialogue: its last assistant turn is the answer
+    sft: Optional[str] = None  # the answer that step 1 learns, where it is not `chosen`
+    as_chat: bool = False  # the prompt is what a user said: make it a turn of a chat
+    context: Optional[str] = None  # what a prompt that is asked is about, if a row has it
+    system: Optional[str] = None  # the system's words before such a prompt
+    rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
+    reads: tuple[str, ...] = ()  # columns that `rewrite` needs besides
+    source: Optional[str] = None  # NAME or NAME:CONFIG where the rows really lie
+    eval_split: Optional[str] = None  # the held-out split, where it is not `test`
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Role -> column, for the roles that have one."""
+        names = ("prompt", "chosen", "rejected", "messages", "sft", "context", "system")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def columns(self) -> list[str]:
+        return [*dict.fromkeys([*self.roles.values(), *self.reads])]
+
+    def spelled(self, columns: Sequence[str]) -> "Adapter":
+        """With columns spelled as they are there: case does not matter."""
+        there = {column.lower(): column for column in columns}
+        spelling = {
+            role: there[column.lower()]
+            for role, column in self.roles.items()
+            if column not in columns and column.lower() in there
+        }
+        return replace(self, **spelling) if not self.rewrite else self
+
+
+def _by_score(row: Row) -> Row:
+    """WebGPT: the answer of the higher score first; citations such as [1] or [2, 3] taken out."""
+    first, second = (_uncited(row.get(column)) for column in ("answer_0", "answer_1"))
+    scores = [row.get("score_0"), row.get("score_1")]
+    try:
+        difference = float(scores[0]) - float(scores[1])
+    except (TypeError, ValueError, OverflowError):
+        return {"answer_0": first, "answer_1": Unusable("a score is missing")}
+    if difference < 0:
+        first, second = second, first
+    return {"answer_0": first, "answer_1": second if difference else Unusable("scores that tie")}
+
+
+def _uncited(answer: Any) -> Any:
+    return re.sub(r" ?\[[\d, ]+\]", "", answer) if isinstance(answer, str) else answer
+
+
+def _by_label(row: Row) -> Row:
+    """SHP: 1 says that people preferred A."""
+    a, b, label = row.get("human_ref_A"), row.get("human_ref_B"), str(row.get("labels"))
+    if label not in ("0", "1"):
+        a, b = Unusable("a label that is neither 0 nor 1"), None
+    chosen, rejected = (b, a) if label == "0" else (a, b)
+    return {"human_ref_A": chosen, "human_ref_B": rejected}
+
+
+def _name_at_prompt(row: Row) -> Row:
+    """The assistant's name, which opens these answers, closes the prompt, as everywhere else."""
+    mark = "Assistant:"
+    answers = {
+        column: row[column].split(mark)[-1] if isinstance(row.get(column), str) else None
+        for column in ("chosen", "rejected")
+    }
+    prompt = row.get("prompt")
+    return {**answers, "prompt": prompt + mark if isinstance(prompt, str) and prompt else None}
+
+
+def _vicuna(row: Row) -> Row:
+    """Prompts that are dialogues of USER: and ASSISTANT:, answers that end with </s>."""
+    label = row.get("label")
+    label = label.removesuffix("</s>") if isinstance(label, str) else label
+    return {"prompt": vicuna_turns(row.get("prompt")), "label": label}
+
+
+_PAIRS = Adapter("prompt", "chosen", "rejected")
+_MIRACL = Adapter(
+    "query",
+    "positive_passages.0.text",
+    "negative_passages.0.text",
+    as_chat=True,
+    eval_split="dev",
+)
+_MKQA = Adapter("queries.zh_cn", "answers.zh_cn.0.text", as_chat=True, source="apple/mkqa")
+_WEBGPT = Adapter(
+    "question.full_text",
+    "answer_0",
+    "answer_1",
+    as_chat=True,
+    rewrite=_by_score,
+    reads=("score_0", "score_1"),
+)
+_SHP = Adapter(
+    "history",
+    "human_ref_A",
+    "human_ref_B",
+    as_chat=True,
+    rewrite=_by_label,
+    reads=("labels",),
+    eval_split="validation",
+)
+_HC3 = Adapter("question", "human_answers.0", as_chat=True, source="Hello-SimpleAI/HC3-Chinese:all")
+_ORCA_PAIRS = Adapter("question", "chosen", "rejected", as_chat=True, system="system")
+_ALPACA = Adapter("instruction", "output", as_chat=True, context="input")
+
+ADAPTERS = {
+    "builtin/chat": Adapter("prompt", "chosen", "rejected", sft="demonstration", as_chat=True),
+    # the sets that DeepSpeed-Chat knows
+    "Dahoas/rm-static": _PAIRS,
+    "Dahoas/full-hh-rlhf": _PAIRS,
+    "Dahoas/synthetic-instruct-gptj-pairwise": replace(_PAIRS, as_chat=True),
+    "yitingxie/rlhf-reward-datasets": replace(_PAIRS, rewrite=_name_at_prompt),
+    "openai/webgpt_comparisons": _WEBGPT,
+    "stanfordnlp/SHP": _SHP,
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": Adapter(
+        "prompt", "label", as_chat=True, rewrite=_vicuna
+    ),
+    "wangrui6/Zhihu-KOL": Adapter("INSTRUCTION", "RESPONSE", as_chat=True),
+    "Cohere/miracl-zh-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja-queries-22-12": _MIRACL,
+    "Hello-SimpleAI/HC3-Chinese": _HC3,
+    "mkqa-Chinese": _MKQA,
+    "mkqa-Japanese": replace(_MKQA, prompt="queries.ja", chosen="answers.ja.0.text"),
+    "lmqg/qg_jaquad": Adapter("question", "sentence", as_chat=True, eval_split="validation"),
+    "lmqg/qag_jaquad": Adapter("questions.0", "paragraph", as_chat=True, eval_split="validation"),
+    "local/jsonfile": replace(_PAIRS, source="./data"),  # ./data/train.json, ./data/eval.json
+    # today's, where their columns alone do not say it
+    "Intel/orca_dpo_pairs": _ORCA_PAIRS,
+    "tatsu-lab/alpaca": _ALPACA,
+}
+
+GENERIC = (
+    _WEBGPT,
+    _SHP,
+    replace(_MIRACL, eval_split=None),
+    _ORCA_PAIRS,
+    # answers of two kinds
+    _PAIRS,
+    Adapter("instruction", "chosen_response", "rejected_response", as_chat=True),
+    Adapter(chosen="chosen", rejected="rejected"),  # two dialogues that differ in the last turn
+    # one answer
+    Adapter("prompt", "chosen"),
+    Adapter("prompt", "completion"),
+    Adapter("prompt", "response"),
+    Adapter("prompt", "answer"),
+    Adapter("prompt", "output"),
+    _ALPACA,
+    Adapter("instruction", "response", as_chat=True, context="context"),
+    Adapter("instruction", "output", as_chat=True),
+    Adapter("instruction", "response", as_chat=True),
+    Adapter("question", "response", as_chat=True, system="system_prompt"),
+    _HC3,
+    Adapter("question", "answer", as_chat=True),
+    Adapter("question", "response", as_chat=True),
+    Adapter("query", "response", as_chat=True),
+    Adapter("query", "answer", as_chat=True),
+    Adapter("input", "output", as_chat=True),
+    # whole dialogues
+    Adapter(messages="messages"),
+    Adapter(messages="conversations"),
+    Adapter(messages="conversation"),
+    Adapter(messages="dialogue"),
+    # prompts alone, for step 3
+    Adapter("prompt"),
+    Adapter("question", as_chat=True),
+    Adapter("instruction", as_chat=True),
+    Adapter("query", as_chat=True),
+    Adapter(messages="text"),  # a dialogue written out, as Human: ... Assistant: ...
+)

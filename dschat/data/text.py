@@ -1,0 +1,112 @@
+"""Plain text for the pretraining loss of step 3 (ptx), in blocks of one length.
+
+Comes in: a name and a tokenizer. Goes out: blocks of token ids, as a table or as an endless stream.
+Must not know examples, models or ranks.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, Optional, Union
+
+from datasets import Dataset, Features, List, Value
+
+from dschat.data.batches import RowStream
+from dschat.data.normalised import kept_on_disk
+from dschat.data.read import Rows, broken_line, quiet, read_source
+from dschat.data.report import read_report
+from dschat.data.segments import require_eos
+from dschat.data.stream import shuffled
+from dschat.data.turns import storable
+from dschat.data_config import DataConfig
+from dschat.knobs import UserError
+
+logger = logging.getLogger("dschat")
+
+_DOCUMENTS = 1000  # joined at a time
+
+
+def text_dataset(
+    name: str,
+    config_name: Optional[str],
+    column: str,
+    tokenizer: Any,
+    block_len: int,
+    flag: str = "--unsupervised_dataset_name",
+    config: Optional[DataConfig] = None,
+) -> Union[Dataset, RowStream]:
+    """Plain text for ptx: ``input_ids`` of exactly ``block_len`` tokens, documents joined by EOS.
+
+    ``name`` is whatever ``--data_path`` may name, or a .txt file (a document is a paragraph).
+    Documents are joined a thousand at a time; a last block that is not full is kept only where it
+    is the only one of its thousand. ``config`` says whether to stream, and what to do about lines
+    that cannot be read.
+
+    Raises:
+        UserError: unreadable data, no column ``column``, or no text in it.
+    """
+    config = config or DataConfig()
+    source = f"{name}:{config_name}" if config_name else name
+    skip = config.on_bad_row == "skip"
+    rows = read_source(source, flag, True, config.streaming, skip_broken=skip).train
+    if column not in rows.columns:
+        raise UserError(
+            f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"
+        )
+    texts = partial(_texts, rows, column, flag, skip)
+    no_text = UserError(f"{flag}: {name} has no text in its column {column!r}")
+    if config.streaming:
+        blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
+        if next(texts(), None) is None:
+            raise no_text
+        return RowStream(blocks, encode=list)
+    content = repr(["text", rows.stamp, rows.name, column, skip])
+    table = kept_on_disk(content, Features({"text": Value("string")}), texts)
+    if not len(table):
+        raise no_text
+    with quiet():
+        blocks = table.map(
+            partial(_blocks, tokenizer=tokenizer, block_len=block_len),
+            batched=True,
+            batch_size=_DOCUMENTS,
+            remove_columns=table.column_names,
+            features=Features({"input_ids": List(Value("int32"))}),
+        )
+    logger.info("%s", read_report(f"text of {name}", blocks, "input_ids")[0])
+    return blocks
+
+
+def _texts(rows: Rows, column: str, flag: str, skip: bool) -> Iterator[dict[str, str]]:
+    """The documents in a column that are not blank."""
+    for line in rows:
+        if line.row is None and not skip:
+            raise broken_line(flag, line.where, line.fault)
+        text = (line.row or {}).get(column)
+        if isinstance(text, str) and text.strip():
+            yield {"text": storable(text)}
+
+
+def _blocks(batch: dict[str, list], tokenizer: Any, block_len: int) -> dict[str, list]:
+    eos = require_eos(tokenizer)
+    documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    stream = [token for ids in documents for token in (*ids, eos)]
+    whole = len(stream) // block_len * block_len or len(stream)
+    return {"input_ids": [stream[i : i + block_len] for i in range(0, whole, block_len)]}
+
+
+def _endless_blocks(
+    texts: Any, tokenizer: Any, block_len: int, config: DataConfig
+) -> Iterator[dict[str, list[int]]]:
+    """The blocks of one pass after another, shuffled in a buffer; every rank makes all of them."""
+    turn = 0
+    while True:
+        blocks = _one_pass(texts(), tokenizer, block_len)
+        yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, turn])
+        turn += 1
+
+
+def _one_pass(texts: Iterator[dict], tokenizer: Any, block_len: int) -> Iterator[dict]:
+    while batch := [row["text"] for row in islice(texts, _DOCUMENTS)]:
+        for ids in _blocks({"text": batch}, tokenizer, block_len)["input_ids"]:
+            yield {"input_ids": ids}

@@ -1,0 +1,227 @@
+"""A user's own DeepSpeed settings: the JSON file of ``--deepspeed_config``, read and checked.
+
+A path and what dschat decides come in; the part of the file that DeepSpeed is to get goes out, as
+a nested dict, or one line that says what is wrong. The rule:
+
+1. What dschat decides (batch sizes, accumulation, optimizer, schedule, clipping, precision, ZeRO
+   stage) must agree with the flag that decides it: where both say something else, it is an error.
+2. ``"auto"`` means dschat's value; DeepSpeed's default where dschat has none.
+3. Everything else is the file's, and wins: ``zero_optimization``'s details, communication, aio,
+   loss scaling, profiling, ...
+4. What would make dschat's sums wrong or its weights unreadable, and parts of DeepSpeed that dschat
+   does not use, are errors.
+
+It must not know torch, DeepSpeed or which flags exist: what is decided is handed in.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dschat.knobs import UserError
+
+Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
+
+_OURS = {  # what the engine never hears from the file: dschat accumulates and updates itself
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+}
+_THE_FILES = {
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "gradient_clipping",
+    "fp16",
+    "bf16",
+    "data_types",
+    "torch_autocast",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "gradient_allreduce_op",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+    "managed_gradient_accumulation",
+    "disable_allgather",
+    "aio",
+    "activation_checkpointing",
+    "hybrid_engine",
+    "checkpoint",
+    "comms_logger",
+    "flops_profiler",
+    "timers",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "disable_python_gc",
+}
+_UNUSED = {  # DeepSpeed's, of this version or an older one; "enabled": false is let through
+    "amp",
+    "autotuning",
+    "compile",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "dataloader_drop_last",
+    "elasticity",
+    "expert_parallel",
+    "pipeline",
+    "progressive_layer_drop",
+    "sparse_attention",
+    "sparse_gradients",
+    "tensor_parallel",
+    "use_data_before_expert_parallelism",
+    "weight_quantization",
+}
+_OBJECTS = {
+    "fp16",
+    "bf16",
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+}
+_SUMS = "its losses are sums over the tokens of all ranks"
+_READS = "rollouts and saving read every rank's own shard from memory"
+_MASTERS = "small updates need fp32 master weights"
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (accepted, why)
+    "gradient_allreduce_op": (("mean",), _SUMS),
+    "gradient_predivide_factor": ((1,), _SUMS),
+    "prescale_gradients": ((False,), _SUMS),
+    "managed_gradient_accumulation": ((True,), _SUMS),
+    "bf16.check_grad_overflow": ((True,), "it skips steps whose gradient is not finite"),
+    "zero_optimization.compute_grad_norm": ((True,), "it reports the norm and skips bad steps"),
+    "bf16.bf16_master_weights_and_grads": ((False,), _MASTERS),
+    "fp16.fp16_master_weights_and_grads": ((False,), _MASTERS),
+    "fp16.auto_cast": ((False,), "--dtype decides"),
+    "torch_autocast.enabled": ((False,), "--dtype decides"),
+    "hybrid_engine.enabled": ((False,), "it has its own: --enable_hybrid_engine"),
+    "zero_force_ds_cpu_optimizer": ((False,), "its AdamW updates shards in CPU memory too"),
+    "zero_optimization.offload_param.device": (("none", "cpu"), _READS),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _READS),
+    "zero_optimization.cpu_offload": ((False,), "it is offload_optimizer now"),
+    "zero_optimization.cpu_offload_param": ((False,), "it is offload_param now"),
+}
+
+
+def read(path: str, flag: str) -> dict[str, Any]:
+    """The JSON object in ``path``; ``UserError`` names ``flag`` where there is none."""
+    where = f"{flag} {path}"
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror or error}; check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not a UTF-8 text file; name a JSON file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: broken JSON at line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: must be an object of DeepSpeed's settings, as {{...}}")
+    return content
+
+
+def accepted(settings: Mapping[str, Any], where: str, decided: Decided) -> dict[str, Any]:
+    """The part of ``settings`` that DeepSpeed is to get: agreed with ``decided``, no "auto" left.
+
+    ``where`` opens every message. Raises ``UserError`` for the first key that cannot be.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in _THE_FILES | _OURS | _UNUSED:
+            raise UserError(f"{where}: DeepSpeed has no setting {key}{_nearest(key)}")
+        if key in _UNUSED and not _is_off(value):
+            raise UserError(f"{where}: dschat does not use {key}; take it out of the file")
+    for path, value in _leaves({k: v for k, v in settings.items() if k not in _UNUSED}):
+        name = ".".join(path)
+        if value == "auto" or (value is None and name in _OBJECTS):
+            continue
+        if name in _OBJECTS:
+            raise UserError(f"{where}: {name} must be an object, as {{...}}")
+        _check(name, value, where, decided)
+        if path[0] not in _OURS and name != "zero_optimization.stage":
+            kept = merged(kept, _nested(path, value))
+    if all(kept.get(name, {}).get("enabled") for name in ("fp16", "bf16")):
+        raise UserError(f"{where}: fp16 and bf16 are both enabled; choose one")
+    zero = kept.get("zero_optimization", {})
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "none":
+            del zero[section]  # so that "is there such a section" means "is it offloaded"
+    return kept
+
+
+def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """``ours`` with every leaf of ``theirs`` in its place."""
+    result = dict(ours)
+    for key, value in theirs.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def precision(settings: Mapping[str, Any]) -> str | None:
+    """The dtype that a file asks for, by dschat's name; None where it says nothing."""
+    fp16, bf16 = (settings.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+    if fp16 or bf16:
+        return "fp16" if fp16 else "bf16"
+    return "fp32" if bf16 is False else None
+
+
+def _check(name: str, value: Any, where: str, decided: Decided) -> None:
+    shown = f"{where}: {name} {json.dumps(value)}"
+    if name in decided:
+        flag, right = decided[name]
+        if not any(_same(value, one) for one in right):
+            raise UserError(
+                f'{shown} contradicts {flag}; make them agree, or write "auto" in the file'
+            )
+    elif name in _FIXED:
+        right, why = _FIXED[name]
+        if not any(_same(value, one) for one in right):
+            needed = " or ".join(map(json.dumps, right))
+            raise UserError(f"{shown}: dschat needs {needed}, for {why}")
+    elif name.partition(".")[0] in ("optimizer", "scheduler"):
+        raise UserError(
+            f'{shown}: dschat makes its own AdamW and schedule; write "auto" or take it out'
+        )
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    numbers = all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, expected)
+    )
+    return math.isclose(value, expected, rel_tol=1e-9) if numbers else value == expected
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def _is_off(value: Any) -> bool:
+    return value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, sorted(_THE_FILES | _OURS), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,228 @@
+"""What a checkpoint is, told from its configuration and the names of its weights alone.
+
+A name or folder comes in; a configuration goes out, or one line that says why the checkpoint is not
+what its flag asks for. No weight is read, and no code that comes with a checkpoint is run unless
+``trust_remote_code``. It must not know how weights load, nor what they are for.
+"""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+from transformers.utils import cached_file
+
+from dschat.config import UserError
+
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# The two names that DeepSpeed-Chat gave the transformer inside its reward model.
+LEGACY_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
+LEGACY_HEAD = "v_head.weight"
+
+RewardForm = Literal["score", "v_head", "base"]
+
+
+def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The checkpoint's configuration.
+
+    Raises:
+        UserError: naming ``flag``: no checkpoint there, a LoRA adapter alone, quantised weights, or
+            an architecture that only the checkpoint's own code knows.
+    """
+    path = Path(name_or_path)
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise UserError(f"{flag} {name_or_path} is a LoRA adapter; {_adapter_remedy(path)}")
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(name_or_path)
+        if "quantization_config" in raw:
+            raise UserError(
+                f"{flag} {name_or_path} is quantised ({_quantisation(raw)}), which cannot be "
+                "trained or generated with here; name the checkpoint it was made from"
+            )
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not path.is_dir():
+            reason = ": no such folder, and no such model on the hub"
+        elif not trust_remote_code and brings_code(name_or_path):
+            reason = (
+                " brings its own Python code, which is not run unless you ask for it: read it, "
+                "and pass --trust_remote_code if you trust it"
+            )
+        else:
+            reason = ": its config.json is missing or not one that transformers knows"
+        raise UserError(f"{flag} {name_or_path}{reason}") from error
+
+
+def brings_code(name_or_path: str, filename: str = "config.json") -> bool:
+    """Whether this JSON file of a checkpoint names Python code of its own (``auto_map``)."""
+    try:
+        file = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
+        return file is not None and "auto_map" in json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _adapter_remedy(path: Path) -> str:
+    """Where the merged model is, or how to make it."""
+    if (path.parent / "config.json").exists():
+        return f"name {path.parent}, which holds the merged model"
+    try:
+        base = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        base = base["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "its base model"
+    return (
+        f"merge it into {base} first: peft's AutoPeftModelForCausalLM.from_pretrained(...)"
+        ".merge_and_unload().save_pretrained(...)"
+    )
+
+
+def _quantisation(raw: dict[str, Any]) -> str:
+    settings = raw["quantization_config"]
+    return str(settings.get("quant_method", "?") if isinstance(settings, dict) else settings)
+
+
+def require_causal_lm(config: PretrainedConfig, name_or_path: str, flag: str) -> None:
+    """Raise ``UserError`` unless the checkpoint is a causal language model."""
+    architectures = config.architectures or []
+    shown = architectures[0] if architectures else type(config).__name__
+    if any(a.endswith("ForSequenceClassification") for a in architectures) or (
+        Path(name_or_path).is_dir() and is_legacy_reward(name_or_path, flag)
+    ):
+        raise UserError(
+            f"{flag} {name_or_path} is a reward model, which scores and does not talk; "
+            "name a causal LM, such as step 1's folder or the actor of step 3"
+        )
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    base = MODEL_MAPPING.get(type(config), None)
+    if isinstance(base, type):
+        known.add(base.__name__)  # a model without head: the weights must do
+    # BERT and its kin look both ways, unless their configuration makes decoders of them.
+    masked = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None) is not None
+    both_ways = masked and not getattr(config, "is_decoder", True)
+    if (
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None
+        or (architectures and not known.intersection(architectures))
+        or config.is_encoder_decoder
+        or both_ways
+    ):
+        raise UserError(f"{flag} {name_or_path} is a {shown}; name a causal LM")
+
+
+def reward_form(config: PretrainedConfig, name_or_path: str, flag: str) -> RewardForm:
+    """What a score model can be read from: a ``...ForSequenceClassification`` checkpoint, one of
+    DeepSpeed-Chat's with a ``v_head``, or (with a new score head) a language model.
+    """
+    if any(a.endswith("ForSequenceClassification") for a in config.architectures or []):
+        return "score"
+    return "v_head" if is_legacy_reward(name_or_path, flag) else "base"
+
+
+def score_class(config: PretrainedConfig) -> type[nn.Module] | None:
+    """The ``...ForSequenceClassification`` of this architecture; None where there is none."""
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+
+
+def require_score_head(config: PretrainedConfig, name_or_path: str, flag: str) -> None:
+    """Raise ``UserError`` unless the architecture's classifier gives every token a score.
+
+    Not for ZeRO-3's scope of loading, in which a module without memory cannot be made.
+    """
+    found = score_class(config)
+    if found is None and getattr(config, "auto_map", None):
+        return  # its own code defines it, and loading will tell
+    if found is not None and not config.is_encoder_decoder:
+        with torch.device("meta"):
+            if hasattr(found(copy.deepcopy(config)), "score"):
+                return
+    named = found.__name__ if found is not None else type(config).__name__
+    raise no_score_head(name_or_path, flag, named)
+
+
+def no_score_head(name_or_path: str, flag: str, named: str) -> UserError:
+    """The error for an architecture (BERT, T5) that scores texts as a whole or not at all."""
+    return UserError(
+        f"{flag} {name_or_path}: {named} has no per-token score head; name a model of a causal "
+        "architecture"
+    )
+
+
+def is_legacy_reward(name_or_path: str, flag: str) -> bool:
+    """Whether this is a reward model as DeepSpeed-Chat saved it."""
+    return LEGACY_HEAD in checkpoint_keys(name_or_path, flag)
+
+
+def weight_files(name_or_path: str) -> tuple[list[Path], dict[str, str]]:
+    """The files of weights, and the index (weight name -> file name) where they are shards."""
+    for name in _WEIGHT_FILES:
+        file = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        if not name.endswith(".json"):
+            return [Path(file)], {}
+        index = json.loads(Path(file).read_text("utf-8"))["weight_map"]
+        shards = [cached_file(name_or_path, shard) for shard in sorted(set(index.values()))]
+        return [Path(shard) for shard in shards], index
+    return [], {}
+
+
+def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
+    """Names of all tensors in a checkpoint, from its index or headers, without the weights.
+
+    Raises:
+        UserError: naming ``flag``: a file that cannot be read, or that would run code.
+    """
+    try:
+        files, index = weight_files(name_or_path)
+        if index:
+            return set(index)
+        return {key for file in files for key in _keys_of(file)}
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, EOFError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
+    except pickle.UnpicklingError as error:
+        raise refused_pickle(name_or_path, flag) from error
+
+
+def _keys_of(file: Path) -> list[str]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    return list(load_bin(file, "meta"))
+
+
+def load_bin(file: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """A ``.bin``'s tensors, mapped from the file where its format allows; code in it never runs."""
+    try:
+        return torch.load(file, map_location=device, weights_only=True, mmap=True)
+    except RuntimeError:  # the format before torch 1.6 cannot be mapped
+        return torch.load(file, map_location=device, weights_only=True)
+
+
+def refused_pickle(name_or_path: str, flag: str) -> UserError:
+    """The error for a ``.bin`` that holds more than tensors, or is none."""
+    return UserError(
+        f"{flag} {name_or_path}: its .bin is damaged, or holds more than tensors and would run "
+        "code, which is refused; copy it again, or get the checkpoint as safetensors"
+    )

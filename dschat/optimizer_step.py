@@ -1,0 +1,202 @@
+"""One optimizer step, cut into micro-batches any way; and the steps that were none.
+
+A DeepSpeed engine and sums of losses come in; an update goes out that is "sum over tokens / tokens
+of the whole step" under every ZeRO stage, or none at all, on all ranks alike. It must not know what
+is trained.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+
+logger = logging.getLogger("dschat")
+
+# overflow: fp16's dynamic loss scale was too high and has been lowered, as happens at the start.
+# aligned: another model's gradient was not finite. bad: this one's, and no loss scale explains it.
+Outcome = Literal["applied", "overflow", "aligned", "bad"]
+
+
+class Step:
+    """One optimizer step, cut into micro-batches any way: sum of losses / ``denominator`` over all
+    ranks.
+
+    DeepSpeed averages gradients over ranks, hence the factor of the world size. Use::
+
+        step = Step(engine, num_micro_batches=k, denominator=tokens_of_all_ranks)
+        for batch in micro_batches:
+            step.backward(loss_sum(batch))   # exactly k times, after one forward each
+        applied = step.finish()
+
+    `finish` is False where the gradient was not finite: all ranks then skipped the step together,
+    and ``outcome`` says why.
+    """
+
+    def __init__(self, engine: Any, num_micro_batches: int, denominator: float):
+        assert num_micro_batches >= 1
+        self._engine = engine
+        self._remaining = num_micro_batches
+        self._scale = dist.world_size() / max(denominator, 1.0)
+        self.grad_norm = 0.0
+        self.outcome: Outcome | None = None
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Collective. Accumulate the gradient of one micro-batch's ``loss_sum`` (0-d)."""
+        self._remaining -= 1
+        assert self._remaining >= 0, "more micro-batches than announced"
+        self._engine.set_gradient_accumulation_boundary(self._remaining == 0)
+        self._engine.backward(loss_sum * self._scale, scale_wrt_gas=False)
+
+    def is_finite(self) -> bool:
+        """Collective. Whether the gradient is finite on every rank, after the last `backward`."""
+        assert self._remaining == 0, "fewer micro-batches than announced"
+        stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
+        if stage == 0:
+            return math.isfinite(self._plain_norm())
+        norms = optimizer._get_norm_groups() if stage == 3 else [optimizer.scaled_global_norm()]
+        return all(0 <= float(norm) < math.inf for norm in norms)  # DeepSpeed's -1: not finite
+
+    def finish(self, skip: bool = False) -> bool:
+        """Collective. Clip, update, advance the schedule; or, if the gradient is not finite or it
+        is told to ``skip``, leave weights, optimizer and schedule as they are, on all ranks.
+
+        A dynamic loss scale falls where this gradient overflowed, not where it is told to skip.
+        """
+        assert self._remaining == 0, "fewer micro-batches than announced"
+        if self._engine.zero_optimization_stage() == 0:
+            applied = self._finish_plainly(skip)
+        else:
+            may_fall = _scale_may_fall(self._engine)
+            with _told_to_skip(self._engine.optimizer, skip):
+                self._engine.step()
+            self.grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
+            applied = bool(self._engine.was_step_applied())
+            if not applied:
+                _forget_gradients(self._engine.optimizer)
+        if applied:
+            self.outcome = "applied"
+        elif skip:
+            self.outcome = "aligned"
+        else:
+            stage = self._engine.zero_optimization_stage()
+            self.outcome = "overflow" if stage > 0 and may_fall else "bad"
+        return applied
+
+    def _finish_plainly(self, skip: bool) -> bool:
+        """`finish` under ZeRO 0, where plain torch steps, and would write NaN into every weight."""
+        self.grad_norm = self._plain_norm()
+        if skip or not math.isfinite(self.grad_norm):
+            self._engine.optimizer.zero_grad()
+            return False
+        self._engine.step()
+        return True
+
+    def _plain_norm(self) -> float:
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(gradients))
+
+
+def finish_together(steps: list[Step]) -> list[bool]:
+    """Collective. `Step.finish` of each; where one's gradient is not finite, none is applied."""
+    if len(steps) == 1:
+        return [steps[0].finish()]
+    finite = [step.is_finite() for step in steps]
+    return [
+        step.finish(skip=own and not all(finite)) for step, own in zip(steps, finite, strict=True)
+    ]
+
+
+class SkippedSteps:
+    """Counts the steps of one model that had no finite gradient, and ends a run that has no others.
+
+    fp16's overflows are no part of it while the loss scale can still fall.
+    """
+
+    def __init__(self, limit: int, of: str = "") -> None:
+        """``of``: "actor" or "critic", for messages; ``limit``: as many in a row are too many."""
+        self._limit = limit
+        self._of = f" of the {of}" if of else ""
+        self.in_a_row = 0
+
+    def take(self, step: Step, when: str) -> None:
+        """Count a finished ``step``; ``when`` opens its message.
+
+        Raises ``FloatingPointError`` at the limit.
+        """
+        if step.outcome == "applied":
+            self.in_a_row = 0
+        elif step.outcome == "overflow":
+            scale = loss_scale(step._engine)
+            logger.info("%s%s skipped: fp16 overflowed; loss scale %g", when, self._of, scale)
+        elif step.outcome == "aligned":
+            logger.info("%s%s skipped with the other model's", when, self._of)
+        else:
+            self.in_a_row += 1
+            logger.warning(
+                "%s%s skipped: its gradient is not finite (%d in a row)",
+                when,
+                self._of,
+                self.in_a_row,
+            )
+            if self.in_a_row >= self._limit:
+                raise FloatingPointError(
+                    f"{self.in_a_row} steps{self._of} in a row had a gradient that is not finite "
+                    "(--max_bad_steps)"
+                )
+
+
+def loss_scale(engine: Any) -> float:
+    """What fp16's losses are multiplied by before their backward; 1 in other precisions."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def learning_rate(engine: Any) -> float:
+    """The rate the next step will use."""
+    return float(engine.get_lr()[0])
+
+
+def _scale_may_fall(engine: Any) -> bool:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return bool(scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+
+
+def _forget_gradients(optimizer: Any) -> None:
+    """Drop what ZeRO 1 and 2 summed for a skipped step.
+
+    NOTE: with the optimizer offloaded in bf16, DeepSpeed 0.19 keeps that sum, and adds the next
+    step's gradients to its NaN: no later step would ever be applied.
+    """
+    sums = getattr(optimizer, "averaged_gradients", {})
+    for group in sums:
+        sums[group] = None
+
+
+@contextmanager
+def _told_to_skip(optimizer: Any, skip: bool) -> Iterator[None]:
+    """A scope in which a ZeRO optimizer's ``step`` finds an overflow, without blaming its scale.
+
+    NOTE: DeepSpeed has no call for that. Its own clean-up runs, which knows about offloaded
+    gradients.
+    """
+    if not skip:
+        yield
+        return
+    not_finite = torch.tensor(-1.0)
+    replaced = {
+        "scaled_global_norm": lambda: not_finite,  # stages 1 and 2
+        "_get_norm_groups": lambda: [not_finite],  # stage 3
+        "_update_scale": lambda has_overflow=False: None,
+    }
+    for name, function in replaced.items():
+        setattr(optimizer, name, function)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            delattr(optimizer, name)

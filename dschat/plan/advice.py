@@ -1,0 +1,145 @@
+"""What to change where a step does not fit, found by planning again with each change.
+
+A plan that does not fit comes in; up to three changes go out, each with its flags and what it saves
+on top of those before it. It must not know how memory is counted: it compares plans.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.plan.modes import StepPlan
+
+Plan = Callable[[CommonConfig], StepPlan]
+_MOST = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Fields to set together. ``pain``: 1 costs next to nothing, 2 time, 4 changes the result."""
+
+    fields: dict[str, Any]
+    pain: float
+
+    def flags(self, number: int) -> str:
+        """As train.py takes them for step ``number``."""
+        return " ".join(f"--step{number}.{_flag(k, v)}" for k, v in self.fields.items())
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, the bytes by which it lowers the peak, and the plan with it."""
+
+    change: Change
+    saved: int
+    after: StepPlan
+
+
+def advise(before: StepPlan, plan: Plan) -> list[Advice]:
+    """The first things to change, until it fits: each the one that saves most for least pain.
+
+    What it saves counts as far as it is needed, so that a gentle change that is enough comes before
+    a harsh one that saves more.
+    """
+    found: list[Advice] = []
+    while not before.fits and len(found) < _MOST:
+        best, most = None, 0.0
+        for change in _changes(before):
+            after = _with(before, change, plan)
+            if after is None:
+                continue
+            gain = (before.excess - after.excess) / change.pain
+            if gain > most:
+                best, most = Advice(change, before.peak.total - after.peak.total, after), gain
+        if best is None:
+            break
+        found.append(best)
+        before = best.after
+    return found
+
+
+def _with(before: StepPlan, change: Change, plan: Plan) -> StepPlan | None:
+    """The plan with ``change``; None where the flags do not go together."""
+    try:
+        config = replace(before.config, **change.fields)
+        config.validate()
+        return plan(config)
+    except UserError:
+        return None
+
+
+def _changes(plan: StepPlan) -> Iterator[Change]:
+    """Every change that could help and is not made yet."""
+    several, config = plan.num_processes > 1, plan.config
+    if isinstance(config, SupervisedConfig):
+        yield from _halves(config, "per_device_eval_batch_size")
+        yield from _smaller_micro_batch(config, "per_device_train_batch_size")
+        yield from _of_model(config, "", several)
+        yield from _halves(config, "max_seq_len", pain=4)
+    if isinstance(config, RLHFConfig):
+        yield from _halves(config, "eval_batch_size")
+        yield from _smaller_micro_batch(config, "per_device_training_batch_size")
+        yield from _of_rollout(config, plan.num_processes)
+        yield from _of_model(config, "actor_", several)
+        yield from _of_model(config, "critic_", several)
+        yield from _off(config, "offload_reference_model", 1.5)
+        yield from _off(config, "offload_reward_model", 1.5)
+        if config.enable_ema:
+            yield Change({"enable_ema": False}, 3)
+        yield from _halves(config, "max_answer_seq_len", pain=4)
+    if plan.device.on_gpu:
+        yield from _off(config, "offload_optimizer", 2)
+        if config.training_dtype == "fp32":
+            yield Change({"dtype": "bf16"}, 1.5)
+
+
+def _of_model(config: Any, prefix: str, several: bool) -> Iterator[Change]:
+    yield from _off(config, f"{prefix}gradient_checkpointing", 1.5)
+    stage = getattr(config, f"{prefix}zero_stage")
+    for other in (2, 3):
+        if several and other > stage:
+            yield Change({f"{prefix}zero_stage": other}, 1 if other == 2 else 1.5)
+    if not config.offload_parameters:
+        yield Change({f"{prefix}zero_stage": 3, "offload": True}, 3)
+    if not getattr(config, f"{prefix}lora_dim"):
+        yield Change({f"{prefix}lora_dim": 64}, 4)
+
+
+def _of_rollout(config: RLHFConfig, num_processes: int) -> Iterator[Change]:
+    yield from _halves(config, "max_num_seqs")
+    yield from _off(config, "release_inference_cache", 1)
+    yield from _off(config, "unpin_actor_parameters", 1)
+    yield from _off(config, "offload_training_states", 1.5)
+    if config.rollout_layout != "zero_copy":
+        yield Change({"rollout_layout": "zero_copy"}, 1.5)
+    size = 2 * config.inference_tp_size
+    if num_processes % size == 0:
+        yield Change({"inference_tp_size": size}, 1.5)
+
+
+def _off(config: Any, name: str, pain: float) -> Iterator[Change]:
+    """A switch that is off."""
+    if not getattr(config, name):
+        yield Change({name: True}, pain)
+
+
+def _halves(config: Any, name: str, pain: float = 1) -> Iterator[Change]:
+    value = getattr(config, name)
+    if value > 1:
+        yield Change({name: value // 2}, pain)
+
+
+def _smaller_micro_batch(config: Any, name: str) -> Iterator[Change]:
+    """Halves and quarters of the micro-batch, for the same batch of an optimizer step."""
+    size, times = getattr(config, name), config.gradient_accumulation_steps
+    for cut in (2, 4):
+        if size % cut == 0:
+            fields = {name: size // cut, "gradient_accumulation_steps": times * cut}
+            yield Change(fields, 1 if cut == 2 else 1.25)
+
+
+def _flag(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"no_{name}" if value is False else f"{name} {value}"

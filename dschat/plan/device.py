@@ -1,0 +1,67 @@
+"""The device that a plan is for: its kind and memory, and the host memory beside it.
+
+``--device_memory_gib`` or this machine come in; a ``Device`` goes out. Asking for a GPU's memory
+makes a CUDA context, which holds some itself: the caller is a process that ends. It must not know
+models or steps.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+# What a process holds before any model, measured: Python with torch, transformers and DeepSpeed on
+# a CPU; on a GPU the CUDA context and the workspaces of cuBLAS and NCCL.
+LIBRARIES = {"cpu": 0.5 * GIB, "cuda": 0.75 * GIB}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One process's share: bytes of device memory, and of host memory (None: unknown)."""
+
+    kind: str  # cuda or cpu
+    memory: int
+    host_memory: int | None
+    origin: str  # how the memory is known
+    processes_here: int = 1  # that share the host
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def libraries(self) -> int:
+        return int(LIBRARIES[self.kind])
+
+
+def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
+    """A GPU of ``device_memory_gib``; else this machine's GPU, or its share of a CPU's memory."""
+    free = available_memory() // processes_here
+    if device_memory_gib is not None:
+        name = f"a GPU of {device_memory_gib:g} GiB (--device_memory_gib)"
+        return Device("cuda", int(device_memory_gib * GIB), free, name, processes_here)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device("cuda", properties.total_memory, free, properties.name, processes_here)
+    shared = f", shared by {processes_here} processes" if processes_here > 1 else ""
+    return Device(
+        "cpu", free, None, f"the memory available on this machine{shared}", processes_here
+    )
+
+
+def available_memory() -> int:
+    """Bytes of host memory that processes may still take, a container's limit included."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        cached = dict(line.split() for line in lines)["inactive_file"]  # given up when needed
+    except (OSError, ValueError, KeyError):  # no limit, or none that is written there
+        return available
+    return min(available, max(0, limit - used + int(cached)))

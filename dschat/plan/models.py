@@ -1,0 +1,212 @@
+"""The models of a plan: their sizes and passes, from configurations alone.
+
+A checkpoint's name and how it is used come in; numbers of parameters and the memory of a pass go
+out. Models are made on the meta device, where a weight has a shape and no bytes. Nothing is loaded
+or written. It must not know ZeRO, devices or steps.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+)
+
+from dschat.builtin_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
+from dschat.config import UserError
+from dschat.models.load import load_config, set_dropout
+from dschat.models.lora import prepare_for_training
+from dschat.models.reward import ScoreModel
+from dschat.plan.activations import LARGE_BLOCK, Pass, Work, run_pass
+
+_SHALLOW = 4  # layers of the model whose pass stands for that of a deeper one
+# What an architecture may raise where weights and activations have shapes and no values.
+_FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A checkpoint as a step uses it. What does not change a size is left out."""
+
+    name: str
+    flag: str
+    kind: Literal["lm", "score"]
+    dtype: torch.dtype
+    dropout: float | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    lora_dim: int = 0
+    lora_modules: tuple[str, ...] = ()
+    only_optimize_lora: bool = True
+
+    @property
+    def frozen(self) -> "Use":
+        """The same checkpoint, to be read only."""
+        return replace(self, dropout=0.0, gradient_checkpointing=False, lora_dim=0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements."""
+
+    total: int
+    trained: int
+    largest: int  # of one tensor
+    in_small: int  # trained, in tensors below LARGE_BLOCK
+    embedding: int
+    tied: bool  # the LM head is the embedding
+
+
+class Models:
+    """Sizes and passes by `Use`, each found once. ``made_from``: folder -> what a step makes it
+    from, for checkpoints that do not exist yet.
+    """
+
+    def __init__(self, made_from: Mapping[str, str] | None = None) -> None:
+        self._made_from = dict(made_from or {})
+        self._sized = cache(self._sizes)
+        self.run = cache(self._run)
+        self._config = cache(self._load_config)
+
+    def config(self, use: Use) -> PretrainedConfig:
+        """The configuration of the checkpoint, or of what it is made from.
+
+        Raises ``UserError`` naming the flag where it cannot be had.
+        """
+        name = use.name
+        while name in self._made_from:
+            name = self._made_from[name]
+        return self._config(name, use.flag, use.trust_remote_code)
+
+    def sizes(self, use: Use) -> Sizes:
+        """Numbers of elements, which do not depend on how passes are made."""
+        plain = replace(use, dropout=None, attn_implementation=None, gradient_checkpointing=False)
+        return self._sized(plain)
+
+    def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
+        if name == TINY_NAME:
+            return LlamaConfig(vocab_size=MAX_VOCAB_SIZE, **TINY_CONFIG)
+        return load_config(str(Path(name).expanduser()), flag, trust_remote_code)
+
+    def _sizes(self, use: Use) -> Sizes:
+        if not use.lora_dim:
+            return _count(self._module(use), use.dtype)
+        base = self.sizes(use.frozen)
+        depth = self.config(use).get_text_config().num_hidden_layers
+        if depth <= _SHALLOW or not use.only_optimize_lora:
+            return _count(self._module(use), use.dtype)
+        # PEFT takes its time: adapters of few layers are counted, and every layer has as many.
+        few, fewer = (_count(self._module(use, n), use.dtype) for n in (_SHALLOW, _SHALLOW - 1))
+        more = depth - _SHALLOW
+        trained = few.trained + more * (few.trained - fewer.trained)
+        in_small = few.in_small + more * (few.in_small - fewer.in_small)
+        head = self.config(use).get_text_config().hidden_size if use.kind == "score" else 0
+        return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
+
+    def _run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
+        """The memory of ``work`` on (num_rows, seq_len) tokens; see `activations.run_pass`."""
+        text = self.config(use).get_text_config()
+
+        def run(num_layers: int | None) -> Pass:
+            module = self._module(use, num_layers)
+            return run_pass(module, work, num_rows, seq_len, train, text.vocab_size)
+
+        try:
+            if text.num_hidden_layers <= _SHALLOW:
+                return run(None)
+            shallow, shallower = run(_SHALLOW), run(_SHALLOW - 1)
+            return shallow.deeper(shallower, text.num_hidden_layers - _SHALLOW)
+        except _FORWARD_ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
+
+    def _module(self, use: Use, num_layers: int | None = None) -> nn.Module:
+        """``use`` on the meta device, perhaps with its first ``num_layers`` layers only."""
+        config = copy.deepcopy(self.config(use))
+        if num_layers is not None:
+            _cut(config.get_text_config(), num_layers)
+        if use.dropout is not None:
+            set_dropout(config, use.dropout)
+        options: dict[str, Any] = {"trust_remote_code": use.trust_remote_code, "dtype": use.dtype}
+        if use.attn_implementation in ("eager", "sdpa"):  # others keep what sdpa keeps
+            options["attn_implementation"] = use.attn_implementation
+        auto = AutoModelForCausalLM
+        if use.kind == "score":
+            config.num_labels, auto = 1, AutoModelForSequenceClassification
+        text = config.get_text_config()
+        if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
+            text.pad_token_id = config.pad_token_id = None
+        try:
+            with init_empty_weights(include_buffers=True), _quiet():
+                module = auto.from_config(config, **options)
+        except (ValueError, ImportError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{use.flag} {use.name}: {reason}") from error
+        with _quiet():
+            module = prepare_for_training(
+                module,
+                use.gradient_checkpointing,
+                use.lora_dim,
+                0.0,
+                list(use.lora_modules),
+                use.only_optimize_lora,
+                use.flag,
+            )
+        module = ScoreModel(module) if use.kind == "score" else module
+        return module.to(use.dtype)  # PEFT makes fp32 adapters, DeepSpeed 16-bit ones of them
+
+
+def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
+    language_model = _language_model(module)
+    embedding = language_model.get_input_embeddings().weight
+    head = language_model.get_output_embeddings()
+    counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    return Sizes(
+        total=sum(n for n, _ in counts),
+        trained=sum(n for n, trained in counts if trained),
+        largest=max(n for n, _ in counts),
+        in_small=sum(n for n, t in counts if t and n * dtype.itemsize < LARGE_BLOCK),
+        embedding=embedding.numel(),
+        tied=head is not None and head.weight is embedding,
+    )
+
+
+def _language_model(module: nn.Module) -> Any:
+    module = module.model if isinstance(module, ScoreModel) else module
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def _cut(config: PretrainedConfig, num_layers: int) -> None:
+    """Leave ``num_layers`` layers, in every list that has an entry for each as well."""
+    depth = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == depth:
+            setattr(config, name, value[:num_layers])
+    config.num_hidden_layers = num_layers
+
+
+class _quiet:
+    """A scope without transformers' and PEFT's advice, which is for those who load weights."""
+
+    def __enter__(self) -> None:
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *error: Any) -> None:
+        logging.disable(logging.NOTSET)
+        self._warnings.__exit__(*error)

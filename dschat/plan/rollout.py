@@ -1,0 +1,136 @@
+"""What the actor's rollout form holds: its weights, its key-value cache, its work space.
+
+Step 3's knobs, the actor's configuration and sizes come in; bytes of one process go out. It follows
+`hybrid.rollout` (which form, which layout) and `inference.engine` (how large a cache); it must not
+know how anything is trained.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dschat.config import RLHFConfig
+from dschat.inference import UnsupportedModel, model_spec
+from dschat.metrics import shape_of
+from dschat.plan.device import GIB, Device
+from dschat.plan.models import Sizes
+
+# As `hybrid.rollout` and `hybrid.stream` have them.
+COPY_SHARE = 0.25  # of the free memory: a copy beyond it is not made
+STAGING = {"cuda": 256 * 2**20, "cpu": 48 * 2**20}  # bytes of a bucket that a refresh gathers
+BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+GENERATE_ROWS = 256  # that the Hugging Face loop decodes together
+
+
+@dataclass(frozen=True)
+class RolloutBytes:
+    """Of one process, on its device.
+
+    Attributes:
+        weights: of the rollout's own; 0 where it reads training's.
+        cache: keys and values.
+        work: of a step of generation, and of the refresh before it.
+        logits: of the sequences that draw a token.
+        form: one phrase for the report.
+    """
+
+    weights: int
+    cache: int
+    work: int
+    logits: int
+    form: str
+
+
+def rollout_bytes(
+    config: RLHFConfig,
+    model: Any,
+    sizes: Sizes,
+    num_adapters: int,
+    dtype: torch.dtype,
+    num_processes: int,
+    device: Device,
+    held: int,
+) -> RolloutBytes:
+    """The rollout form of ``model`` (its transformers config), whose base is of ``sizes`` and whose
+    adapters have ``num_adapters`` elements.
+
+    ``held``: bytes on the device before the first rollout. Layout and cache are chosen by what is
+    free then.
+    """
+    try:
+        spec = model_spec(model) if config.enable_hybrid_engine else None
+    except UnsupportedModel:
+        spec = None
+    tp, size = config.inference_tp_size, dtype.itemsize
+    free = max(0, device.memory - held)
+    samples = config.rollout_samples(1) * tp
+    num_seqs = min(config.max_num_seqs, max(samples, config.eval_batch_size))
+    seq_len = config.max_prompt_seq_len + config.max_answer_seq_len
+    shape = shape_of(model)
+    whole = size * sizes.total
+    if spec is None:
+        sharded = config.actor_zero_stage == 3
+        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
+        rows = min(GENERATE_ROWS, samples)
+        logits = _sampling(rows, shape.vocab, size, config)
+        form = "a whole copy" if sharded else "training's own weights"
+        form = f"Hugging Face generate loop on {form}"
+        return RolloutBytes(whole * sharded, rows * seq_len * per_token, 0, logits, form)
+
+    is_copy = _copies(config, whole, free, device)
+    weights = whole // tp if is_copy else 0
+    if is_copy and sizes.tied and not device.on_gpu:
+        weights += size * sizes.embedding // tp  # packing makes another tensor of the tied head
+    if _lora_form(config) == "side":
+        weights += size * num_adapters // tp
+    seq_len = min(x for x in (seq_len, spec.max_positions) if x is not None)
+    page = min(config.kv_page_size or seq_len, seq_len)
+    per_page = page * 2 * spec.num_layers * (spec.num_kv_heads // tp) * spec.head_size * size
+    budget = free - weights
+    budget = budget // 2 if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
+    pages = min(num_seqs * -(-seq_len // page), max(budget // per_page, 1))
+    tokens = config.max_num_batched_tokens or BATCHED_TOKENS[device.kind]
+    tokens = min(tokens, num_seqs * config.max_prompt_seq_len)
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    inner = spec.intermediate_size * (2 if spec.gated else 1)
+    work = tokens * size * (3 * spec.hidden_size + (2 * heads + 2 * inner) // tp)
+    staging = 0
+    if num_processes > 1 and config.actor_zero_stage == 3:
+        staging = max(min(STAGING[device.kind], whole), size * sizes.largest) + size * sizes.largest
+    return RolloutBytes(
+        weights=weights,
+        cache=(pages + 1) * per_page,  # one page for rows that pad a captured batch
+        work=max(work, staging),
+        logits=_sampling(num_seqs, spec.vocab_size, size, config),
+        form=(
+            f"inference engine on {'its own copy' if is_copy else 'training weights'}, TP {tp}, "
+            f"up to {num_seqs} sequences of {seq_len}"
+        ),
+    )
+
+
+def _lora_form(config: RLHFConfig) -> str:
+    if not config.actor_lora_dim:
+        return "none"
+    if config.rollout_lora != "auto":
+        return config.rollout_lora
+    in_place = config.actor_zero_stage == 3 or config.rollout_layout == "zero_copy"
+    return "side" if config.only_optimize_lora and in_place else "merge"
+
+
+def _copies(config: RLHFConfig, whole: int, free: int, device: Device) -> bool:
+    """Whether the rollout has weights of its own."""
+    if config.rollout_layout != "auto":
+        return config.rollout_layout == "copy"
+    possible = config.actor_zero_stage < 3 and config.inference_tp_size == 1
+    possible = possible and _lora_form(config) in ("none", "side")
+    return not possible or not device.on_gpu or whole <= COPY_SHARE * free
+
+
+def _sampling(rows: int, vocab_size: int, size: int, config: RLHFConfig) -> int:
+    """Logits of a step, in fp32 too where they are 16-bit, and the weights drawn from."""
+    copies = 1 + (size != 4) + (config.min_answer_seq_len > 0)
+    if config.top_k or config.top_p < 1 or config.min_p:
+        copies += 3  # what is kept, sorted, with their ids
+    return rows * vocab_size * (size + 4 * copies)

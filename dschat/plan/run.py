@@ -1,0 +1,56 @@
+"""Planning the steps of a request, one after another, as text.
+
+A ``Request`` comes in; the tables of ``--plan`` or the lines of the log go out. It must not know
+how memory is counted.
+"""
+
+from collections.abc import Callable, Iterator
+
+# NOTE first: it tells DeepSpeed which accelerator there is, before transformers imports it.
+from dschat import deepspeed_setup as _  # noqa: F401  isort: split
+from dschat.config import CommonConfig, RLHFConfig, UserError
+from dschat.plan import _TITLES, Request, report
+from dschat.plan.advice import advise
+from dschat.plan.device import find_device
+from dschat.plan.models import Models
+from dschat.plan.modes import StepPlan
+from dschat.plan.rlhf import RLHFStep
+from dschat.plan.steps import SupervisedStep
+
+
+def tables(request: Request) -> str:
+    """The plan of every step in full.
+
+    Raises:
+        UserError: a model whose configuration cannot be had, or settings that DeepSpeed refuses.
+    """
+    planned = planner(request)
+    return "\n\n".join(_table(number, request, planned) for number in sorted(request.steps))
+
+
+def log_lines(request: Request) -> Iterator[str]:
+    """A line for each step; for a step that cannot be planned, why."""
+    planned = planner(request)
+    for number in sorted(request.steps):
+        try:
+            plan = planned(request.config(number))
+            yield report.line(plan, advise(plan, planned))
+        except UserError as error:
+            yield f"no plan: step {number}: {error}"
+
+
+def planner(request: Request) -> Callable[[CommonConfig], StepPlan]:
+    """A function from a step's configuration to its plan on the request's device."""
+    device = find_device(request.device_memory_gib, request.processes_here)
+    models = Models(request.made_from)
+
+    def plan(config: CommonConfig) -> StepPlan:
+        step = RLHFStep if isinstance(config, RLHFConfig) else SupervisedStep
+        return step(models, device, request.num_processes, config).plan()
+
+    return plan
+
+
+def _table(number: int, request: Request, planned: Callable[[CommonConfig], StepPlan]) -> str:
+    plan = planned(request.config(number))
+    return report.table(plan, _TITLES[number], advise(plan, planned))

@@ -1,0 +1,332 @@
+"""Files of every kind, folders, globs, saved data sets and hub names as sources; and what is
+broken in them.
+"""
+
+import csv
+import gzip
+import json
+import logging
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+
+from dschat.config import CommonConfig, UserError
+from dschat.data import files, read
+from dschat.data.files import read_lines
+from dschat.data.sources import Example, load_examples
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def pairs(num, prefix="p"):
+    return [
+        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
+    ]
+
+
+def put(path, rows):
+    """Write rows in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = files.kind_of(path.name)
+    if kind == ".parquet":
+        Dataset.from_list(rows).to_parquet(str(path))
+        return str(path)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w", newline="") as file:
+        if kind in (".csv", ".tsv"):
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+        elif kind == ".json":
+            json.dump(rows, file, indent=1)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def load(path, purpose="reward", split="train", **knobs):
+    share = ",".join("1" if p == purpose else "0" for p in ("sft", "reward", "rlhf"))
+    knobs = {"eval_fraction": 0.0, "data_split": share, **knobs}
+    tables = load_examples(CommonConfig(data_path=[str(path)], **knobs), purpose)
+    return [Example.from_row(row) for row in tables[split == "eval"]]
+
+
+def prompts(*args, **knobs):
+    return [example.prompt for example in load(*args, **knobs)]
+
+
+AWKWARD = [
+    {"prompt": 'a "quoted", text', "chosen": "two\nlines\n\nand; a \ttab", "rejected": "NA"},
+    {"prompt": "007", "chosen": "日本 é 🙂", "rejected": "null"},
+    {"prompt": " None", "chosen": "True", "rejected": "1e5"},
+]
+KINDS = ["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet", "X.JSONL", "x.jsonl.gz", "x.csv.gz"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_format_holds_any_text(tmp_path, name):
+    expected = [Example(row["prompt"], row["chosen"], row["rejected"]) for row in AWKWARD]
+    assert load(put(tmp_path / name, AWKWARD)) == expected
+
+
+def test_columns_may_change_their_type_or_be_absent(tmp_path):
+    rows = [{**row, "id": i if i % 2 else str(i)} for i, row in enumerate(pairs(3))]
+    del rows[1]["id"]
+    assert prompts(put(tmp_path / "x.jsonl", rows)) == ["p0", "p1", "p2"]
+
+
+def test_csv_as_spreadsheets_write_it(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes('\ufeffprompt;chosen;rejected\r\nq;"a\r\nb";c\r\n\r\nr;d;e\r\n'.encode())
+    assert load(path) == [Example("q", "a\r\nb", "c"), Example("r", "d", "e")]
+
+
+def test_chats_in_a_csv_are_json(tmp_path):
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "r"}]
+    path = put(tmp_path / "x.csv", [{"messages": json.dumps(turns)}])
+    assert load(path, "sft") == [Example(turns[:1], turns[1:])]
+
+
+def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 64)  # values are cut by every border of what is read
+    rows = [{**row, "note": "x" * (17 * i)} for i, row in enumerate(pairs(20))]
+    expected = [row["prompt"] for row in rows]
+    path = tmp_path / "x.json"
+    for text in (json.dumps(rows), "\n".join(json.dumps(row, indent=2) for row in rows)):
+        path.write_text(text)
+        assert prompts(path) == expected
+        assert [line.row for line in read_lines(str(path))] == rows
+        path.unlink()
+
+
+def test_a_list_with_a_fault_says_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 64)
+    text = json.dumps(pairs(20), indent=1).replace('"a 11"', "oops")
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    line = 1 + text[: text.index("oops")].count("\n")
+    with pytest.raises(UserError, match=rf"x.json:{line}: broken JSON \(Expecting value"):
+        load(path)
+    path.write_text("[1, " + "9" * 5000 + "]")
+    with pytest.raises(UserError, match="x.json: item 1 of its list: not a JSON object"):
+        load(path)
+
+
+# -- folders, globs, saved sets, the hub
+
+
+def test_a_folder_of_train_and_eval_files(tmp_path):
+    put(tmp_path / "d" / "train-00000-of-00002.jsonl", pairs(2, "a"))
+    put(tmp_path / "d" / "train-00001-of-00002.csv", pairs(2, "b"))
+    put(tmp_path / "d" / "validation.parquet", pairs(1, "e"))
+    (tmp_path / "d" / "README.md").write_text("no data")
+    assert prompts(tmp_path / "d") == ["a0", "a1", "b0", "b1"]
+    assert prompts(tmp_path / "d", split="eval") == ["e0"]
+
+
+@pytest.mark.parametrize("inside", ["", "data/"])
+def test_a_folder_of_folders_or_shards(tmp_path, inside):
+    put(tmp_path / "d" / f"{inside}train" / "x.jsonl", pairs(1, "a"))
+    put(tmp_path / "d" / f"{inside}train" / "y.jsonl", pairs(1, "b"))
+    put(tmp_path / "d" / f"{inside}dev" / "x.jsonl", pairs(1, "e"))
+    assert prompts(tmp_path / "d") == ["a0", "b0"]
+    assert prompts(tmp_path / "d", split="eval") == ["e0"]
+    put(tmp_path / "shards" / "part2.jsonl", pairs(1, "b"))
+    put(tmp_path / "shards" / "part1.jsonl", pairs(1, "a"))
+    assert prompts(tmp_path / "shards") == ["a0", "b0"]
+    assert prompts(tmp_path / "shards", split="eval") == []
+
+
+def test_a_glob_is_one_source(tmp_path):
+    put(tmp_path / "a" / "1.jsonl", pairs(1, "a"))
+    put(tmp_path / "b" / "2.jsonl", pairs(1, "b"))
+    put(tmp_path / "b" / "2.txt", pairs(1, "c"))
+    assert prompts(f"{tmp_path}/*/*") == ["a0", "b0"]
+    assert prompts(f"{tmp_path}/**/2.jsonl:2") == ["b0", "b0"]
+
+
+def test_saved_to_disk(tmp_path):
+    train, held = Dataset.from_list(pairs(2)), Dataset.from_list(pairs(1, "e"))
+    train.save_to_disk(tmp_path / "one")
+    DatasetDict(train=train, test=held).save_to_disk(tmp_path / "two")
+    assert prompts(tmp_path / "one") == prompts(tmp_path / "two") == ["p0", "p1"]
+    assert prompts(tmp_path / "two", split="eval") == ["e0"]
+    (tmp_path / "one" / "state.json").write_text("{")
+    with pytest.raises(UserError, match="save_to_disk, but cannot be read .*; save it again"):
+        load(tmp_path / "one")
+
+
+class Hub:
+    """Stands in for ``datasets.load_dataset``."""
+
+    def __init__(self, monkeypatch, splits, script=False):
+        self.splits, self.script, self.calls = splits, script, []
+        monkeypatch.setattr(datasets, "load_dataset", self)
+
+    def __call__(self, name, config_name=None, **knobs):
+        self.calls.append((name, config_name, knobs.get("revision")))
+        if self.script and "revision" not in knobs:
+            raise RuntimeError("Dataset scripts are no longer supported, but found x.py")
+        tables = {name: Dataset.from_list(rows) for name, rows in self.splits.items()}
+        if knobs.get("streaming"):
+            streams = {name: table.to_iterable_dataset() for name, table in tables.items()}
+            return IterableDatasetDict(streams)
+        return DatasetDict(tables)
+
+
+def test_a_hub_name_with_a_configuration_and_a_weight(monkeypatch):
+    hub = Hub(monkeypatch, {"train": pairs(2)})
+    assert prompts("owner/name:en:2") == ["p0", "p1"] * 2
+    assert prompts("owner/name:0.5") in (["p0"], ["p1"])
+    assert hub.calls == [("owner/name", "en", None), ("owner/name", None, None)]
+
+
+def test_sets_that_were_scripts_come_from_the_hubs_own_copy(monkeypatch):
+    hub = Hub(monkeypatch, {"train": pairs(1)}, script=True)
+    assert prompts("owner/name") == ["p0"]
+    assert hub.calls[-1] == ("owner/name", None, "refs/convert/parquet")
+
+
+@pytest.mark.parametrize(
+    ("splits", "train", "held_out"),
+    [
+        (("train", "validation"), "train", "validation"),
+        (("train_prefs", "train_sft", "test_prefs", "test_sft"), "train_prefs", "test_prefs"),
+        (("train_sft", "test"), "train_sft", "test"),
+        (("test",), "test", None),
+    ],
+)
+def test_which_splits_train_and_are_held_out(monkeypatch, splits, train, held_out):
+    Hub(monkeypatch, {name: pairs(1, name) for name in splits})
+    assert prompts("owner/name") == [train + "0"]
+    assert prompts("owner/name", split="eval") == ([held_out + "0"] if held_out else [])
+
+
+def test_a_hub_set_without_a_train_split_says_which_there_are(monkeypatch):
+    Hub(monkeypatch, {"en": pairs(1), "de": pairs(1)})
+    with pytest.raises(UserError, match="no rows in a train split; its splits: en, de"):
+        load("owner/name")
+
+
+# -- bad files and bad rows
+
+GOOD = '{"prompt": "p", "chosen": "c"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.csv", "prompt,chosen\nq,a\nq,a,b\n", ["x.csv:3", "3 fields", "2 columns"]),
+        ("x.csv", 'prompt,chosen\nq,"a"b\n', ["x.csv:2", "broken CSV", "quotation marks"]),
+        ("x.csv", 'prompt,chosen\nq,a\nr,"b\nc\n', ["x.csv:3", "broken CSV"]),
+        ("x.csv", "prompt,prompt\nq,a\n", ["x.csv:1", "name every column"]),
+        ("x.csv", b"prompt,chosen\nq,a\n\xff,b\n", ["x.csv:3", "UTF-8"]),
+        ("x.csv", b"\xff\xfep\x00,\x00", ["x.csv:1", "UTF-8"]),
+        ("x.csv", "", ["x.csv is empty"]),
+        ("x.jsonl", GOOD + '{"prompt": ' + "9" * 5000 + "}", ["x.jsonl:2", "broken JSON"]),
+        ("x.jsonl", GOOD + '{"prompt": ' + "[" * 99999, ["x.jsonl:2", "broken JSON"]),
+        ("x.jsonl", GOOD + "\n\nnull\n", ["x.jsonl:4", "not a JSON object"]),
+        ("x.json", '[{"prompt": "p", "chosen": "c"}', ["x.json:1", "Expecting ']'"]),
+        ("x.json", b'[{"prompt": "p"},\n"\xff"]', ["x.json:2", "UTF-8"]),
+        ("x.parquet", b"PAR1 no", ["x.parquet", "damaged Parquet"]),
+        ("x.jsonl.gz", b"no gzip", ["x.jsonl.gz", "damaged gzip"]),
+        ("d/x.md", "no data", ["the folder", "no data files", "train.*"]),
+        ("d/test.jsonl", GOOD, ["the folder", "no training files", "train.*"]),
+    ],
+)
+def test_a_fault_is_one_line_with_its_place(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        load(path.parent if "/" in name else path, "sft")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in ("--data_path", *words)), message
+
+
+def test_a_pattern_without_files_and_a_path_without_anything(tmp_path):
+    for name, words in (("*.jsonl", "matches no file"), ("no/", "no such data file")):
+        with pytest.raises(UserError, match=words):
+            load(f"{tmp_path}/{name}")
+    with pytest.raises(UserError, match="no name the hub could have"):
+        load("what is this")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "bad"),
+    [
+        (
+            "x.jsonl",
+            [GOOD.encode()] * 2 + [b"{oops\n", GOOD.encode(), b"\xff\n", b"[]\n", GOOD.encode()],
+            (3, 5, 6),
+        ),
+        (
+            "x.csv",
+            [b"prompt,chosen\n", b"p,c\n", b"p,c,d\n", b'"p\n', b'p",c\n', b"\xff,c\n", b"p,c\n"],
+            (3, 6),
+        ),
+    ],
+)
+def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, caplog, name, lines, bad):
+    path = tmp_path / name
+    path.write_bytes(b"".join(lines))
+    with caplog.at_level(logging.WARNING, "dschat"):
+        found = load(path, "sft", on_bad_row="skip")
+    assert len(found) == {"x.jsonl": 4, "x.csv": 3}[name]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert f"dropped {len(bad)} of {len(bad) + len(found)} rows" in message
+    for number in bad:
+        assert f"{path}:{number}: " in message
+    for policy in ("auto", "error"):
+        with pytest.raises(UserError, match=rf"{name}:{bad[0]}: .*--on_bad_row skip"):
+            load(path, "sft", on_bad_row=policy)
+
+
+def test_error_stops_at_the_first_unusable_row(tmp_path):
+    rows = pairs(4)
+    rows[2]["chosen"] = " "
+    path = put(tmp_path / "x.jsonl", rows)
+    assert prompts(path) == prompts(path, on_bad_row="skip") == ["p0", "p1", "p3"]
+    with pytest.raises(UserError, match=r"x.jsonl:3: an empty or unreadable answer; mend it, or"):
+        load(path, on_bad_row="error")
+    assert len(load(path, "rlhf", on_bad_row="error")) == 4  # PPO needs no answer
+
+
+def test_the_log_lists_ten_bad_rows_and_counts_all(tmp_path, caplog):
+    path = put(tmp_path / "x.jsonl", [*pairs(30), *[{"prompt": "", "chosen": "x"}] * 15])
+    load(path)
+    assert "dropped 15 of 45 rows (15 with no usable prompt); the first ten: " in caplog.text
+    assert f"{path}:40: " in caplog.text
+    assert f"{path}:41: " not in caplog.text
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for prefix in ("a", "bb"):
+        put(path, pairs(2, prefix))
+        assert prompts(path) == [f"{prefix}0", f"{prefix}1"]
+
+
+def test_rows_are_kept_on_disk_and_read_once(tmp_path, monkeypatch):
+    path = put(tmp_path / "x.jsonl", pairs(3))
+    first = prompts(path)
+    monkeypatch.setattr(read, "_NUM_PEEKED", 1)
+    reads = []
+    true_lines = files.read_lines
+    monkeypatch.setattr(
+        read, "read_lines", lambda p: (reads.append(line) or line for line in true_lines(p))
+    )
+    assert prompts(path) == first
+    assert len(reads) == 1  # the peek at the columns
+
+
+def test_a_cache_that_cannot_be_written_is_a_users_mistake(tmp_path, monkeypatch):
+    path = put(tmp_path / "x.jsonl", pairs(3))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", path)
+    with pytest.raises(UserError, match="HF_DATASETS_CACHE"):
+        load(path)

@@ -1,0 +1,126 @@
+"""``python -m dschat.data``: what it says of a source, and its mistakes; what train.py checks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dschat.builtin_model import tiny_tokenizer
+from dschat.config import UserError
+from dschat.data.show import WIDTH, show
+from dschat.data_config import ShowConfig
+from dschat.launch import _check_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def pairs(num):
+    return [{"prompt": f"p{i}: ", "chosen": "yes\nyes", "rejected": "no"} for i in range(num)]
+
+
+def report(*paths, **knobs):
+    lines = list(show(ShowConfig(data_path=list(paths), **knobs), TOKENIZER))
+    assert max(map(len, lines)) <= WIDTH
+    return "\n".join(lines)
+
+
+def test_columns_parts_lengths_and_examples():
+    text = report(write("x.jsonl", pairs(40)), max_seq_len=9)
+    assert "uses prompt <- prompt, chosen <- chosen, rejected <- rejected" in text
+    for step, rows in ((1, 8), (2, 15), (3, 15)):
+        assert f"data for step {step}: {rows} of 38 training rows, 2 of 2 held-out rows" in text
+    assert "(100.0%) lost the beginning of the prompt" in text
+    first = text.partition("  example 1: ")[2].splitlines()
+    num_answer = len(TOKENIZER("yes\nyes")["input_ids"]) + 1
+    assert first[0] == f"9 tokens, {num_answer} with loss"
+    assert first[1].startswith("    | ")
+    assert first[2] == r"    > yes\nyes<|end|>"
+    assert "\n    chosen:\n    > yes\\nyes<|end|>\n    rejected:\n    > no<|end|>\n" in text
+
+
+def test_chats_show_their_special_tokens_and_each_turn_with_loss():
+    turns = [("user", "u"), ("assistant", "r"), ("user", "v"), ("assistant", "w")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    text = report(write("x.jsonl", [row] * 3), eval_fraction=0.0, data_split="1,0,0", step="1")
+    assert (
+        "    | <|user|>u<|assistant|>\n    > r<|end|>\n"
+        "    | <|user|>v<|assistant|>\n    > w<|end|>\n"
+    ) in text
+
+
+def test_what_was_left_out_and_which_steps_cannot_use_it():
+    rows = [{"question": f"q{i}", "answer": "a"} for i in range(20)]
+    path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])
+    text = " ".join(report(path).split())
+    assert "dropped 1 of 21 rows (1 with no usable prompt); namely: x.jsonl:21: no usable" in text
+    assert "step 2 (reward model) not with this data: --data_path: x.jsonl has no rejected" in text
+    with pytest.raises(UserError, match="no rejected answers"):
+        report(path, step="2")
+    with pytest.raises(UserError, match="x.jsonl:21"):
+        report(path, on_bad_row="error")
+
+
+def test_a_stream_is_shown_by_its_first_rows(caplog):
+    text = report(write("x.jsonl", pairs(300)), streaming=True, step="1")
+    assert "the first 1,000 of a stream: 1,000 rows; mean" in text
+    assert "example 3" in text
+    assert not caplog.records  # what the log would hear stands in the report
+
+
+def test_as_a_command(tmp_path):
+    """Exit code 0 and the report on stdout; or 2, one line on stderr and nothing on stdout."""
+    path = write("x.jsonl", pairs(40))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
+
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dschat.data", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for argv in ([path, "--step", "1"], [path, "none.jsonl"])
+    ]
+    (shown, silent), (nothing, mistake) = (process.communicate(timeout=120) for process in started)
+    assert [process.returncode for process in started] == [0, 2]
+    assert (silent, nothing) == ("", "")
+    assert "example 3" in shown
+    assert mistake == "error: --data_path: no such data file: none.jsonl; check the path\n"
+
+
+# -- what train.py checks before any step runs
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["no.csv", "no.parquet:0.5", "no.jsonl.gz", "no/*.jsonl", "no/", "~/no/such", "x[1].json"],
+)
+def test_train_py_finds_a_missing_source_at_once(name):
+    with pytest.raises(UserError, match="--data_path: no such data file"):
+        _check_inputs({"data_path": [name]}, made_here=())
+
+
+@pytest.mark.parametrize(
+    "name", ["d/x.csv", "d/*.csv:2", "d/", "d", "owner/name:en:0.5", "d/x.csv:1e-1"]
+)
+def test_train_py_takes_what_is_there_or_may_be_on_the_hub(name, tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x.csv").write_text("prompt\nq\n")
+    _check_inputs({"data_path": [name]}, made_here=())

@@ -1,0 +1,285 @@
+"""Streaming: the same rows for every rank, parts that never share a prompt, memory that stays."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.builtin_model import tiny_tokenizer
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.data.adapters import PURPOSES, Example
+from dschat.data.batches import PromptBatches, RowStream, StepBatches
+from dschat.data.stream import ExampleStream, shuffled
+from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset, text_dataset
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The cache is a file: whoever wants to write into it, fails."""
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def pairs(num, prefix="p"):
+    return [
+        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(rows, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write_rows
+
+
+def stream_of(paths, purpose="sft", **knobs):
+    knobs = {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 50, **knobs}
+    config = CommonConfig(data_path=[paths] if isinstance(paths, str) else paths, **knobs)
+    return ExampleStream(config, purpose, config.seed)
+
+
+def prompts(rows, num=None):
+    return [Example.from_row(row).prompt for row in islice(iter(rows), num)]
+
+
+def test_the_parts_share_no_prompt_and_have_their_shares(write):
+    rows = [row for i, row in enumerate(pairs(600)) for _ in range(1 + i % 3)]
+    path = write(rows)
+    knobs = {"data_split": "2,4,4", "eval_fraction": 0.1, "max_eval_samples": 10_000}
+    seen, held = {}, []
+    for purpose in PURPOSES:
+        stream = stream_of(path, purpose, **knobs)
+        part = set(prompts(stream, 1200))
+        assert set(prompts(stream, 1300)) == part  # all of it: it goes round and round
+        seen[purpose] = part
+        held.append(prompts(stream.held_out()))
+    assert held[0] == held[1] == held[2]
+    parts = [*seen.values(), set(held[0])]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 600
+    for part, share in zip(parts, (0.18, 0.36, 0.36, 0.1), strict=True):
+        assert abs(len(part) - 600 * share) < 60
+    assert Counter(held[0]) == Counter(r["prompt"] for r in rows if r["prompt"] in set(held[0]))
+
+
+def test_each_pass_is_a_permutation_and_no_two_are_alike(write):
+    stream = stream_of(write(pairs(30)), data_split="1,0,0", eval_fraction=0.0)
+    both = prompts(stream, 60)
+    assert sorted(both[:30]) == sorted(both[30:]) == sorted(r["prompt"] for r in pairs(30))
+    assert both[:30] != both[30:]
+    assert prompts(stream, 60) == both  # but the stream is always the same
+    assert prompts(stream_of(stream._config.data_path, seed=1, eval_fraction=0.0), 30) != both[:30]
+
+
+def test_weights_are_shares_of_the_stream(write):
+    a, b = write(pairs(50, "a"), "a.jsonl"), write(pairs(500, "b"), "b.jsonl")
+    stream = stream_of([f"{a}:3", b], data_split="1,0,0")
+    counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
+    assert abs(counts["a"] / 4000 - 0.75) < 0.03
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 30), st.integers(1, 40), st.integers(0, 5))
+def test_a_shuffle_loses_nothing_and_holds_no_more_than_its_size(num, size, seed):
+    drawn = []
+
+    def rows():
+        for i in range(num):
+            drawn.append(i)
+            yield i
+
+    out = []
+    for row in shuffled(rows(), size, seed):
+        out.append(row)
+        assert len(drawn) - len(out) <= size
+    assert sorted(out) == list(range(num))
+
+
+def test_held_out_rows_are_the_first_and_bounded(write, tmp_path):
+    path = write(pairs(400))
+    stream = stream_of(path, eval_fraction=0.5, max_eval_samples=20)
+    held = prompts(stream.held_out())
+    assert len(held) == 20
+    everything = prompts(stream_of(path, eval_fraction=0.5, max_eval_samples=999).held_out())
+    assert held == everything[:20]
+    assert len(stream_of(path, max_eval_samples=0).held_out()) == 0
+    own = write(pairs(9, "e"), "eval.jsonl")
+    named = stream_of(path, eval_data_path=[own], max_eval_samples=5)
+    assert prompts(named.held_out()) == [f"e{i}" for i in range(5)]
+    assert len(set(prompts(named, 400))) > 60  # nothing of its own is held out: 1/5 of 400 rows
+
+
+def test_bad_rows_are_told_once_and_follow_the_flag(write, caplog):
+    rows = [*pairs(30), {"prompt": "", "chosen": "x"}]
+    stream = stream_of(write(rows), data_split="1,0,0")
+    with caplog.at_level(logging.WARNING, "dschat"):
+        prompts(stream, 100)
+    assert caplog.text.count("data.jsonl:31: no usable prompt") == 1
+    with pytest.raises(UserError, match=r"data.jsonl:31: no usable prompt; .*--on_bad_row skip"):
+        prompts(stream_of(write(rows), data_split="1,0,0", on_bad_row="error"), 100)
+
+
+def test_a_part_without_rows_is_an_error_and_no_endless_search(write):
+    for knobs in ({"data_split": "1,0,1"}, {"data_split": "1,1e-9,1"}):
+        with pytest.raises(UserError, match="leaves step 2 none of the training rows"):
+            stream_of(write(pairs(5)), "reward", **knobs)
+
+
+# -- tokenised
+
+
+STEP = {"streaming": True, "max_steps": 2, "eval_fraction": 0.2, "shuffle_buffer_size": 16}
+
+
+def test_every_step_gets_its_rows(write):
+    path = write(pairs(60))
+    base = {**STEP, "data_path": [path], "data_split": "1,1,1"}
+    made = {
+        "input_ids": sft_dataset(SFTConfig(**base), TOKENIZER, "both"),
+        "chosen_ids": preference_dataset(RewardConfig(**base), TOKENIZER, "both"),
+        "prompt_ids": prompt_dataset(RLHFConfig(**base), TOKENIZER, "both"),
+    }
+    for column, (train, held_out) in made.items():
+        rows = train.encode(list(islice(train.examples(), 5)))
+        assert len(rows) == 5
+        assert all(row[column] for row in rows)
+        assert set(rows[0]) == set(held_out.column_names)
+        assert 0 < len(held_out) < 30
+
+
+def test_a_global_batch_is_the_same_rows_however_it_is_cut(write):
+    config = SFTConfig(**STEP, data_path=[write(pairs(60))], data_split="1,0,0")
+    stream = sft_dataset(config, TOKENIZER)
+
+    def steps(micro, rank, world):
+        return list(islice(StepBatches(stream, 12, micro, rank, world, seed=0).epoch(0), 6))
+
+    whole = steps(12, 0, 1)
+    for world, micro in ((2, 3), (5, 2)):
+        ranks = [steps(micro, rank, world) for rank in range(world)]
+        for number, (expected,) in enumerate(whole):
+            cut = [rank[number] for rank in ranks]
+            assert len({len(batches) for batches in cut}) == 1
+            assert [row for batches in cut for batch in batches for row in batch] == expected
+    assert list(islice(StepBatches(stream, 12, 12, 0, 1, 0).epoch(0, first_step=2), 4)) == whole[2:]
+
+
+def test_rows_that_cannot_be_used_leave_a_batch_smaller_on_every_cut_alike():
+    stream = RowStream(lambda: iter(range(40)), lambda rows: [row for row in rows if row % 3])
+    for world in (1, 2, 3):
+        ranks = [
+            next(StepBatches(stream, 12, 2, rank, world, seed=0).epoch(0)) for rank in range(world)
+        ]
+        assert len({len(batches) for batches in ranks}) == 1
+        rows = [row for batches in ranks for batch in batches for row in batch]
+        assert rows == [row for row in range(12) if row % 3]
+
+
+def test_rollouts_are_full_although_prompts_are_dropped(write):
+    rows = [{"prompt": "x" * (1 + i % 12)} for i in range(300)]
+    config = RLHFConfig(**STEP, data_path=[write(rows)], data_split="0,0,1", max_prompt_seq_len=6)
+    stream = prompt_dataset(config, TOKENIZER)
+    ranks = [list(islice(PromptBatches(stream, 10, rank, 3, seed=0), 8)) for rank in range(3)]
+    (whole,) = [list(islice(PromptBatches(stream, 10, 0, 1, seed=0), 8))]
+    for number, rollout in enumerate(whole):
+        assert len(rollout) == 10
+        assert [list(ids) for rank in ranks for ids in rank[number]] == [list(r) for r in rollout]
+        assert all(len(ids) <= 6 for ids in rollout)
+
+
+def test_no_prompt_of_use_is_an_error_and_no_endless_search(write):
+    config = RLHFConfig(
+        **STEP, data_path=[write(pairs(50))], data_split="0,0,1", max_prompt_seq_len=1
+    )
+    with pytest.raises(
+        UserError, match="no row is left of the first 1000 .*--max_prompt_seq_len 1"
+    ):
+        prompt_dataset(config, TOKENIZER)
+
+
+def test_shuffled_labels_swap_half_of_a_stream(write):
+    base = {**STEP, "data_path": [write(pairs(200))], "data_split": "0,1,0"}
+    straight, mixed = (
+        preference_dataset(RewardConfig(**base, shuffle_labels=shuffle), TOKENIZER)
+        for shuffle in (False, True)
+    )
+    a, b = (stream.encode(list(islice(stream.examples(), 100))) for stream in (straight, mixed))
+    same = [x == y for x, y in zip(a, b, strict=True)]
+    assert 30 < sum(same) < 70
+    for x, y in zip(a, b, strict=True):
+        assert {str(v) for v in x.values()} == {str(v) for v in y.values()}
+
+
+def test_pretraining_text_streams(write):
+    path = write([{"text": f"document {i}"} for i in range(50)])
+    config = CommonConfig(streaming=True, max_steps=1, shuffle_buffer_size=8)
+    stream = text_dataset(path, None, "text", TOKENIZER, block_len=16, config=config)
+    steps = islice(StepBatches(stream, 4, 2, 0, 1, seed=0).epoch(0), 30)
+    blocks = [row["input_ids"] for step in steps for batch in step for row in batch]
+    assert len(blocks) == 120
+    assert {len(block) for block in blocks} == {16}
+
+
+def test_streaming_needs_max_steps():
+    with pytest.raises(UserError, match="--streaming needs --max_steps"):
+        SFTConfig(streaming=True).validate()
+    SFTConfig(streaming=True, max_steps=1).validate()
+
+
+RSS = """
+import sys
+from itertools import islice
+from dschat.config import SFTConfig
+from dschat.data.stream import ExampleStream
+from dschat.data.sources import load_examples
+
+def resident():  # MiB that are this process's own, not pages of a mapped file
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("RssAnon"))
+
+path, how = sys.argv[1:]
+config = SFTConfig(data_path=[path], streaming=how == "stream", max_steps=1, data_split="1,0,0")
+before = resident()
+if how == "stream":
+    stream = ExampleStream(config, "sft", 0)
+    stream.held_out()
+    most = max(resident() for _ in islice(iter(stream), 0, 190_000, 1000))
+else:
+    load_examples(config, "sft")
+    most = resident()
+print(most - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stream", "table"])
+def test_memory_does_not_grow_with_the_file(how, tmp_path):
+    """A file of 200 MB, read whole: growth stays below what the texts alone would take."""
+    path = tmp_path / "big.jsonl"
+    answer = "word " * 200
+    with path.open("w") as file:
+        for i in range(190_000):
+            file.write(json.dumps({"prompt": f"question {i}", "chosen": answer}) + "\n")
+    assert path.stat().st_size > 190e6
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "kept"), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", RSS, str(path), how],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 100, f"{done.stdout} MiB"

@@ -1,0 +1,391 @@
+"""Every known data set, a few rows in its real column layout, for each step that it serves."""
+
+import json
+
+import datasets
+import pytest
+
+from dschat.config import CommonConfig, UserError
+from dschat.data import sources
+from dschat.data.read import Splits, table_rows
+from dschat.data.sources import Example, load_examples
+from dschat.data.table import ADAPTERS
+
+SFT, RM, PPO = "sft", "reward", "rlhf"
+
+
+def USER(text):
+    return {"role": "user", "content": text}
+
+
+def REPLY(text):
+    return {"role": "assistant", "content": text}
+
+
+def chat(prompt, chosen=None, rejected=None):
+    """An example whose prompt is what a user said."""
+    answers = (answer and [REPLY(answer)] for answer in (chosen, rejected))
+    return Example([USER(prompt)], *answers)
+
+
+HH = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and?\n\nAssistant:"
+
+PASSAGES = [{"docid": "7#0", "title": "t", "text": "richtig"}, {"docid": "8", "text": "nicht"}]
+WEBGPT = {
+    "question": {"dataset": "eli5", "id": "x", "full_text": "why?"},
+    "quotes_0": {"title": []},
+}
+SHP = {
+    "post_id": "x",
+    "history": "why?",
+    "human_ref_A": "a",
+    "human_ref_B": "b",
+    "score_ratio": 2.0,
+}
+MKQA = {
+    "queries": {"en": "who", "zh_cn": "谁", "ja": "誰"},
+    "answers": {
+        "zh_cn": [{"type": 1, "entity": "", "text": "甲", "aliases": []}],
+        "ja": [{"type": 1, "entity": "", "text": "乙", "aliases": []}],
+    },
+}
+NO_MKQA = {"queries": MKQA["queries"], "answers": {"zh_cn": [{"text": None}], "ja": []}}
+
+# name -> rows of its layout, and by step what they become
+KNOWN = {
+    "Dahoas/rm-static": (
+        [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
+        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
+    ),
+    "Dahoas/full-hh-rlhf": (
+        [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
+        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
+    ),
+    "Dahoas/synthetic-instruct-gptj-pairwise": (
+        [{"prompt": "why?", "chosen": "yes", "rejected": "no"}],
+        {SFT: [chat("why?", "yes")], RM: [chat("why?", "yes", "no")]},
+    ),
+    "yitingxie/rlhf-reward-datasets": (
+        [
+            {
+                "prompt": "\n\nHuman: why?\n\n",
+                "chosen": "Assistant: yes",
+                "rejected": "Assistant: no",
+            },
+            {"prompt": None, "chosen": "Assistant: yes", "rejected": "Assistant: no"},
+        ],
+        {
+            SFT: [Example("\n\nHuman: why?\n\nAssistant:", " yes")],
+            RM: [Example("\n\nHuman: why?\n\nAssistant:", " yes", " no")],
+        },
+    ),
+    "openai/webgpt_comparisons": (
+        [
+            {
+                **WEBGPT,
+                "answer_0": "a [1].",
+                "score_0": -0.5,
+                "answer_1": "b[2, 3]",
+                "score_1": 0.5,
+            },
+            {**WEBGPT, "answer_0": "c (so)", "score_0": 1.0, "answer_1": "d", "score_1": -1.0},
+            {**WEBGPT, "answer_0": "tie", "score_0": 0.0, "answer_1": "eit", "score_1": 0.0},
+        ],
+        {
+            SFT: [chat("why?", "b"), chat("why?", "c (so)"), chat("why?", "tie")],
+            RM: [chat("why?", "b", "a."), chat("why?", "c (so)", "d")],
+        },
+    ),
+    "stanfordnlp/SHP": (
+        [{**SHP, "labels": 1}, {**SHP, "labels": 0}],
+        {
+            SFT: [chat("why?", "a"), chat("why?", "b")],
+            RM: [chat("why?", "a", "b"), chat("why?", "b", "a")],
+        },
+    ),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": (
+        [
+            {"prompt": "USER: why? ASSISTANT:", "label": "because</s>"},
+            {"prompt": "USER: why? ASSISTANT: so</s>USER: oh? ASSISTANT:", "label": "yes"},
+            {"prompt": "", "label": "yes"},
+            {"prompt": "USER: x ASSISTANT:", "label": None},
+        ],
+        {
+            SFT: [
+                chat("why?", "because"),
+                Example([USER("why?"), REPLY("so"), USER("oh?")], [REPLY("yes")]),
+            ]
+        },
+    ),
+    "wangrui6/Zhihu-KOL": (
+        [
+            {"INSTRUCTION": "为什么", "RESPONSE": "因为", "SOURCE": "Zhihu", "METADATA": "{}"},
+            {"INSTRUCTION": "x", "RESPONSE": None, "SOURCE": "Zhihu", "METADATA": "{}"},
+        ],
+        {SFT: [chat("为什么", "因为")]},
+    ),
+    **{
+        f"Cohere/miracl-{language}-queries-22-12": (
+            [
+                {
+                    "query_id": "1",
+                    "query": "q",
+                    "positive_passages": PASSAGES,
+                    "negative_passages": PASSAGES[1:],
+                    "emb": [0.1],
+                },
+                {
+                    "query_id": "2",
+                    "query": "r",
+                    "positive_passages": PASSAGES[:1],
+                    "negative_passages": [],
+                    "emb": [0.1],
+                },
+            ],
+            {
+                SFT: [chat("q", "richtig"), chat("r", "richtig")],
+                RM: [chat("q", "richtig", "nicht")],
+            },
+        )
+        for language in ("zh", "ja")
+    },
+    "Hello-SimpleAI/HC3-Chinese": (
+        [
+            {"id": "0", "question": "q", "human_answers": ["一", "二"], "chatgpt_answers": ["c"]},
+            {"id": "1", "question": "r", "human_answers": [], "chatgpt_answers": ["c"]},
+        ],
+        {SFT: [chat("q", "一")]},
+    ),
+    "mkqa-Chinese": ([MKQA, NO_MKQA], {SFT: [chat("谁", "甲")]}),
+    "mkqa-Japanese": ([MKQA, NO_MKQA], {SFT: [chat("誰", "乙")]}),
+    "lmqg/qg_jaquad": (
+        [{"question": "q", "answer": "a", "sentence": "s", "paragraph": "p", "paragraph_id": "1"}],
+        {SFT: [chat("q", "s")]},
+    ),
+    "lmqg/qag_jaquad": (
+        [{"questions": ["q", "r"], "answers": ["a", "b"], "paragraph": "p", "paragraph_id": "1"}],
+        {SFT: [chat("q", "p")]},
+    ),
+    "local/jsonfile": (
+        [{"prompt": HH, "chosen": " yes", "rejected": " no"}],
+        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
+    ),
+    "Intel/orca_dpo_pairs": (
+        [
+            {"system": "be kind", "question": "q", "chosen": "a", "rejected": "b"},
+            {"system": "", "question": "q", "chosen": "a", "rejected": "b"},
+        ],
+        {
+            RM: [
+                Example(
+                    [{"role": "system", "content": "be kind"}, USER("q")],
+                    [REPLY("a")],
+                    [REPLY("b")],
+                ),
+                chat("q", "a", "b"),
+            ]
+        },
+    ),
+    "tatsu-lab/alpaca": (
+        [
+            {"instruction": "add", "input": "1 2", "output": "3", "text": "Below is ..."},
+            {"instruction": "hi", "input": "", "output": "hello", "text": "Below is ..."},
+        ],
+        {SFT: [chat("add\n\n1 2", "3"), chat("hi", "hello")]},
+    ),
+}
+
+TURNS = [USER("u"), REPLY("r"), USER("v")]
+# no name says what these are: their columns do
+FOUND_BY_COLUMNS = {
+    "Anthropic/hh-rlhf": (
+        [
+            {"chosen": HH + " yes", "rejected": HH + " no"},
+            {"chosen": HH + " yes", "rejected": "\n\nHuman: other\n\nAssistant: no"},
+        ],
+        {SFT: [Example(HH, " yes")] * 2, RM: [Example(HH, " yes", " no")], PPO: [Example(HH)] * 2},
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": (
+        [
+            {
+                "prompt": "u",
+                "prompt_id": "x",
+                "chosen": [USER("u"), REPLY("yes")],
+                "rejected": [USER("u"), REPLY("no")],
+                "messages": [USER("u"), REPLY("yes")],
+                "score_chosen": 9.0,
+                "score_rejected": 2.0,
+            }
+        ],
+        {SFT: [chat("u", "yes")], RM: [chat("u", "yes", "no")], PPO: [chat("u")]},
+    ),
+    "trl-lib/ultrafeedback_binarized": (
+        [
+            {
+                "chosen": [USER("u"), REPLY("yes")],
+                "rejected": [USER("u"), REPLY("no")],
+                "score_chosen": 9.0,
+            }
+        ],
+        {RM: [chat("u", "yes", "no")]},
+    ),
+    "trl-lib/tldr": (
+        [{"prompt": "POST: x\nTL;DR:", "completion": " short"}],
+        {SFT: [Example("POST: x\nTL;DR:", " short")], PPO: [Example("POST: x\nTL;DR:")]},
+    ),
+    "trl-lib/ultrafeedback-prompt": ([{"prompt": [USER("u")]}], {PPO: [chat("u")]}),
+    "trl-lib's conversational prompt and completion": (
+        [{"prompt": TURNS, "completion": [REPLY("w")]}],
+        {SFT: [Example(TURNS, [REPLY("w")])], PPO: [Example(TURNS)]},
+    ),
+    "trl-lib/Capybara": (
+        [{"source": "s", "messages": [*TURNS, REPLY("w")], "num_turns": 4}],
+        {SFT: [Example(TURNS, [REPLY("w")])], PPO: [Example(TURNS)]},
+    ),
+    "OpenAI's chats": (
+        [
+            {"messages": [USER([{"type": "text", "text": "u"}]), REPLY("r")]},
+            {"messages": [{"role": "developer", "content": "s"}, USER("u"), REPLY("r")]},
+            {
+                "messages": [
+                    USER("u"),
+                    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+                ]
+            },
+            {"messages": [USER("u"), {"role": "tool", "content": "4"}, REPLY("r")]},
+        ],
+        {
+            SFT: [
+                chat("u", "r"),
+                Example([{"role": "system", "content": "s"}, USER("u")], [REPLY("r")]),
+            ]
+        },
+    ),
+    "ShareGPT": (
+        [
+            {
+                "id": "x",
+                "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "r"}],
+            },
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "u"},
+                    {"from": "gpt", "value": "r"},
+                ]
+            },
+        ],
+        {
+            SFT: [
+                chat("u", "r"),
+                Example([{"role": "system", "content": "s"}, USER("u")], [REPLY("r")]),
+            ]
+        },
+    ),
+    "Open-Orca/OpenOrca": (
+        [{"id": "1", "system_prompt": "s", "question": "q", "response": "a"}],
+        {SFT: [Example([{"role": "system", "content": "s"}, USER("q")], [REPLY("a")])]},
+    ),
+    "databricks/databricks-dolly-15k": (
+        [{"instruction": "q", "context": "c", "response": "a", "category": "x"}],
+        {SFT: [chat("q\n\nc", "a")]},
+    ),
+    "openai/gsm8k": ([{"question": "q", "answer": "a"}], {SFT: [chat("q", "a")], PPO: [chat("q")]}),
+    "a table with capitals": ([{"Question": "q", "Answer": "a"}], {SFT: [chat("q", "a")]}),
+    "timdettmers/openassistant-guanaco": (
+        [{"text": "### Human: q### Assistant: a"}, {"text": "just words"}],
+        {SFT: [Example("### Human: q### Assistant:", " a")]},
+    ),
+    "a local copy of SHP": ([{**SHP, "labels": 0}], {RM: [chat("why?", "b", "a")]}),
+    "prompts alone": ([{"prompt": "p", "id": 1}], {PPO: [Example("p")]}),
+    "questions alone": ([{"question": "q"}], {PPO: [chat("q")]}),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def load(path, purpose, **knobs):
+    split = ",".join("1" if p == purpose else "0" for p in (SFT, RM, PPO))
+    config = CommonConfig(data_path=[path], eval_fraction=0.0, data_split=split, **knobs)
+    found = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    return [Example(e.prompt) for e in found] if purpose == PPO else found
+
+
+def cases(table):
+    return [
+        pytest.param(name, rows, step, expected, id=f"{name}-{step}")
+        for name, (rows, steps) in table.items()
+        for step, expected in steps.items()
+    ]
+
+
+@pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(KNOWN))
+def test_known_by_name(name, rows, step, expected, monkeypatch):
+    """As the hub hands the rows out: through Arrow, which fills in what a row lacks."""
+    asked = []
+
+    def read_source(where, *args, **knobs):
+        asked.append(where)
+        return Splits(table_rows(where, datasets.Dataset.from_list(rows)))
+
+    monkeypatch.setattr(sources, "read_source", read_source)
+    assert load(name, step) == expected
+    assert asked == [ADAPTERS[name].source or name]
+
+
+@pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(FOUND_BY_COLUMNS))
+def test_found_by_columns(name, rows, step, expected, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert load(str(path), step) == expected
+
+
+NO_REJECTED = [name for name, (_, steps) in KNOWN.items() if RM not in steps]
+
+
+def test_the_table_has_deepspeed_chats_sixteen_sets_and_each_is_tested():
+    assert set(KNOWN) == set(ADAPTERS) - {"builtin/chat"}
+    assert len(NO_REJECTED) == 8
+
+
+@pytest.mark.parametrize("name", NO_REJECTED)
+def test_a_set_for_step_1_says_in_step_2_what_it_lacks(name, monkeypatch):
+    table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
+    monkeypatch.setattr(sources, "read_source", lambda *args, **knobs: Splits(table))
+    with pytest.raises(UserError, match="has no rejected answers, which step 2 needs") as caught:
+        load(name, RM)
+    assert name in str(caught.value)
+
+
+def test_ties_and_the_like_are_counted_by_their_reason(monkeypatch, caplog):
+    name = "openai/webgpt_comparisons"
+    table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
+    monkeypatch.setattr(sources, "read_source", lambda *args, **knobs: Splits(table))
+    load(name, RM)
+    assert "1 with an empty or unreadable rejected answer (scores that tie)" in caplog.text
+    assert f"{name}, row 3" in caplog.text
+    with pytest.raises(UserError, match=r"row 3: .*scores that tie.*--on_bad_row skip"):
+        load(name, RM, on_bad_row="error")
+
+
+def test_a_column_may_be_a_path(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"q": {"text": "why?"}, "a": [{"t": "so"}]}))
+    knobs = {"prompt_column": "q.text", "chosen_column": "a.0.t"}
+    assert load(str(path), SFT, **knobs) == [Example("why?", "so")]
+    with pytest.raises(UserError, match="--prompt_column 'r.text' is not in"):
+        load(str(path), SFT, prompt_column="r.text")
+
+
+def test_deepspeed_chats_local_jsonfile_is_the_folder_data(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "eval"):
+        row = {"prompt": split, "chosen": "a", "rejected": "b"}
+        (tmp_path / "data" / f"{split}.json").write_text(json.dumps([row]))
+    config = CommonConfig(data_path=["local/jsonfile"], data_split="1,0,0")
+    train, held_out = load_examples(config, SFT)
+    assert [Example.from_row(row).prompt for row in (*train, *held_out)] == ["train", "eval"]

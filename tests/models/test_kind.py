@@ -1,0 +1,268 @@
+"""What is refused from configurations and file headers alone: one line, before any weight loads."""
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import PAD, causal_lm, score_model, tokenizer
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Model,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from dschat.config import UserError
+from dschat.deepspeed_setup import ZeroSettings, sharded_loading
+from dschat.models.kind import (
+    checkpoint_keys,
+    load_config,
+    require_causal_lm,
+    require_score_head,
+    reward_form,
+)
+from dschat.models.load import load_causal_lm, load_score_backbone
+from dschat.models.lora import add_lora
+from dschat.models.tokenizer import load_tokenizer
+
+FLAG = "--model_name_or_path"
+FP32 = torch.float32
+
+
+def only_config(folder, config, **changes):
+    """A folder with a config.json and nothing else: reading weights would say that they lack."""
+    config.save_pretrained(folder)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return str(folder)
+
+
+def refusal(call, *args):
+    with pytest.raises(UserError) as error:
+        call(*args)
+    assert str(error.value).startswith(f"{FLAG} {args[0] if args else ''}")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def load_actor(path):
+    return load_causal_lm(path, FLAG, FP32)
+
+
+def load_score(path, from_base=False):
+    return load_score_backbone(path, FLAG, FP32, from_base, PAD, 0)
+
+
+BERT = BertConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+)
+T5 = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [
+        (BERT, "BertForMaskedLM"),
+        (BERT, "BertLMHeadModel"),
+        (BERT, None),
+        (T5, "T5ForConditionalGeneration"),
+        (None, "LlamaForTokenClassification"),
+    ],
+)
+def test_what_is_no_causal_lm_is_no_actor(config, architecture, tmp_path):
+    config = config or causal_lm("llama").config
+    path = only_config(tmp_path, config, architectures=[architecture] if architecture else None)
+    shown = architecture or "BertConfig"
+    assert f"is a {shown}; name a causal LM" in refusal(load_actor, path)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "named"),
+    [
+        (BERT, "BertModel", "BertForSequenceClassification"),
+        (T5, "T5Model", "T5ForSequenceClassification"),
+    ],
+)
+def test_a_reward_model_needs_a_score_for_every_token(config, architecture, named, tmp_path):
+    path = only_config(tmp_path, config, architectures=[architecture])
+    loaded = load_config(path, FLAG)
+
+    def check(path):
+        require_score_head(loaded, path, FLAG)
+
+    assert f"{named} has no per-token score head" in refusal(check, path)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3"]
+)
+def test_causal_families_pass(name, tiny):
+    config = load_config(tiny(name), FLAG)
+    require_causal_lm(config, tiny(name), FLAG)
+    require_score_head(config, tiny(name), FLAG)
+    assert config.num_labels == 2, "the check must leave the configuration alone"
+    assert reward_form(config, tiny(name), FLAG) == "base"
+
+
+def test_a_model_without_head_is_an_actor_where_the_head_is_tied(tmp_path):
+    GPT2Model(causal_lm("gpt2").config).save_pretrained(tmp_path / "tied")
+    assert load_actor(str(tmp_path / "tied"))
+    LlamaModel(causal_lm("llama").config).save_pretrained(tmp_path / "untied")
+    assert "lacks 1 weights" in refusal(load_actor, str(tmp_path / "untied"))
+
+
+def test_a_reward_model_is_no_actor(tmp_path):
+    config = score_model("llama").config
+    path = only_config(tmp_path, config, architectures=["LlamaForSequenceClassification"])
+    assert "is a reward model, which scores" in refusal(load_actor, path)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path):
+    path = only_config(
+        tmp_path,
+        causal_lm("llama").config,
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+    )
+    assert "is quantised (bitsandbytes)" in refusal(load_actor, path)
+
+
+def test_an_adapter_names_its_merged_model_or_the_way_to_it(tmp_path):
+    wrapped = add_lora(causal_lm("llama"), 2, 0, ["all-linear"], True, "--x")
+    wrapped.peft_config["default"].base_model_name_or_path = "some/base"
+    wrapped.save_pretrained(tmp_path / "adapter")
+    alone = refusal(load_actor, str(tmp_path / "adapter"))
+    assert "is a LoRA adapter; merge it into some/base first" in alone
+    only_config(tmp_path, causal_lm("llama").config)
+    beside = refusal(load_actor, str(tmp_path / "adapter"))
+    assert f"is a LoRA adapter; name {tmp_path}, which holds the merged model" in beside
+
+
+# -- code ------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """Unpickled carelessly, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("reward", [False, True])
+def test_code_in_a_bin_is_refused_and_never_runs(reward, stage, tmp_path):
+    model, folder, mark = causal_lm("llama"), tmp_path / "model", tmp_path / "ran"
+    path = only_config(folder, model.config, architectures=["LlamaForCausalLM"])
+    torch.save(dict(model.state_dict()) | {"x": Malicious(mark)}, folder / "pytorch_model.bin")
+    scope = sharded_loading(ZeroSettings(3, FP32)) if stage == 3 else nullcontext()
+    with scope:
+        said = refusal(load_score if reward else load_actor, path)
+    assert "holds more than tensors and would run code, which is refused" in said
+    assert not mark.exists()
+    with pytest.raises(UserError, match="which is refused"):
+        checkpoint_keys(path, FLAG)
+    assert not mark.exists()
+
+
+def with_code(folder, mark):
+    """A checkpoint of an architecture that only its own Python file knows."""
+    code = (
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_thing'\n"
+        "class OwnLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    config = causal_lm("llama").config
+    causal_lm("llama").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "own.py").write_text(code)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"}
+    return only_config(
+        folder, config, model_type="own_thing", auto_map=auto, architectures=["OwnLM"]
+    )
+
+
+def test_code_beside_a_checkpoint_runs_only_where_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    mark = tmp_path / "ran"
+    path = with_code(tmp_path / "model", mark)
+    assert "brings its own Python code" in (said := refusal(load_actor, path))
+    assert "--trust_remote_code" in said
+    assert not mark.exists()
+    model = load_causal_lm(path, FLAG, FP32, trust_remote_code=True)
+    assert mark.exists()
+    assert type(model).__name__ == "OwnLM"
+
+
+def test_code_of_a_tokenizer_runs_only_where_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    mark = tmp_path / "ran"
+    path = with_code(tmp_path / "model", mark)
+    file = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    }
+    file.write_text(json.dumps(settings))
+    causal_lm("llama").config.save_pretrained(path)  # the tokenizer alone brings code
+    with pytest.raises(UserError) as error:
+        load_tokenizer(path, FLAG)
+    assert "--trust_remote_code" in str(error.value)
+    assert not mark.exists()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("form", ["safetensors", "bin", "bin_old", "sharded", "sharded_bin"])
+def test_the_same_weights_from_any_files(form, stage, tmp_path):
+    from step_cases import probe_logprobs
+
+    from dschat.deepspeed_setup import initialize_frozen
+
+    model = causal_lm("llama_tied")
+    folder = tmp_path / form
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert "lm_head.weight" not in state
+    halves = [dict(list(state.items())[i::2]) for i in range(2)]
+    if form == "safetensors":
+        model.save_pretrained(folder)
+    elif form == "sharded":
+        model.save_pretrained(folder, max_shard_size="20KB")
+    elif form == "sharded_bin":
+        names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+        for name, half in zip(names, halves, strict=True):
+            torch.save(half, folder / name)
+        weight_map = {k: n for n, half in zip(names, halves, strict=True) for k in half}
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        old = form == "bin_old"
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    assert checkpoint_keys(str(folder), FLAG) == set(state)
+    zero = ZeroSettings(stage, FP32)
+    with sharded_loading(zero):
+        loaded = load_actor(str(folder))
+    loaded = initialize_frozen(loaded, zero)
+    assert sum(probe_logprobs(loaded), []) == pytest.approx(
+        sum(probe_logprobs(model), []), abs=1e-5
+    )
+
+
+def test_tied_models_of_bert_kind_are_not_loaded_by_accident(tmp_path):
+    BertLMHeadModel(BERT).save_pretrained(tmp_path / "bert")
+    T5ForConditionalGeneration(T5).save_pretrained(tmp_path / "t5")
+    for name in ("bert", "t5"):
+        refusal(load_actor, str(tmp_path / name))

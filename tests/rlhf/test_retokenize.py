@@ -1,0 +1,269 @@
+"""A reward model with another tokenizer than the actor's: its score is the one that plain
+transformers gives to the text, tokenised by itself.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from step_cases import PROMPTS, Case, ppo_config
+from tiny_models import EOS, VOCAB
+from tiny_models import tokenizer as word_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from dschat.builtin_model import tiny_tokenizer
+from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptBatches, Prompts
+from dschat.data.tokenize import prompt_dataset, prompt_text_ids
+from dschat.deepspeed_setup import unwrap
+from dschat.models.tokenizer import load_tokenizer
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.retokenize import Retokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = "{{ raise_exception('no chats here') }}"
+USER = {"role": "user", "content": "w3 w4"}
+
+
+def byte_tokenizer(bos=True, template=CHATML):
+    """Bytes with a few merges: `</s>` 0, `<s>` 1, `<pad>` 2, `<|im_start|>` 3."""
+    special = ["</s>", "<s>", "<pad>", "<|im_start|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet, "Ġw", "Ġw1"])}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[("Ġ", "w"), ("Ġw", "1")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = ByteLevelDecoder()
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="</s>",
+        bos_token="<s>" if bos else None,
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=template,
+    )
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
+
+
+def reward_folder(folder, family="opt", positions=512, **options):
+    made = byte_tokenizer(**options)
+    torch.manual_seed(5)
+    ids = {"vocab_size": 272, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 2}
+    if family == "opt":  # as OPT-350M: a projection, norms behind the layers
+        config = OPTConfig(
+            **SMALL,
+            **ids,
+            ffn_dim=48,
+            word_embed_proj_dim=16,
+            do_layer_norm_before=False,
+            max_position_embeddings=positions,
+            init_std=0.3,
+        )
+        model = OPTForSequenceClassification(config)
+    else:
+        config = LlamaConfig(
+            **SMALL,
+            **ids,
+            intermediate_size=48,
+            max_position_embeddings=positions,
+            initializer_range=0.3,
+        )
+        model = LlamaForSequenceClassification(config)
+    model.eval().save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def plain_score(folder, ids):
+    """By transformers alone: its own pooling of one sequence without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    return float(model(torch.tensor([ids])).logits[0, 0])
+
+
+def trainer_of(models_folder, reward, **options):
+    config = ppo_config(Case("ppo", iterations=1), models_folder)
+    changes = {"critic_model_name_or_path": "", "reward_model_name_or_path": str(reward)}
+    config = dataclasses.replace(config, **changes | {"temperature": 1.5} | options)
+    actor = config.actor_model_name_or_path
+    tokenizer = load_tokenizer(actor, "--actor_model_name_or_path")
+    engine = DeepSpeedRLHFEngine(actor, config.critic_model_name_or_path, tokenizer, 3, config)
+    return DeepSpeedPPOTrainer(engine, config)
+
+
+def words(ids):
+    return " ".join(f"w{i}" for i in ids if i > 1)
+
+
+def answers_of(e):
+    for i in range(e.num_sequences):
+        ids = e.input_ids[i, e.prompt_lengths[i] : e.lengths[i]].tolist()
+        yield i, ids[:-1] if e.finished[i] else ids, bool(e.finished[i])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):
+    """Prompts known by ids, as text, and as messages; some answers end, some do not."""
+    folder = reward_folder(tmp_path / "reward", family)
+    own = AutoTokenizer.from_pretrained(folder)
+    long = {"max_answer_seq_len": 24, "temperature": 6.0}  # so that some end and some do not
+    zeros = {"actor_zero_stage": zero, "critic_zero_stage": zero}
+    trainer = trainer_of(models_folder, folder, **zeros, **long)
+    prompts = [p for p in PROMPTS[:8] if p]
+    chats = [[{"role": "user", "content": words(p)}] for p in prompts]
+    for sources in (None, [f"{words(p)}!" for p in prompts], chats):
+        batch = prompts if sources is None else Prompts(prompts, sources)
+        e = trainer.generate_experience(batch)
+        assert e.finished.any()
+        assert not e.finished.all()
+        for i, answer, finished in answers_of(e):
+            p = e.input_ids[i, : e.prompt_lengths[i]].tolist()
+            if sources is chats:
+                asked = own.apply_chat_template(
+                    [{"role": "user", "content": words(p)}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                ids = own(asked + words(answer), add_special_tokens=False)["input_ids"]
+            else:
+                mark = "" if sources is None else "!"
+                space = " " if answer and words(answer) else ""
+                ids = own(words(p) + mark + space + words(answer))["input_ids"]
+            ids += [0] if finished else []
+            assert float(e.scores[i]) == pytest.approx(plain_score(folder, ids), abs=1e-5)
+    trainer.train_rlhf(e)
+    assert trainer.metrics["train/bad_steps"] == 0
+
+
+def test_the_critic_starts_as_the_actor_with_a_new_head(models_folder, tmp_path, caplog):
+    folder = reward_folder(tmp_path / "reward")
+    trainer = trainer_of(models_folder, folder)
+    engine = trainer.engine
+    critic, actor = unwrap(engine.critic).model, unwrap(engine.actor)
+    assert type(critic).__name__ == "LlamaForSequenceClassification"
+    for (name, p), (_, q) in zip(
+        critic.model.named_parameters(), actor.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(p, q), name
+    loud = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("CRITIC WITH A NEW SCORE HEAD" in line for line in loud) == 1
+    assert sum("REWARD MODEL WITH ANOTHER TOKENIZER" in line for line in loud) == 1
+    engine.save(tmp_path / "out")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "critic")
+    assert saved.get_vocab() == word_tokenizer().get_vocab()
+
+
+def test_a_critic_of_its_own(models_folder, tmp_path):
+    folder = reward_folder(tmp_path / "reward")
+    critic = str(models_folder / "llama_reward")
+    engine = trainer_of(models_folder, folder, critic_model_name_or_path=critic).engine
+    plain = AutoModelForSequenceClassification.from_pretrained(critic)
+    assert torch.equal(unwrap(engine.critic).model.score.weight, plain.score.weight)
+    base = str(models_folder / "llama")
+    engine = trainer_of(
+        models_folder, models_folder / "llama_reward", critic_model_name_or_path=base
+    ).engine
+    assert engine.checkpoints.critic_from_base
+    assert engine.checkpoints.reward_tokenizer is None
+    other = reward_folder(tmp_path / "other")
+    with pytest.raises(UserError, match="--critic_model_name_or_path .* another vocabulary"):
+        trainer_of(models_folder, folder, critic_model_name_or_path=str(other))
+    with pytest.raises(UserError, match="--reward_model_name_or_path .* is not a reward model"):
+        trainer_of(models_folder, models_folder / "llama", critic_model_name_or_path=critic)
+
+
+def test_the_same_tokenizer_reads_ids_as_they_are(models_folder):
+    engine = trainer_of(models_folder, models_folder / "llama_reward").engine
+    assert engine.checkpoints.reward_tokenizer is None
+    assert not engine.checkpoints.critic_from_base
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def actors():
+    made = word_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "finished", "source", "text"),
+    [
+        ([3, 4], [5, EOS], True, None, "<s>w3 w4 w5</s>"),
+        ([3, 4], [5], False, None, "<s>w3 w4 w5"),
+        ([3, EOS, VOCAB, 4], [5, EOS], True, None, "<s>w3</s>w4 w5</s>"),
+        ([3], [EOS], True, None, "<s>w3</s>"),
+        ([3, 4], [5, EOS], True, "Say: ", "<s>Say:  w5</s>"),
+        (
+            [3, 4],
+            [5, 6, EOS],
+            True,
+            [{"role": "system", "content": "be"}, USER],
+            "<|im_start|>system\nbe</s>\n<|im_start|>user\nw3 w4</s>\n<|im_start|>assistant\n"
+            "w5 w6</s>",
+        ),
+        ([3], [5], False, [USER], "<|im_start|>user\nw3 w4</s>\n<|im_start|>assistant\nw5"),
+        ([3], [EOS], True, [USER], "<|im_start|>user\nw3 w4</s>\n<|im_start|>assistant\n</s>"),
+    ],
+)
+def test_texts(prompt, answer, finished, source, text):
+    own = byte_tokenizer()
+    made = Retokenizer(actors(), own, (EOS,))
+    assert own.decode(made.sequence(prompt, answer, finished, source)) == text
+
+
+def test_a_template_that_refuses_gives_way_to_the_default(caplog):
+    own = byte_tokenizer(template=NO_SYSTEM)
+    made = Retokenizer(actors(), own, (EOS,))
+    for _ in range(2):
+        ids = made.sequence([3], [5, EOS], True, [USER])
+        assert own.decode(ids) == "<s>\n\nHuman: w3 w4\n\nAssistant: w5</s>"
+    assert len(caplog.records) == 1
+
+
+def test_long_texts_lose_their_beginning_and_keep_the_bos():
+    own = byte_tokenizer()
+    whole = Retokenizer(actors(), own, (EOS,)).sequence([3] * 9, [5, EOS], True, None)
+    cut = Retokenizer(actors(), own, (EOS,), max_len=8).sequence([3] * 9, [5, EOS], True, None)
+    assert cut == [1, *whole[-7:]]
+
+
+def test_a_rank_without_rows_takes_part(models_folder, tmp_path):
+    from dschat.rlhf.experience import from_rollout
+    from dschat.rollout import Rollout
+
+    trainer = trainer_of(models_folder, reward_folder(tmp_path / "reward"))
+    dummy = from_rollout([], Rollout(), 0).take([], torch.device("cpu"))
+    assert trainer.engine.score(dummy).shape == (1,)
+
+
+def test_the_data_of_step_3_brings_what_its_prompts_were_made_of():
+    tokenizer = tiny_tokenizer()
+    config = RLHFConfig(actor_model_name_or_path="a", critic_model_name_or_path="c")
+    rows = prompt_dataset(config, tokenizer)
+    batch = next(iter(PromptBatches(rows, 4, 0, 1, seed=0)))
+    assert len(batch) == len(batch.sources) == 4
+    for ids, source in zip(batch, batch.sources, strict=True):
+        assert isinstance(source, list)
+        assert prompt_text_ids(tokenizer, source) == ids

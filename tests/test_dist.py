@@ -1,0 +1,178 @@
+"""Who am I, as different launchers say it; and processes that do not find or fit each other."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dschat import dist
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+TASK = {  # one of srun's, on the second machine
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_NODELIST": "gpu[003,007-008]",
+}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """``variables(a="1")``: these of the launchers' variables, and no other."""
+
+    def put(**wanted: str) -> None:
+        for name in list(os.environ):
+            if name in NAMES or name.startswith(("SLURM_", "OMPI_")):
+                monkeypatch.delenv(name)
+        for name in NAMES:  # so that what the code under test sets is undone
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in wanted.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def numbers() -> tuple[int, int, int]:
+    return dist.rank(), dist.world_size(), dist.local_rank()
+
+
+def test_without_a_launcher_there_is_one_process(variables):
+    variables()
+    assert numbers() == (0, 1, 0)
+    # A batch script, and a shell that srun started in a job: neither is one of several.
+    variables(SLURM_JOB_ID="1", SLURM_NTASKS="8", SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert numbers() == (0, 1, 0)
+    variables(**(TASK | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}))
+    assert numbers() == (0, 1, 0)
+
+
+def test_launchers_say_who_we_are(variables):
+    here = {"MASTER_ADDR": "10.0.0.1"}
+    variables(**here, RANK="3", WORLD_SIZE="4", LOCAL_RANK="1")
+    assert numbers() == (3, 4, 1)
+    variables(**TASK)
+    assert numbers() == (5, 8, 1)
+    variables(**TASK, **here, RANK="3", WORLD_SIZE="4", LOCAL_RANK="1")  # a launcher per machine
+    assert numbers() == (3, 4, 1)
+    mpi = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "7"}
+    variables(**TASK, **here, **mpi, OMPI_COMM_WORLD_LOCAL_RANK="2")
+    assert numbers() == (6, 7, 2)
+
+
+def test_slurm_tasks_meet_on_the_first_machine(variables):
+    variables(**TASK)
+    dist._complete_environment()
+    assert {name: os.environ[name] for name in NAMES[:5]} == {
+        "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": "13236",  # 12000 + (1234 + 2) % 20000
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+    }
+    variables(**TASK, MASTER_ADDR="10.0.0.1", MASTER_PORT="7000")
+    dist._complete_environment()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "7000")
+
+
+@pytest.mark.parametrize(
+    ("machines", "first"),
+    [
+        ("host", "host"),
+        ("n1,n2", "n1"),
+        ("tux[1-3]", "tux1"),
+        ("gpu[007-012,020],login1", "gpu007"),
+        ("rack[0-3]-node[05,08-12],z", "rack0-node05"),
+        ("a[2].cluster.org,b", "a2.cluster.org"),
+    ],
+)
+def test_first_host(machines, first):
+    assert dist.first_host(machines) == first
+
+
+JOIN = """
+import sys
+from dschat import cli, dist
+
+def main():
+    dist.JOIN_MINUTES = float(sys.argv[1])
+    dist.init()
+    print(dist.rank(), dist.sum_floats([float(dist.rank() + 1)]), flush=True)
+    dist.shutdown()
+
+cli.run(main)
+"""
+
+
+def join(
+    folder: Path, tasks: dict[int, tuple[str, ...]], job: int, local_rank: str = ""
+) -> list[tuple[int, str]]:
+    """Exit code and output of processes that meet as srun's tasks would: {rank: flags}, of two."""
+    script = folder / "join.py"
+    script.write_text(JOIN)
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in NAMES and not k.startswith(("SLURM", "OMPI"))
+    }
+    slurm = TASK | {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_TASKS": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), *flags],
+            env=clean
+            | slurm
+            | {
+                "SLURM_JOB_ID": str(job),
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": local_rank or str(rank),
+                "PYTHONPATH": str(ROOT),
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, flags in tasks.items()
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.dist
+def test_slurm_tasks_compute_together(tmp_path):
+    done = join(tmp_path, {0: ("1",), 1: ("1",)}, job=os.getpid())
+    assert done == [(0, "0 [3.0]\n"), (0, "1 [3.0]\n")]
+
+
+@pytest.mark.dist
+def test_processes_with_different_flags_refuse_each_other(tmp_path):
+    done = join(tmp_path, {0: ("1", "--seed", "1"), 1: ("1", "--seed", "2")}, job=os.getpid() + 1)
+    assert [code for code, _ in done] == [2, 2]
+    assert done[0][1].startswith(
+        "error: process 1 was started with other flags than process 0 (--seed 2, where process 0 "
+        "has --seed 1); start every machine"
+    )
+    assert done[1][1] == ""
+
+
+@pytest.mark.dist
+def test_a_process_that_stays_alone_says_so(tmp_path):
+    """So does the first of another machine: rank 0, which speaks for all, never came."""
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(join, tmp_path, {rank: ("0.02",)}, os.getpid() + 2 + rank, local_rank="0")
+            for rank in (0, 1)
+        ]
+    for rank, run in enumerate(runs):
+        ((code, text),) = run.result()
+        assert code == 2
+        start = f"error: process {rank} of 2 did not meet the others at localhost:"
+        assert text.splitlines()[-1].startswith(start)

@@ -1,0 +1,215 @@
+"""Machines: what a hostfile and the flags about machines come to, and who refuses them.
+
+Those for DeepSpeed's launcher are given to it: it parses them and says what it would run.
+"""
+
+import base64
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat import nodes
+from dschat.config import UserError
+from dschat.nodes import NodesConfig
+
+EXAMPLE = Path("training/launch/hostfile")
+WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v", "--x=-1"]
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A folder of its own, with every launcher's program and no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nodes.shutil, "which", lambda program: f"/usr/bin/{program}")
+    Path("hosts").write_text("# ours\n\nalpha slots=4\n  beta   slots=4 # new\n")
+
+
+def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=False, **flags):
+    config = NodesConfig(**flags)
+    config.validate_nodes()
+    return nodes.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
+
+
+def test_numbers_come_from_flags_then_recipe_then_hostfile_then_here():
+    assert find().hosts == {"node0": 1}
+    assert find(gpus_here=4).hosts == {"node0": 4}
+    assert find(gpus_here=4, default_gpus=2).hosts == {"node0": 2}
+    assert find(hostfile="hosts").hosts == {"alpha": 4, "beta": 4}
+    assert find(hostfile="hosts", default_gpus=2).hosts == {"alpha": 2, "beta": 2}
+    assert find(hostfile="hosts", default_nodes=2, num_nodes=1, num_gpus=3).hosts == {"alpha": 3}
+    big = find(default_nodes=8, default_gpus=8, dry_run=True)
+    assert (len(big.hosts), big.num_processes, big.processes_here) == (8, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alpha slots=4\nbeta slot=4\n", ":2: 'beta slot=4' is not of the form NAME slots=GPUS"),
+        ("alpha\n", ":1: 'alpha' is not of the form"),
+        ("alpha slots=-1\n", ":1: 'alpha slots=-1' is not of the form"),
+        ("alpha slots=0\n", ":1: alpha has no slots"),
+        ("alpha slots=4\n\nalpha slots=4\n", ":3: alpha is there twice"),
+        ("# nobody\n", " names no machine"),
+        ("\xff", ": not a text file"),
+    ],
+)
+def test_hostfile_mistakes_name_the_line(text, message):
+    Path("bad").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as error:
+        find(hostfile="bad")
+    assert str(error.value).startswith(f"--hostfile bad{message}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"hostfile": "none"}, "--hostfile none: No such file"),
+        ({"hostfile": "."}, "--hostfile .: Is a directory"),
+        ({"hostfile": "hosts", "num_nodes": 3}, "--num_nodes 3: --hostfile hosts names 2 machines"),
+        ({"hostfile": "hosts", "num_gpus": 8}, "--num_gpus 8: --hostfile hosts:3 gives alpha 4"),
+        ({"num_nodes": 2}, "--num_nodes 2 needs --hostfile; or start train.py on every machine"),
+        ({"num_nodes": 0}, "--num_nodes 0 must be at least 1"),
+        ({"num_gpus": 0}, "--num_gpus 0 must be at least 1"),
+        ({"num_nodes": 2, "node_rank": 0}, "--node_rank needs --master_addr"),
+        ({"node_rank": 0, "master_addr": "a"}, "--node_rank is for several machines"),
+        (
+            {"num_nodes": 2, "node_rank": 2, "master_addr": "a"},
+            "--node_rank 2: 2 machines have the numbers 0 to 1",
+        ),
+        ({"num_nodes": 2, "node_rank": -1, "master_addr": "a"}, "--node_rank -1 must not be"),
+        ({"no_ssh": True}, "--no_ssh needs --node_rank"),
+        (
+            {"num_nodes": 2, "node_rank": 0, "master_addr": "a", "ssh_port": 22},
+            "--ssh_port starts processes on other machines",
+        ),
+        (
+            {"num_nodes": 2, "node_rank": 0, "master_addr": "a", "launcher": "slurm"},
+            "--launcher starts processes on other machines",
+        ),
+        ({"master_addr": "a"}, "--master_addr is for several machines"),
+        ({"master_port": 70000}, "--master_port 70000 must be from 1 to 65533"),
+        ({"launcher": "slurm", "hostfile": "hosts"}, "--launcher slurm takes the machines of"),
+        ({"launcher": "openmpi", "ssh_port": 22}, "--ssh_port is pdsh's"),
+        (
+            {"launcher": "mpich", "hostfile": "hosts", "num_gpus": 2},
+            "--launcher mpich starts every slot of --hostfile hosts",
+        ),
+    ],
+)
+def test_mistakes(flags, message):
+    with pytest.raises(UserError) as error:
+        find(**flags)
+    assert str(error.value).startswith(message)
+
+
+def test_too_few_gpus_here():
+    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+        find(gpus_here=4, num_gpus=8)
+    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+        find(gpus_here=4, num_gpus=8, num_nodes=2, node_rank=1, master_addr="a")
+    # A login node starts others, and need not have their GPUs.
+    Path("hosts").write_text("alpha slots=8\nbeta slots=8\n")
+    assert find(gpus_here=4, hostfile="hosts").num_processes == 16
+
+
+def test_a_missing_program_is_named(monkeypatch):
+    monkeypatch.setattr(nodes.shutil, "which", lambda program: None)
+    with pytest.raises(UserError, match="--launcher pdsh: there is no pdsh here"):
+        find(hostfile="hosts")
+    with pytest.raises(UserError, match="--launcher slurm: there is no srun here"):
+        find(launcher="slurm")
+    assert find(hostfile="hosts", dry_run=True).num_processes == 8
+
+
+# The commands
+
+
+def test_one_machine(monkeypatch):
+    assert find().command(2, WORDS) == [sys.executable, *WORDS]
+    two = find(num_gpus=2, master_port=7000).command(2, WORDS)
+    assert two[-len(WORDS) :] == WORDS
+    assert two[two.index("--master_port") + 1] == "7000"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
+    two = find(gpus_here=3, num_gpus=2).command(1, WORDS)
+    assert two[two.index("--include") + 1] == "localhost:2,3"
+
+
+def test_by_hand_every_machine_knows_all():
+    Path("hosts").write_text("alpha slots=2\nbeta slots=3\n")
+    for flags in ({"hostfile": "hosts"}, {"num_nodes": 2, "num_gpus": 2}):
+        second = find(**flags, node_rank=1, no_ssh=True, master_addr="10.0.0.1", master_port=7000)
+        command = second.command(3, WORDS)
+        assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.launch"]
+        assert {"--node_rank=1", "--master_addr=10.0.0.1", "--master_port=7002"} <= set(command)
+        assert command[-len(WORDS) :] == WORDS  # no shell reads them
+        assert not second.is_first
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
+    assert json.loads(base64.urlsafe_b64decode(info)) == {"node0": [0, 1], "node1": [0, 1]}
+
+
+def test_by_hand_takes_the_visible_gpus_here(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    command = find(2, num_nodes=2, num_gpus=2, node_rank=1, master_addr="a").command(1, WORDS)
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
+    assert json.loads(base64.urlsafe_b64decode(info)) == {"node0": [0, 1], "node1": ["4", "5"]}
+
+
+def test_srun_starts_one_task_a_process():
+    flags = {"launcher": "slurm", "num_nodes": 2, "num_gpus": 4}
+    srun = ["srun", "--kill-on-bad-exit=1", "--nodes", "2", "--ntasks", "8"]
+    srun += ["--ntasks-per-node", "4"]
+    assert find(**flags).command(1, WORDS) == [*srun, sys.executable, *WORDS]
+    more = find(**flags, master_port=7000, launcher_args="--mem 0 --comment='a b'")
+    assert more.command(2, WORDS) == [
+        *(*srun, "--export=ALL,MASTER_PORT=7001", "--mem", "0", "--comment=a b"),
+        *(sys.executable, *WORDS),
+    ]
+
+
+def deepspeed_command(command: list[str]) -> list[str]:
+    """What DeepSpeed's launcher makes of a command of ours: the words of pdsh or mpirun."""
+    from deepspeed.launcher import runner
+
+    assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    args = runner.parse_args(command[3:])
+    pool = runner.fetch_hostfile(args.hostfile)
+    active = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)
+    active = runner.apply_num_nodes_and_gpus(active, args.num_nodes, args.num_gpus)
+    more = () if args.launcher == "pdsh" else (pool,)
+    backend = runner.LAUNCHER_CLASSES[args.launcher](args, runner.encode_world_info(active), *more)
+    made = backend.get_cmd(dict(os.environ), active)
+    return made[0] if args.launcher == "pdsh" else made
+
+
+def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed():
+    flags = {"hostfile": "hosts", "ssh_port": 2222, "master_port": 7000, "launcher_args": "-t 9"}
+    command = find(**flags, num_gpus=2).command(2, WORDS)
+    assert command[command.index("--ssh_port") + 1] == "2222"
+    made = deepspeed_command(command)
+    assert made[made.index("-w") + 1] == "alpha,beta"
+    assert made[made.index("-t") + 1] == "9"
+    remote = shlex.split(" ".join(made[made.index("-t") + 2 :]))  # as the remote shell reads it
+    assert remote[-len(WORDS) :] == WORDS
+    assert "--master_port=7001" in remote
+    (info,) = (word.partition("=")[2] for word in remote if word.startswith("--world_info"))
+    assert json.loads(base64.urlsafe_b64decode(info)) == {"alpha": [0, 1], "beta": [0, 1]}
+
+
+def test_mpi_launchers_name_the_meeting_point():
+    made = {}
+    for launcher in nodes.MPI_LAUNCHERS:
+        found = find(hostfile="hosts", launcher=launcher, master_port=7000, launcher_args="-v")
+        made[launcher] = deepspeed_command(found.command(1, WORDS))
+        assert made[launcher][0] == "mpirun"
+        assert made[launcher][-len(WORDS) :] == WORDS
+        assert "-v" in made[launcher]
+    assert {"MASTER_ADDR=alpha", "MASTER_PORT=7000"} <= set(made["openmpi"])
+    for launcher in ("mpich", "impi"):
+        where = made[launcher].index("MASTER_ADDR")
+        assert made[launcher][where + 1] == "alpha"
+        assert "7000" in made[launcher]

@@ -1,0 +1,161 @@
+"""Every recipe and every launch example: what they say is what a step takes, at their own size."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dschat import launch, recipe
+from dschat.config import RLHFConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "training" / "launch").glob("*.sbatch"))
+
+# name -> machines x GPUs, tensor parallelism, prompts of a rollout, sequences of an optimizer step,
+# longest prompt and answer: worked out from the published scripts, not from the files.
+PUBLISHED = {
+    "opt-1.3b": (1, 1, 1, 32, 32, 256, 256),
+    "opt-6.7b": (1, 8, 1, 32, 32, 256, 256),
+    "opt-13b": (1, 8, 2, 128, 128, 256, 256),
+    "opt-30b-lora": (1, 8, 2, 32, 32, 256, 256),
+    "opt-66b": (8, 8, 8, 256, 256, 256, 256),
+    "opt-175b": (8, 8, 8, 128, 128, 256, 256),
+    "llama-2-7b": (1, 8, 1, 8, 8, 256, 256),
+    "llama-2-7b-lora": (1, 8, 1, 8, 8, 256, 256),
+    "openrlhf-7b": (2, 8, 1, 1024, 128, 1024, 1024),
+    "openrlhf-13b": (4, 8, 1, 1024, 128, 1024, 1024),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The root of the tree, on a machine without GPUs."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+
+
+def plan(*argv: str) -> launch.Plan:
+    return launch.plan(*recipe.parse_args([*argv, "--dry_run"]), ROOT)
+
+
+def configs(made: launch.Plan) -> dict[int, object]:
+    """Each planned step's configuration, read back from its command and validated."""
+    found = {}
+    for step, command in made.commands:
+        script = [part.endswith("main.py") for part in command].index(True)
+        found[step.number] = launch.cli.parse(step.config_class, command[script + 1 :])
+    return found
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_plans_all_three_steps(path, tmp_path):
+    made = plan("--recipe", path.stem, "--output_dir", str(tmp_path / "out"))
+    found = configs(made)
+    assert list(found) == [1, 2, 3]
+    world = made.nodes.num_processes
+    last = found[3]
+    assert isinstance(last, RLHFConfig)
+    assert world % last.inference_tp_size == 0
+    assert last.inference_tp_size <= made.nodes.processes_here  # a group stays within one machine
+    assert last.rollout_samples(world) == last.num_mini_batches * last.mini_batch_size(world)
+    for command in (command for _, command in made.commands):
+        assert ("--hostfile" in command) == (len(made.nodes.hosts) > 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_has_the_published_sizes(name, tmp_path):
+    made = plan("--recipe", name, "--output_dir", str(tmp_path / "out"))
+    last, world = configs(made)[3], made.nodes.num_processes
+    assert PUBLISHED[name] == (
+        len(made.nodes.hosts),
+        made.nodes.processes_here,
+        last.inference_tp_size,
+        last.rollout_prompts(world),
+        last.mini_batch_size(world),
+        last.max_prompt_seq_len,
+        last.max_answer_seq_len,
+    )
+
+
+def test_a_recipe_says_where_its_numbers_are_from():
+    for path in RECIPES:
+        assert path.read_text().startswith("# "), path
+    assert {path.stem for path in RECIPES} >= {*PUBLISHED, "demo", "qwen3-8b"}
+
+
+# What stands in for SLURM's variables and the user's words
+JOB = {
+    "SLURM_JOB_NUM_NODES": "8",
+    "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "8",
+    "SLURM_JOB_NODELIST": "gpu[001-008]",
+    "SLURM_NODEID": "3",
+}
+# Programs of the cluster that note how they were called, or answer as it would
+PROGRAMS = {
+    "srun": 'printf "%s\\n" "srun $*" >> "$CALLS"\n'
+    'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
+    "scontrol": "echo gpu001\necho gpu002\n",
+    ".venv/bin/python": 'printf "%q " "$@" >> "$CALLS"\necho >> "$CALLS"\n',
+}
+WORDS = {
+    "train": "--recipe opt-66b --output_dir output/opt-66b",
+    "deepspeed": "--recipe opt-66b --output_dir output/opt-66b",
+    "step": "step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 3",
+}
+
+
+def test_every_example_has_its_words():
+    assert {path.stem for path in EXAMPLES} == set(WORDS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_starts_what_parses(path, tmp_path):
+    """The script runs as SLURM would run it, with programs that note what they are asked to do."""
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    for name, text in PROGRAMS.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text("#!/bin/bash\n" + text)
+        program.chmod(0o755)
+    calls = tmp_path / "calls"
+    search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", str(path), *WORDS[path.stem].split()],
+        cwd=tmp_path,
+        env=os.environ | JOB | {"PATH": search, "CALLS": str(calls)},
+        check=True,
+    )
+    script, *flags = shlex.split(calls.read_text().splitlines()[-1])
+    if script == "train.py":
+        made = plan(*flags)
+        assert made.nodes.num_processes == 64
+        assert made.nodes.is_first == (path.stem == "train")
+        assert [step.number for step, _ in made.commands] == [1, 2, 3]
+        if path.stem == "deepspeed":
+            assert "--master_addr=gpu001" in made.commands[0][1]
+            assert "--node_rank=3" in made.commands[0][1]
+    else:
+        launch.cli.parse(recipe.STEPS[1].config_class, flags)
+        assert calls.read_text().startswith("srun ")
+
+
+def test_commands_in_comments_parse(tmp_path):
+    """The usage lines at the head of the examples."""
+    lines = {
+        path.name: re.findall(r"^#   (.*)$", path.read_text(), flags=re.MULTILINE)
+        for path in [*EXAMPLES, ROOT / "training" / "launch" / "hostfile"]
+    }
+    assert all(len(found) == 1 for found in lines.values()), lines
+    for name, (line,) in lines.items():
+        program, script, *words = line.split()
+        if program == "sbatch":
+            assert script == f"training/launch/{name}"
+            assert " ".join(words) == WORDS[name.partition(".")[0]]
+        else:
+            assert (program, script) == ("python", "train.py")
+            assert plan(*words, "--output_dir", str(tmp_path)).nodes.num_processes == 64
