@@ -37,11 +37,11 @@ def main() -> int:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
-    for note in plan.notes:
-        say(note)
+    lines = []
     if plan.commands and plan.nodes.is_first:
-        for line in log_lines(memory_request(config, plan)):
-            say(line)
+        lines = log_lines(memory_request(config, plan))  # and what a later step could not use
+    for line in [*plan.notes, *lines]:
+        say(line)
 
     # Run the steps, one after another.
     for step, command in plan.commands:

@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     args = parser.parse_args()
 
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says what it finds, on stdout
     import torch
     from report import environment
 

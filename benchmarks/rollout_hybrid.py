@@ -307,6 +307,7 @@ def refresh_memory(side: Side) -> dict:
         "refresh_peak_extra_bytes": peak,
         "stream_peak_extra_bytes": stream_peak,
         "largest_bucket_bytes": largest_bucket,
+        "host_shared_bytes": 0 if on_gpu else dist.shared_bytes(),  # by all ranks, throughout
         "largest_tensor_bytes": max(s.numel * s.tensor.element_size() for s in shards),
         "refresh_peak_per_bucket": rounded(peak / largest_bucket),
         "stream_peak_per_bucket": rounded(stream_peak / largest_bucket),

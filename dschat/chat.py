@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Protocol
 
 from dschat import dist
-from dschat.knobs import UserError, flag, require_types
 from dschat.data.segments import prompt_text_ids
+from dschat.knobs import UserError, flag, require_types
 from dschat.rollout import SamplingParams
 
 if TYPE_CHECKING:
@@ -339,10 +339,13 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
         raise UserError(f"--path {path}: no such folder; check the path")
 
     from dschat.builtin_model import resolve_model
+    from dschat.models.fit import check_fit
     from dschat.models.kind import load_config, require_causal_lm
 
     name = resolve_model(path)
-    require_causal_lm(load_config(name, "--path", trust_remote_code), name, "--path")
+    config = load_config(name, "--path", trust_remote_code)
+    require_causal_lm(config, name, "--path")
+    check_fit(config, name, "--path", "lm")
     return name
 
 

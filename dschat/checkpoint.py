@@ -44,11 +44,16 @@ def export_hf(
     if main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-    files, dtype = _write_weights(stream, staging, max_file_bytes, main)
-    if main:
-        _write_index(staging, files)
-        _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
-        _move_in(staging, folder)
+    try:
+        files, dtype = _write_weights(stream, staging, max_file_bytes, main)
+        if main:
+            _write_index(staging, files)
+            _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
+            _move_in(staging, folder)
+    except BaseException:  # Ctrl-C, or a full disk: nothing half is left
+        if main:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
     dist.barrier()
 
 

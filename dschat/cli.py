@@ -10,12 +10,13 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
@@ -24,6 +25,7 @@ from dschat import dist
 from dschat.config import UserError
 
 Config = TypeVar("Config")
+LAUNCHED_BY = "DSCHAT_LAUNCHED_BY"  # the process id of a train.py that runs us
 
 # What argparse says -> what we say, after the flag's name.
 _REWORDINGS = (
@@ -37,28 +39,55 @@ _REWORDINGS = (
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Call ``main`` and exit with its code; 2 and one line for a ``UserError``, 130 for Ctrl-C.
+    """Call ``main`` and exit with its code.
 
-    Only the main process speaks. Any other exception passes through: a traceback is a bug of ours.
+    Or with one line and 2 for a ``UserError``, 1 for training that diverged, 130 for Ctrl-C, 143
+    for SIGTERM. Only the main process speaks. Any other exception passes through: a traceback is a
+    bug of ours.
     """
     # NOTE before torch loads its OpenMP. A thread that waits spins, by default for milliseconds: on
     # a laptop that does something else too it spins on the core that the others need. Measured on
     # two busy cores: steps of a tiny model 2 to 5 times as fast; on idle ones no difference.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    before = signal.getsignal(signal.SIGTERM)
+    # One of several may wait in a collective, where no Python runs: SIGTERM ends it as it is.
+    if dist.world_size() == 1:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         code = main() or 0
     except UserError as error:
-        if dist.is_main_process():
-            sys.stderr.write(f"error: {' '.join(str(error).splitlines())}\n")
-        else:
+        _say(f"error: {' '.join(str(error).splitlines())}")
+        if not dist.is_main_process():
             # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
             time.sleep(3)
         code = 2
+    except FloatingPointError as error:
+        _say(f"error: {error}")
+        code = 1
     except KeyboardInterrupt:
-        if dist.is_main_process():
-            sys.stderr.write("interrupted\n")
+        _say("interrupted")
         code = 130
+    except _Terminated:
+        if os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # it speaks for us
+            _say("terminated")
+        code = 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+def _terminate(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whoever repeats it will not wait for us
+    raise _Terminated
+
+
+def _say(line: str) -> None:
+    if dist.is_main_process():
+        sys.stderr.write(f"{line}\n")
 
 
 def parse(
@@ -98,10 +127,16 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
             raise UserError(f"{where}: unknown key {key}{did_you_mean(key, names)}")
         if isinstance(value, Mapping):
             raise UserError(f"{where}: {key} takes a value, not a mapping")
+        if isinstance(value, list) and not _takes_list(config_class, key):
+            raise UserError(f"{where}: {key} takes one value, not a list")
     try:
         return _Parser(config_class).values(to_flags(values))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _takes_list(config_class: type, name: str) -> bool:
+    return "list[" in str(get_type_hints(config_class)[name])
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
@@ -142,13 +177,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
+        raise UserError(f"{path}: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a UTF-8 text file") from None
+        raise UserError(f"{path}: not a UTF-8 text file; name a YAML file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
         raise UserError(f"{path}: broken YAML{line}: {getattr(error, 'problem', error)}") from None
+    except (ValueError, RecursionError) as error:  # a date such as 2020-13-01, or too deep a tree
+        raise UserError(f"{path}: broken YAML: {error}") from None
     if not isinstance(content or {}, dict):
         raise UserError(f"{path}: must be a mapping of names to values")
     return content or {}

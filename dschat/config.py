@@ -326,6 +326,9 @@ class RLHFConfig(RolloutConfig, CommonConfig):
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
+        for name in ("kl_coef", "unsup_coef", "critic_warmup_steps", "eval_steps"):
+            value = getattr(self, name)
+            require(value >= 0, f"--{name} {value} must not be negative")
         require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
         require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
         require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")

@@ -260,7 +260,8 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         for signum in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        ours = {cli.LAUNCHED_BY: str(os.getpid())}
+        process = subprocess.Popen(command, env={**environment, **ours}, start_new_session=True)
         while process.poll() is None and not caught:
             time.sleep(0.05)
         _end_group(process, caught)
@@ -268,6 +269,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         for signum, handler in before.items():
             signal.signal(signum, handler)
     if caught:
+        sys.stderr.write("interrupted\n" if caught[0] == signal.SIGINT else "terminated\n")
         return 128 + caught[0]
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 

@@ -53,11 +53,11 @@ class _TqdmHandler(logging.Handler):
 
     def hold(self, seconds: float) -> None:
         self._held = []
-        timer = threading.Timer(seconds, self.release)
+        timer = threading.Timer(seconds, self.speak)
         timer.daemon = True
         timer.start()
 
-    def release(self) -> None:
+    def speak(self) -> None:
         with self.lock:
             held, self._held = self._held or [], None
             for record in held:
@@ -96,7 +96,7 @@ def release() -> None:
     """Nothing was wrong: print the lines that `setup` held back, and every later one at once."""
     for handler in logger.handlers:
         if isinstance(handler, _TqdmHandler):
-            handler.release()
+            handler.speak()
 
 
 def progress(total: int, description: str, disable: bool = False) -> tqdm:

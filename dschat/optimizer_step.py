@@ -147,7 +147,7 @@ class SkippedSteps:
             if self.in_a_row >= self._limit:
                 raise FloatingPointError(
                     f"{self.in_a_row} steps{self._of} in a row had a gradient that is not finite "
-                    "(--max_bad_steps)"
+                    "(--max_bad_steps); lower the learning rate, or raise the precision"
                 )
 
 

@@ -6,7 +6,8 @@ engine generates, nor how prompts were made.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, Protocol
 
 from dschat.knobs import UserError, require_types
 
@@ -52,6 +53,16 @@ class SamplingParams:
     def end_ids(self, eos_ids: tuple[int, ...]) -> frozenset[int]:
         """The tokens that end an answer of a model whose own EOS are ``eos_ids``."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
+
+
+def prompt_problem(number: int, ids: Any) -> str | None:
+    """What keeps ``ids`` from being a prompt, in one line; None where nothing does."""
+    if isinstance(ids, (list, tuple)) and all(issubclass(k, Integral) for k in set(map(type, ids))):
+        return None if ids else f"prompt {number} is empty; a prompt needs at least one token"
+    return (
+        f"prompt {number} is {repr(ids)[:60]}, not a list of token ids; encode text with the "
+        "tokenizer first"
+    )
 
 
 class Answer(NamedTuple):

@@ -14,7 +14,7 @@ settings.load_profile("fixed")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # `tiny_models` and `step_cases` are plain modules: the two-process worker imports them too.
-sys.path.insert(0, str(Path(__file__).parent / "dist"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "dist")]
 
 
 @pytest.fixture(scope="session")

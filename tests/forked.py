@@ -2,26 +2,35 @@
 
     python tests/forked.py FOLDER SETUP < commands.json > outcomes.json
 
-Comes in: an empty folder, the file of a function ``write_inputs(folder)``, and a JSON list of argvs
-(what follows ``python``: a script, ``-m MODULE`` or ``-c CODE``, and its words). Goes out: for each,
-exit code, standard output and error, and the files that it left in its own working directory.
+Comes in: an empty folder, the file of a function ``write_inputs(folder)``, and a JSON list of
+`Command`s: what follows ``python`` (a script, ``-m MODULE`` or ``-c CODE``, and its words), perhaps
+with a signal to send. Goes out: for each an `Outcome`: exit code, standard output and error, and
+what it left in its own, empty working directory. `run_all` is all of it as a call.
 
-Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds a process, and these
-commands stop before they do anything else. So the imports happen once, and each command is a fork
-of that process: the script itself runs as ``__main__`` with its own ``sys.argv``, its own file
-descriptors 0, 1 and 2, working directory and interpreter exit. What differs from a new process is
-that the modules are there already. A fork is safe here because nobody has started a thread by then
-(OMP_NUM_THREADS is 1, and the inputs are written in a fork too). ``test_wrong_inputs.py`` runs some
-of the commands both ways.
+Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds a process, and commands
+that end with a user's mistake do little else. So the imports happen once, and each command is a
+fork of that process: the script itself runs as ``__main__``, with its own ``sys.argv``, working
+directory and file descriptors 0, 1 and 2, in a session of its own. A fork is safe here because
+nobody has started a thread by then: OMP_NUM_THREADS is 1, and the inputs are written in a fork too.
+What differs from a new process: modules are there already, and the interpreter does not free them
+one by one at the end. ``test_wrong_inputs.py`` runs some of the commands both ways.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LONGEST_S = 100.0  # of one command; it is killed then
 IMPORTS = (
     "dschat.deepspeed_setup",  # NOTE first: it tells DeepSpeed which accelerator there is
     "dschat.supervised",
@@ -35,69 +44,181 @@ IMPORTS = (
     "dschat.data.tokenize",
     "dschat.data.show",
     "dschat.launch",
+    "dschat.plan.check",
     "dschat.plan.run",
     "dschat.summary",
 )
 
 
-def run(argv: list[str], folder: Path) -> None:
-    """Become ``python ARGV``; never returns."""
-    work = folder / "work"
-    work.mkdir(parents=True)
-    os.chdir(work)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    first, *words = argv
-    if first == "-c":
-        sys.argv, sys.path[0] = ["-c", *words[1:]], ""
-        exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
-    elif first == "-m":
-        sys.argv, sys.path[0] = words, os.getcwd()
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        script = str(ROOT / first)
-        sys.argv, sys.path[0] = [script, *words], str(Path(script).parent)
-        runpy.run_path(script, run_name="__main__")
-    sys.exit()
+@dataclass
+class Command:
+    """``signum`` is sent once ``when`` is so: seconds have passed, a file is there that is not
+    empty (relative to the working directory), or standard error has a text.
+    """
+
+    argv: list[str]
+    signum: int | None = None
+    after_s: float = 0.0
+    after_file: str = ""
+    after_text: str = ""
 
 
-def outcome(code: int, folder: Path) -> dict:
-    return {
-        "code": code,
-        "stdout": (folder / "stdout").read_text(errors="replace"),
-        "stderr": (folder / "stderr").read_text(errors="replace"),
-        "left": sorted(str(p.relative_to(folder)) for p in (folder / "work").rglob("*")),
+@dataclass
+class Outcome:
+    """``left``: files and folders in the working directory; ``orphans``: a process lives on."""
+
+    code: int
+    stdout: str
+    stderr: str
+    left: list[str]
+    orphans: bool
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of commands run anywhere: this checkout, offline, one thread, caches below ``folder``."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "dist")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
     }
 
 
-def fork(child, *args) -> int:
-    """Call ``child`` in a fork, which ends with it; returns its process id."""
-    pid = os.fork()
-    if pid == 0:
-        child(*args)
-        sys.exit()
-    return pid
+def run_all(folder: Path, setup: Path, commands: Sequence[Command]) -> list[Outcome]:
+    """What each command came to, two at a time."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), str(setup)],
+        input=json.dumps([asdict(command) for command in commands]),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Outcome(**outcome) for outcome in json.loads(done.stdout)]
+
+
+# -- the process that forks
 
 
 def main() -> None:
     folder, setup = Path(sys.argv[1]), sys.argv[2]
-    commands = json.load(sys.stdin)
+    commands = [Command(**command) for command in json.load(sys.stdin)]
     for name in IMPORTS:
         __import__(name)
     write_inputs = runpy.run_path(setup)["write_inputs"]
-    if os.waitpid(fork(write_inputs, folder), 0)[1]:
+    if os.waitpid(_fork(write_inputs, folder), 0)[1]:
         sys.exit("the inputs could not be written")
-    running: dict[int, int] = {}  # process id -> number of the command
-    codes: dict[int, int] = {}
-    waiting = list(enumerate(commands))
-    while waiting or running:
-        while waiting and len(running) < 2:
-            number, argv = waiting.pop(0)
-            running[fork(run, argv, folder / "runs" / str(number))] = number
-        pid, status = os.wait()
-        codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-    json.dump([outcome(codes[n], folder / "runs" / str(n)) for n in range(len(commands))], sys.stdout)
+    gc.freeze()  # collections in a fork need not copy what is shared
+    outcomes: dict[int, Outcome] = {}
+    running: dict[int, _Running] = {}
+    while len(outcomes) < len(commands):
+        number = len(outcomes) + len(running)
+        if len(running) < 2 and number < len(commands):
+            run = _Running(number, commands[number], folder / "runs" / str(number))
+            running[run.pid] = run
+            continue
+        for run in running.values():
+            run.look()
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            run = running.pop(pid)
+            outcomes[run.number] = run.outcome(os.waitstatus_to_exitcode(status))
+        else:
+            time.sleep(0.01)
+    json.dump([asdict(outcomes[n]) for n in range(len(commands))], sys.stdout)
+
+
+def _fork(child, *args) -> int:
+    """Call ``child`` in a fork, which ends with it; returns the fork's process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = _exit_code(child, *args)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)  # freeing every module touches every page: a second of work
+    return pid
+
+
+def _exit_code(child, *args) -> int:
+    """What Python does with the end of a program."""
+    try:
+        child(*args)
+    except SystemExit as stop:
+        if isinstance(stop.code, int | None):
+            return stop.code or 0
+        sys.stderr.write(f"{stop.code}\n")
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+class _Running:
+    """A command in its fork."""
+
+    def __init__(self, number: int, command: Command, folder: Path) -> None:
+        self.number, self._command, self._folder = number, command, folder
+        (folder / "work").mkdir(parents=True)
+        self._started, self._signalled = time.monotonic(), False
+        self._stdin, writer = os.pipe()  # stays open where a signal is to come
+        if command.signum is None:
+            os.close(writer)
+        self.pid = _fork(self._become)
+        os.close(self._stdin)
+
+    def _become(self) -> None:
+        os.setsid()
+        os.chdir(self._folder / "work")
+        os.dup2(self._stdin, 0)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT), number)
+        first, *words = self._command.argv
+        if first == "-c":
+            sys.argv, sys.path[0] = ["-c", *words[1:]], ""
+            exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+        elif first == "-m":
+            sys.argv, sys.path[0] = words, os.getcwd()
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            script = ROOT / first
+            sys.argv, sys.path[0] = [str(script), *words], str(script.parent)
+            runpy.run_path(str(script), run_name="__main__")
+
+    def look(self) -> None:
+        """Send the signal if it is time for it; end what hangs."""
+        seconds, command = time.monotonic() - self._started, self._command
+        if seconds > LONGEST_S:
+            os.killpg(self.pid, signal.SIGKILL)
+        if command.signum is None or self._signalled or seconds < command.after_s:
+            return
+        file = self._folder / "work" / command.after_file
+        if command.after_file and not (file.is_file() and file.stat().st_size):
+            return
+        if command.after_text in self._text("stderr"):
+            os.kill(self.pid, command.signum)
+            self._signalled = True
+
+    def outcome(self, code: int) -> Outcome:
+        work = self._folder / "work"
+        left = sorted(str(path.relative_to(work)) for path in work.rglob("*"))
+        return Outcome(code, self._text("stdout"), self._text("stderr"), left, self._ended_alone())
+
+    def _ended_alone(self) -> bool:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _text(self, name: str) -> str:
+        file = self._folder / name
+        return file.read_text(errors="replace") if file.exists() else ""
 
 
 if __name__ == "__main__":

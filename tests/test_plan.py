@@ -1,5 +1,6 @@
-"""The plan of memory: by hand, against measured peaks, against published sizes, and as a command."""
+"""The plan of memory: by hand, against measured peaks and published sizes, and as a command."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from dschat.plan.activations import run_pass
 from dschat.plan.advice import advise
 from dschat.plan.device import GIB, Device
 from dschat.plan.models import Models, Use
-from dschat.plan.run import planner
+from dschat.plan.run import log_lines, planner
 from dschat.plan.zero import Held, training_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,7 @@ OPT = {
     "13b": (5120, 40, 40, 5120, True),
     "30b": (7168, 48, 56, 7168, True),
     "66b": (9216, 64, 72, 9216, True),
+    "small": (1024, 8, 16, 1024, True),  # not OPT's, and with fewer tokens
 }
 
 
@@ -50,7 +52,7 @@ def opt(tmp_path_factory):
         config = {
             "model_type": "opt",
             "architectures": ["OPTForCausalLM"],
-            "vocab_size": 50272,
+            "vocab_size": 4096 if size == "small" else 50272,
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
@@ -159,7 +161,7 @@ def test_constants_are_those_of_the_libraries():
     assert hybrid._COPY_SHARE == rollout.COPY_SHARE
     here = "cuda" if torch.cuda.is_available() else "cpu"
     assert Buckets().max_bytes == rollout.STAGING[here]
-    rows = HuggingFaceGenerator.__init__.__defaults__[-1]
+    rows = inspect.signature(HuggingFaceGenerator).parameters["max_num_seqs"].default
     assert rows == rollout.GENERATE_ROWS
 
 
@@ -219,15 +221,14 @@ def test_few_layers_stand_for_many(opt, checkpointing, monkeypatch):
 
 
 def test_attention_keeps_no_square(opt):
-    """Twice the length, twice the activations (but for logits): nothing grows with T x T."""
+    """Twice the length, twice the activations: nothing grows with T x T."""
     use = Use(opt("350m"), "--x", "lm", BF16)
     short, long = (
-        Models().run(use, "sft", 1, length, train=True).peak(0, False, None)
-        for length in (512, 1024)
+        Models().run(use, "sft", 1, length, train=True).stretches[0] for length in (512, 1024)
     )
-    assert sum(long) == pytest.approx(2 * sum(short), rel=0.01)
-    logits = 1024 * 50272 * 2
-    assert logits <= long[1] <= 2 * logits  # and their gradient
+    head = 512 * 50272 * 2  # bytes of its gradient, whatever the length
+    assert long.live - head == pytest.approx(2 * (short.live - head), rel=0.01)
+    assert long.logits == 2 * 1024 * 50272 * 2  # and their gradient
 
 
 FAMILIES = ("llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3")
@@ -263,22 +264,31 @@ def _meta_lm(config):
 # -- against what was measured ---------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """``peaks(size, step)``: what the benchmark finds; its baselines are measured once."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import plan_against_peaks as benchmark
+
+    work, baselines = tmp_path_factory.mktemp("peaks"), {}
+    benchmark.write_texts(work)
+
+    def find(size: str, step: int) -> dict:
+        if step not in baselines:
+            benchmark.save_models(work / "negligible", benchmark.NEGLIGIBLE)
+            baselines[step] = benchmark.measured_peak(work, "negligible", step)
+        benchmark.save_models(work / size, benchmark.SIZES[size])
+        return benchmark.compare(work, size, step, baselines[step])
+
+    yield find
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("size", ["llama-22m", "opt-60m", "opt-125m"])
-def test_against_measured_peaks(tmp_path_factory, size, step, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import plan_against_peaks as peaks
-
-    work = tmp_path_factory.getbasetemp() / "peaks"
-    work.mkdir(exist_ok=True)
-    peaks.write_texts(work)
-    baselines = test_against_measured_peaks.__dict__.setdefault("baselines", {})
-    if step not in baselines:
-        peaks.save_models(work / "negligible", peaks.NEGLIGIBLE)
-        baselines[step] = peaks.measured_peak(work, "negligible", step)
-    peaks.save_models(work / size, peaks.SIZES[size])
-    found = peaks.compare(work, size, step, baselines[step])
+def test_against_measured_peaks(peaks, size, step):
+    found = peaks(size, step)
     assert abs(found["off"]) < 0.15, found
 
 
@@ -290,8 +300,11 @@ PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size
 }
 
 
+SHARED = Models(by_row=True)
+
+
 @pytest.mark.parametrize("gpu", PUBLISHED)
-def test_largest_model_of_a_gpu(opt, gpu):
+def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     """DeepSpeed-Chat's table of the largest actor that its hybrid engine trains on a single GPU.
 
     The table names GPUs and models, and no settings: neither ZeRO, offload, LoRA, precision nor
@@ -302,6 +315,7 @@ def test_largest_model_of_a_gpu(opt, gpu):
     256 + 256 tokens, 16 prompts a rollout, in micro-batches of 8. With LoRA and offloaded
     reference, 30B would fit an 80 GB device too.
     """
+    monkeypatch.setattr("dschat.plan.run.Models", lambda *_, **__: SHARED)
     gib, largest, next_size = PUBLISHED[gpu]
     fits = {}
     for size in (largest, next_size):
@@ -328,40 +342,46 @@ def test_largest_model_of_a_gpu(opt, gpu):
 # -- what to change --------------------------------------------------------------------------------
 
 
-def first_change(before, make):
+def not_fitting(fields: dict, number: int):
+    """A plan for a GPU with 0.8 of the memory that it takes, and the planner that made it."""
+    roomy, _ = planned(fields, number)
+    before, make = planned(fields, number, gib=0.8 * roomy.peak.total / GIB)
+    assert not before.fits
+    return before, make
+
+
+def check_advice(before, make):
+    """What is said to be saved is saved."""
     advice = advise(before, make)
-    first = advice[0]
-    after = make(replace(before.config, **first.change.fields))
-    return advice, first, after
+    assert 1 <= len(advice) <= 3
+    after = make(replace(before.config, **advice[0].change.fields))
+    assert advice[0].saved == before.peak.total - after.peak.total > 0
+    saved = sum(entry.saved for entry in advice)
+    assert advice[-1].after.peak.total == before.peak.total - saved
+    return advice
 
 
 def test_first_advice_saves_what_it_says(opt):
     fields = {
-        "actor_model_name_or_path": opt("1.3b"),
-        "reward_model_name_or_path": opt("350m"),
-        "per_device_training_batch_size": 16,
+        "actor_model_name_or_path": opt("small"),
+        "reward_model_name_or_path": opt("small"),
+        "max_prompt_seq_len": 64,
+        "max_answer_seq_len": 64,
     }
-    before, make = planned(fields, gib=40)
-    before = replace(before, device=replace(before.device, host_memory=None))
-    assert not before.fits
-    advice, first, after = first_change(before, make)
-    assert first.saved == before.peak.total - after.peak.total > 0
-    saved = [entry.saved for entry in advice]
-    assert advice[-1].after.peak.total == before.peak.total - sum(saved)
-    assert 1 <= len(advice) <= 3
+    before, make = not_fitting(fields, 3)
+    advice = check_advice(before, make)
     text = report.table(before, "PPO", advice)
     assert "DOES NOT FIT" in text
+    first = advice[0]
     assert f"1. {first.change.flags(3)}: saves {first.saved / GIB:.3g} GiB" in text
 
 
-def test_advice_of_the_other_steps(opt):
-    for number, config in ((1, SFTConfig), (2, RewardConfig)):
-        fields = {"model_name_or_path": opt("1.3b"), "max_seq_len": 2048}
-        before, make = planned(fields, number, gib=24)
-        assert isinstance(before.config, config)
-        _, first, after = first_change(before, make)
-        assert first.saved == before.peak.total - after.peak.total > 0
-        assert f"--step{number}." in first.change.flags(number)
+@pytest.mark.parametrize(("number", "config"), [(1, SFTConfig), (2, RewardConfig)])
+def test_advice_of_the_other_steps(opt, number, config):
+    fields = {"model_name_or_path": opt("small"), "max_seq_len": 128}
+    before, make = not_fitting(fields, number)
+    assert isinstance(before.config, config)
+    assert f"--step{number}." in check_advice(before, make)[0].change.flags(number)
 
 
 def test_fitting_plans_have_no_advice(opt):
@@ -426,17 +446,19 @@ def test_66b_on_64_devices(opt):
     assert done.fits
 
 
-def test_what_goes_wrong_is_one_line(tmp_path, monkeypatch):
-    """A run goes on without a plan."""
-    unknown = tmp_path / "unknown"
-    unknown.mkdir()
-    (unknown / "config.json").write_text(json.dumps({"model_type": "nobody-knows"}))
-    request = Request({1: {"model_name_or_path": str(unknown)}}, 1, 1)
-    (line,) = plan.log_lines(request)
+def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
+    """A run goes on without a plan: of an architecture that cannot compute without values, and of a
+    model that only the hub has.
+    """
+
+    def fail(*_):
+        raise RuntimeError("no meta kernel\nand more")
+
+    monkeypatch.setattr("dschat.plan.models.run_pass", fail)
+    request = Request({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
+    (line,) = log_lines(request)
     assert line.startswith("no plan: step 1: --model_name_or_path")
-    (unknown / "config.json").write_text("{}")
-    (line,) = plan.log_lines(request)
-    assert line.startswith("no plan:")
+    assert line.endswith("cannot be planned: no meta kernel")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (line,) = plan.log_lines(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
@@ -445,16 +467,22 @@ def test_what_goes_wrong_is_one_line(tmp_path, monkeypatch):
         plan.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
 
 
+def test_the_process_apart_says_the_line():
+    fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
+    (line,) = plan.log_lines(Request({1: fields}, 1, 1, 0.9))
+    assert line.startswith("plan: step 1: training (")
+    assert " of 0.9 GiB: " in line
+
+
 def test_plan_command(tmp_path):
-    """``train.py --plan``: a table for each step, nothing written, 0 whether it fits or not."""
+    """``train.py --plan``: a table, nothing written, 0 whether it fits or not."""
     out = tmp_path / "out"
     command = [sys.executable, str(ROOT / "train.py"), "--plan", "--output-dir", str(out)]
-    command += ["--device-memory-gib", "0.9"]
+    command += ["--step", "1", "--device-memory-gib", "0.76"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for title in ("step 1, supervised", "step 2, reward", "step 3, PPO: one process, on a GPU of"):
-        assert title in done.stdout
+    assert "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB" in done.stdout
     assert "DOES NOT FIT" in done.stdout
-    assert not out.exists()
+    assert "change first, in this order:\n    1. --step1." in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -96,7 +96,10 @@ def check_tensor_parallel(config: Any, tp_size: int) -> None:
         return
     flag = f"--inference_tp_size {tp_size}"
     if dist.world_size() % tp_size:
-        raise UserError(f"{flag} does not divide the {dist.world_size()} processes")
+        raise UserError(
+            f"{flag} does not divide the {dist.world_size()} processes; choose a divisor, or start "
+            "more of them (train.py --num-gpus)"
+        )
     try:
         check_shares(model_spec(config), tp_size)
     except UnsupportedModel as reason:

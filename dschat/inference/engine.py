@@ -28,7 +28,7 @@ from dschat.inference.runner import StepRunner
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.inference.weights import Weights
-from dschat.rollout import Rollout, SamplingParams
+from dschat.rollout import Rollout, SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")
 
@@ -98,6 +98,8 @@ class InferenceEngine:
         self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
+        if kv_cache_gib is not None:
+            self._num_pages()  # a cache that holds nothing is refused before weights come
         self._decoder: Decoder | None = None
         self._use_graphs = cuda_graphs and device.type == "cuda"
         self._runner: StepRunner | None = None
@@ -126,6 +128,8 @@ class InferenceEngine:
         except (OSError, ValueError) as error:
             checkpoint_stream(path)  # says it better where there is no such folder
             raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+        if "ForSequenceClassification" in str(config.architectures):
+            raise UserError(f"{path} is a reward model, which scores and does not talk; name an LM")
         stops = config.eos_token_id
         try:
             generation = GenerationConfig.from_pretrained(path)
@@ -273,8 +277,8 @@ class InferenceEngine:
         """What is wrong with the first prompt that cannot be answered, in one line."""
         cache = self.cache  # NOTE made by all ranks of a group together, prompts or not
         for i, (ids, _, limit) in enumerate(entries):
-            if not ids:
-                return f"prompt {i} is empty; a prompt needs at least one token"
+            if (fault := prompt_problem(i, ids)) is not None:
+                return fault
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 wrong = next(t for t in ids if not 0 <= t < self.spec.vocab_size)
                 return (

@@ -92,7 +92,7 @@ def _empty(
     except (ValueError, ImportError) as error:
         if not attn_implementation:
             raise
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
         raise UserError(
             f"--attn_implementation {attn_implementation}: {name_or_path} cannot use it here "
             f"({reason}); sdpa and eager always work"

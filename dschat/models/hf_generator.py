@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from dschat.config import UserError
-from dschat.rollout import Rollout, SamplingParams
+from dschat.rollout import Rollout, SamplingParams, prompt_problem
 from dschat.sampling import sample, uniforms
 
 
@@ -104,8 +104,8 @@ class HuggingFaceGenerator:
 
     def _check(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"prompt {i} is empty; a prompt needs at least one token")
+            if (fault := prompt_problem(i, prompt)) is not None:
+                raise UserError(fault)
             if self.max_positions and len(prompt) + sampling.max_new_tokens > self.max_positions:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens; with max_new_tokens "

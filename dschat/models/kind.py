@@ -60,15 +60,20 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if not path.is_dir():
-            reason = ": no such folder, and no such model on the hub"
+        if path.is_file():
+            reason = " is a file; name the folder of a checkpoint"
+        elif not path.is_dir():
+            reason = ": no such folder, and no such model on the hub; check the name"
         elif not trust_remote_code and brings_code(name_or_path):
             reason = (
                 " brings its own Python code, which is not run unless you ask for it: read it, "
                 "and pass --trust_remote_code if you trust it"
             )
         else:
-            reason = ": its config.json is missing or not one that transformers knows"
+            reason = (
+                ": its config.json is missing or not one that transformers knows; name a folder "
+                "that save_pretrained wrote"
+            )
         raise UserError(f"{flag} {name_or_path}{reason}") from error
 
 
@@ -199,8 +204,11 @@ def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
             return set(index)
         return {key for file in files for key in _keys_of(file)}
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, EOFError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
+        reason = next(iter(str(error).split(". Checkout")[0].splitlines()), type(error).__name__)
+        raise UserError(
+            f"{flag} {name_or_path}: its weights cannot be read: {reason}; copy or download it "
+            "again"
+        ) from error
     except pickle.UnpicklingError as error:
         raise refused_pickle(name_or_path, flag) from error
 

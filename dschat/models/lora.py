@@ -61,7 +61,9 @@ def prepare_for_training(
 ) -> nn.Module:
     """What a loaded model needs before an engine wraps it: checkpointing, and adapters if any."""
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23's name for it, or the one before
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not lora_dim:
         return model
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)

@@ -75,6 +75,9 @@ def read_tokenizer(
                 f"only a vocabulary is there, as DeepSpeed-Chat saved it, and the tokenizer it is "
                 f"from ({home}) cannot be had; copy that one's tokenizer files into the folder"
             )
+        elif any(Path(name_or_path).glob("tokenizer*")):
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"its tokenizer cannot be read ({first}); copy or download it again"
         else:
             reason = (
                 "no tokenizer there, in a folder or on the hub; save one with the model "

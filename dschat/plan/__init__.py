@@ -82,7 +82,11 @@ def tables(request: Request) -> str:
 
 
 def log_lines(request: Request) -> list[str]:
-    """The plan in short, a line a step. Whatever goes wrong is one line too: a run goes on."""
+    """The plan in short, a line a step. Whatever goes wrong with it is one line too: a run goes on.
+
+    Raises:
+        UserError: a step names data or a checkpoint on this machine that it cannot use.
+    """
     for name in sorted(request.base_models):
         if not _is_here(name):
             return [f"no plan: the configuration of {name} is not here, and the hub is off line"]
@@ -104,6 +108,8 @@ def log_lines(request: Request) -> list[str]:
     if lines and done.returncode == 0:
         return lines
     reason = (done.stderr.strip() or "it ended without a word").splitlines()[-1]
+    if done.returncode == 2 and reason.startswith("error: "):
+        raise UserError(reason.removeprefix("error: "))
     return [*lines, f"no plan: {reason}"]
 
 
@@ -115,7 +121,9 @@ def _is_here(name: str) -> bool:
     if folder.is_dir():
         try:
             return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
-        except (OSError, ValueError):
+        except ValueError:
+            return True  # broken, which planning says
+        except OSError:
             return False
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("1", "ON", "YES", "TRUE"):
         return True

@@ -1,11 +1,23 @@
-"""``python -m dschat.plan``: a request as JSON on stdin, the log's lines on stdout."""
+"""``python -m dschat.plan``: a request as JSON on stdin, the log's lines on stdout.
+
+Exit code 2 and one line on standard error where a step could not run at all.
+"""
 
 import sys
 
+from dschat import cli
 from dschat.plan import Request
+from dschat.plan.check import check
 from dschat.plan.run import log_lines
 
-if __name__ == "__main__":
-    for line in log_lines(Request.from_json(sys.stdin.read())):
+
+def main() -> None:
+    request = Request.from_json(sys.stdin.read())
+    check(request)
+    for line in log_lines(request):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    cli.run(main)

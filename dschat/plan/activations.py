@@ -72,25 +72,25 @@ class Pass:
             best = max(best, here, key=sum)
         return best
 
-    def deeper(self, shallower: "Pass", num_layers: int) -> "Pass":
-        """This pass for ``num_layers`` more equal layers; ``shallower`` is of one layer less.
+    def extended(self, smaller: "Pass", steps: int) -> "Pass":
+        """This pass with ``steps`` more equal layers, or more rows; ``smaller`` has one less.
 
-        What is live grows by the same amount with every layer below, and shrinks by it with every
-        layer that the backward pass has left behind. So of the layers in between the first and the
-        last tell all, and those are found by counting from either end.
+        All that lives grows by the same amount with every row of the batch. With every layer too,
+        before the backward pass reaches it; so of the layers between the first and the last these
+        two tell all, and they are found by counting from either end.
         """
-        ours, theirs = self.stretches, shallower.stretches
+        ours, theirs = self.stretches, smaller.stretches
         first = len(theirs) // 2 if len(ours) > len(theirs) else len(theirs)
         last = len(theirs) - first
         pairs = list(zip(ours[:first], theirs[:first], strict=True))
         pairs += zip(ours[len(ours) - last :], theirs[first:], strict=True)
-        stretches = tuple(
-            Stretch(
-                *(a + num_layers * (a - b) for a, b in zip(astuple(x), astuple(y), strict=True))
-            )
-            for x, y in pairs
-        )
-        return Pass(stretches, self.small + num_layers * (self.small - shallower.small))
+
+        def grown(large: Stretch, small: Stretch) -> Stretch:
+            both = zip(astuple(large), astuple(small), strict=True)
+            return Stretch(*(a + steps * (a - b) for a, b in both))
+
+        small = self.small + steps * (self.small - smaller.small)
+        return Pass(tuple(grown(*pair) for pair in pairs), small)
 
 
 def run_pass(

@@ -12,7 +12,6 @@ from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.plan.modes import StepPlan
 
 Plan = Callable[[CommonConfig], StepPlan]
-_MOST = 3
 
 
 @dataclass(frozen=True)
@@ -36,22 +35,23 @@ class Advice:
     after: StepPlan
 
 
-def advise(before: StepPlan, plan: Plan) -> list[Advice]:
-    """The first things to change, until it fits: each the one that saves most for least pain.
+def advise(before: StepPlan, plan: Plan, most: int = 3) -> list[Advice]:
+    """At most ``most`` things to change, until it fits: each saves most for least pain.
 
     What it saves counts as far as it is needed, so that a gentle change that is enough comes before
     a harsh one that saves more.
     """
     found: list[Advice] = []
-    while not before.fits and len(found) < _MOST:
-        best, most = None, 0.0
+    while not before.fits and len(found) < most:
+        best, best_gain = None, 0.0
         for change in _changes(before):
             after = _with(before, change, plan)
             if after is None:
                 continue
             gain = (before.excess - after.excess) / change.pain
-            if gain > most:
-                best, most = Advice(change, before.peak.total - after.peak.total, after), gain
+            if gain > best_gain:
+                best_gain = gain
+                best = Advice(change, before.peak.total - after.peak.total, after)
         if best is None:
             break
         found.append(best)

@@ -12,8 +12,8 @@ import torch
 
 GIB = 2**30
 
-# What a process holds before any model, measured: Python with torch, transformers and DeepSpeed on
-# a CPU; on a GPU the CUDA context and the workspaces of cuBLAS and NCCL.
+# What a process holds before any model: on a CPU Python with torch, transformers, DeepSpeed and its
+# data, as measured; on a GPU an allowance for the CUDA context, cuBLAS and NCCL.
 LIBRARIES = {"cpu": 0.5 * GIB, "cuda": 0.75 * GIB}
 
 
@@ -37,9 +37,13 @@ class Device:
 
 
 def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
-    """A GPU of ``device_memory_gib``; else this machine's GPU, or its share of a CPU's memory."""
-    free = available_memory() // processes_here
+    """A GPU of ``device_memory_gib``; else this machine's GPU, or its share of a CPU's memory.
+
+    A GPU that is asked for where there is none is in another machine, of unknown host memory.
+    """
+    free: int | None = available_memory() // processes_here
     if device_memory_gib is not None:
+        free = free if torch.cuda.is_available() else None
         name = f"a GPU of {device_memory_gib:g} GiB (--device_memory_gib)"
         return Device("cuda", int(device_memory_gib * GIB), free, name, processes_here)
     if torch.cuda.is_available():

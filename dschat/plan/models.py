@@ -9,7 +9,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from dschat.models.reward import ScoreModel
 from dschat.plan.activations import LARGE_BLOCK, Pass, Work, run_pass
 
 _SHALLOW = 4  # layers of the model whose pass stands for that of a deeper one
+_FEW_ROWS = 3  # of a batch that stands for a larger one
 # What an architecture may raise where weights and activations have shapes and no values.
 _FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
 
@@ -41,7 +42,7 @@ class Use:
     """A checkpoint as a step uses it. What does not change a size is left out."""
 
     name: str
-    flag: str
+    flag: str = field(compare=False)  # that names it, in messages
     kind: Literal["lm", "score"]
     dtype: torch.dtype
     dropout: float | None = None
@@ -71,14 +72,18 @@ class Sizes:
 
 
 class Models:
-    """Sizes and passes by `Use`, each found once. ``made_from``: folder -> what a step makes it
-    from, for checkpoints that do not exist yet.
+    """Sizes and passes by `Use`, each found once.
+
+    Args:
+        made_from: folder -> what a step makes it from, for checkpoints that do not exist yet.
+        by_row: in passes without gradients find what a row of the batch takes and multiply, which
+            is quicker; not for a CPU, where the size of single blocks matters.
     """
 
-    def __init__(self, made_from: Mapping[str, str] | None = None) -> None:
-        self._made_from = dict(made_from or {})
+    def __init__(self, made_from: Mapping[str, str] | None = None, by_row: bool = False) -> None:
+        self._made_from, self._by_row = dict(made_from or {}), by_row
         self._sized = cache(self._sizes)
-        self.run = cache(self._run)
+        self._ran = cache(self._run)
         self._config = cache(self._load_config)
 
     def config(self, use: Use) -> PretrainedConfig:
@@ -113,11 +118,23 @@ class Models:
         more = depth - _SHALLOW
         trained = few.trained + more * (few.trained - fewer.trained)
         in_small = few.in_small + more * (few.in_small - fewer.in_small)
-        head = self.config(use).get_text_config().hidden_size if use.kind == "score" else 0
+        # A score head is trained as it is, and is in the base already.
+        head = self._module(use.frozen, 1).model.score.weight.numel() if use.kind == "score" else 0
         return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
 
-    def _run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
+    def run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
         """The memory of ``work`` on (num_rows, seq_len) tokens; see `activations.run_pass`."""
+        if not train:
+            use = replace(use, dropout=0.0, gradient_checkpointing=False)
+        # NOTE: with gradients the fullest moment may be another one where rows are few.
+        if train or not self._by_row or num_rows <= _FEW_ROWS:
+            return self._ran(use, work, num_rows, seq_len, train)
+        some, fewer = (
+            self._ran(use, work, rows, seq_len, train) for rows in (_FEW_ROWS, _FEW_ROWS - 1)
+        )
+        return some.extended(fewer, num_rows - _FEW_ROWS)
+
+    def _run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
         text = self.config(use).get_text_config()
 
         def run(num_layers: int | None) -> Pass:
@@ -127,8 +144,7 @@ class Models:
         try:
             if text.num_hidden_layers <= _SHALLOW:
                 return run(None)
-            shallow, shallower = run(_SHALLOW), run(_SHALLOW - 1)
-            return shallow.deeper(shallower, text.num_hidden_layers - _SHALLOW)
+            return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
         except _FORWARD_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error

@@ -34,7 +34,7 @@ def log_lines(request: Request) -> Iterator[str]:
     for number in sorted(request.steps):
         try:
             plan = planned(request.config(number))
-            yield report.line(plan, advise(plan, planned))
+            yield report.line(plan, advise(plan, planned, most=1))
         except UserError as error:
             yield f"no plan: step {number}: {error}"
 
@@ -42,7 +42,7 @@ def log_lines(request: Request) -> Iterator[str]:
 def planner(request: Request) -> Callable[[CommonConfig], StepPlan]:
     """A function from a step's configuration to its plan on the request's device."""
     device = find_device(request.device_memory_gib, request.processes_here)
-    models = Models(request.made_from)
+    models = Models(request.made_from, by_row=device.on_gpu)
 
     def plan(config: CommonConfig) -> StepPlan:
         step = RLHFStep if isinstance(config, RLHFConfig) else SupervisedStep

@@ -64,7 +64,8 @@ def find_checkpoints(
     actor_config = load_config(actor, ACTOR, trust)
     require_causal_lm(actor_config, actor, ACTOR)
     check_tensor_parallel(actor_config, args.inference_tp_size)
-    attention, lora = args.attn_implementation, args.actor_lora_modules if args.actor_lora_dim else ()
+    attention = args.attn_implementation
+    lora = args.actor_lora_modules if args.actor_lora_dim else ()
     check_fit(actor_config, actor, ACTOR, "lm", attention, lora, "--actor_lora_modules")
 
     # One name for both is called by the flag that most users give it with.

@@ -8,6 +8,7 @@ out. It must not know PPO: losses, advantages and the order of things are the tr
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
 from dschat.checkpoint import export_adapter, export_hf
-from dschat.config import RLHFConfig
+from dschat.config import RLHFConfig, UserError
 from dschat.deepspeed_setup import (
     ZeroSettings,
     initialize_frozen,
@@ -80,6 +81,15 @@ class DeepSpeedRLHFEngine:
     ) -> None:
         dist.init()
         self.args = RLHFConfig.from_namespace(args if args is not None else {})
+        names = str(actor_model_name_or_path), str(critic_model_name_or_path)
+        replace(
+            self.args, actor_model_name_or_path=names[0], critic_model_name_or_path=names[1]
+        ).validate()
+        if getattr(tokenizer, "eos_token_id", None) is None:
+            raise UserError(
+                f"tokenizer {type(tokenizer).__name__} is no tokenizer with an EOS token; give the "
+                "actor's: AutoTokenizer.from_pretrained(...)"
+            )
         self.tokenizer = tokenizer
         self.checkpoints = find_checkpoints(
             actor_model_name_or_path, critic_model_name_or_path, self.args, tokenizer

@@ -10,13 +10,14 @@ micro-batches; so the update is the same however the batch is cut.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dschat import dist
-from dschat.config import RLHFConfig
+from dschat.config import RLHFConfig, UserError
 from dschat.data.collate import pad_right
 from dschat.losses import (
     AdaptiveKL,
@@ -45,7 +46,7 @@ from dschat.rlhf.reporting import (
     training_metrics,
 )
 from dschat.rlhf.rewards import token_rewards
-from dschat.rollout import SamplingParams
+from dschat.rollout import SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")
 
@@ -199,6 +200,8 @@ class DeepSpeedPPOTrainer:
         Returns the mean actor and critic losses; `metrics` has the rest. Raises
         ``FloatingPointError`` after ``max_bad_steps`` steps in a row whose gradient is not finite.
         """
+        if not isinstance(experience, Experience):
+            raise UserError("train_rlhf learns from what generate_experience returned")
         args, started = self.args, time.perf_counter()
         rate = learning_rate(self.engine.actor)
         warming_up = self.iteration < args.critic_warmup_steps
@@ -317,9 +320,14 @@ def _add(sums: dict[str, float], part: dict[str, float]) -> None:
 
 
 def _prompt_lists(batch: PromptBatch) -> list[list[int]]:
-    """Prompts without padding, whichever form they came in."""
+    """Prompts without padding, whichever form they came in; ``UserError`` where it is none."""
     if not isinstance(batch, Mapping):
-        return [list(map(int, prompt)) for prompt in batch]
+        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
+        for problem in filter(None, map(prompt_problem, count(), prompts)):
+            raise UserError(problem)
+        return [list(map(int, prompt)) for prompt in prompts]
+    if "input_ids" not in batch:
+        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is None:
         return ids.tolist()

@@ -1,0 +1,84 @@
+"""What would end a step, found before the one before it has trained.
+
+A request comes in; nothing goes out, or the ``UserError`` of the first step that names data or a
+checkpoint it cannot use. Only what lies on this machine is looked at: first rows, configurations
+and names of weights. Nothing is loaded, downloaded or written. It must not know how memory is
+counted.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dschat.config import RLHFConfig, SupervisedConfig, UserError
+from dschat.data.adapters import PURPOSES
+from dschat.data.read import looks_like_file
+from dschat.data.sources import load_source, named_held_out, parse_spec
+from dschat.models.fit import check_fit, check_positions
+from dschat.models.kind import load_config, require_causal_lm, require_score_head
+from dschat.models.tokenizer import load_tokenizer
+from dschat.plan import Request
+from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
+
+BASE = "--model_name_or_path"
+
+
+def check(request: Request) -> None:
+    """Raise ``UserError``, with the number of the step, for what a step cannot train on."""
+    for number in sorted(request.steps):
+        config = request.config(number)
+        try:
+            _check_data(config, number)
+            if isinstance(config, RLHFConfig):
+                _check_rlhf(config)
+            else:
+                _check_base(config, number, request)
+        except UserError as error:
+            raise UserError(f"step {number}: {error}") from error
+
+
+def _check_data(config, number: int) -> None:
+    """The sources that are files: found, with columns that this step can use."""
+    purpose = PURPOSES[number - 1]
+    for spec in config.data_path:
+        if looks_like_file(parse_spec(spec)[0]):
+            load_source(spec, config, purpose)
+    if all(looks_like_file(parse_spec(spec)[0]) for spec in config.eval_data_path or ()):
+        named_held_out(config, purpose)
+
+
+def _check_base(config: SupervisedConfig, number: int, request: Request) -> None:
+    """The model that step 1 or 2 starts from, and its tokenizer."""
+    name = str(Path(config.model_name_or_path).expanduser())
+    if name in request.made_from or not _is_there(name):
+        return
+    trust = config.trust_remote_code
+    model_config = load_config(name, BASE, trust)
+    require = require_causal_lm if number == 1 else require_score_head
+    require(model_config, name, BASE)
+    # Whether the steps' machines have its attention is theirs to say.
+    lora = config.lora_modules if config.lora_dim else ()
+    check_fit(model_config, name, BASE, "lm" if number == 1 else "score", None, lora)
+    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
+    if config.tokenizer_name_or_path is None:
+        load_tokenizer(name, BASE, trust, config.end_of_turn, config.chat_template)
+
+
+def _check_rlhf(config: RLHFConfig) -> None:
+    """Step 3's models, where no step makes any of them: they must fit each other."""
+    names = (
+        config.actor_model_name_or_path,
+        config.critic_model_name_or_path,
+        config.reward_model_name_or_path,
+    )
+    if not all(_is_there(name) for name in names):
+        return
+    actor = names[0]
+    here = replace(config, inference_tp_size=1, attn_implementation=None)  # of one process
+    tokenizer = load_tokenizer(
+        actor, ACTOR, config.trust_remote_code, config.end_of_turn, config.chat_template
+    )
+    check_lengths(find_checkpoints(actor, names[1], here, tokenizer), here)
+
+
+def _is_there(name: str) -> bool:
+    return (Path(name).expanduser() / "config.json").is_file()

@@ -1,0 +1,74 @@
+"""Ctrl-C and SIGTERM, at whatever moment: one line, 130 or 143, no process and no model left.
+
+The commands are real, each in a fork (``forked.py``); train.py, which starts processes itself, has
+its own such tests in ``test_launch.py``.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import forked
+import pytest
+
+ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+STEP1 = "step1_sft/main.py --output_dir out --max_seq_len 64 --model_name_or_path {f}/llama"
+STEP3 = (
+    "step3_rlhf/main.py --output_dir out --max_prompt_seq_len 8 --max_answer_seq_len 8 "
+    "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
+    "--actor_model_name_or_path {f}/llama --critic_model_name_or_path {f}/llama_reward"
+)
+MOMENTS = {  # a command, and when the signal comes
+    "loading": (f"{STEP1} --data_path {{f}}/many.jsonl", {"after_s": 0.4}),
+    "training": (
+        f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000",
+        {"after_file": "out/metrics.jsonl"},
+    ),
+    "training, step 3": (
+        f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000",
+        {"after_file": "out/metrics.jsonl"},
+    ),
+    "chat": ("chat.py --path {f}/llama", {"after_text": "InferenceEngine"}),
+}
+CASES = [(moment, signum) for moment in MOMENTS for signum in ENDS]
+
+
+def write_inputs(folder: Path) -> None:
+    import tiny_models
+
+    for name in ("llama", "llama_reward"):
+        tiny_models.ensure(folder, name)
+    for name, count in (("few", 60), ("many", 100_000)):
+        rows = (
+            json.dumps({"prompt": f"w{i % 60} w{i}", "chosen": "w3", "rejected": "w4"})
+            for i in range(count)
+        )
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interrupts")
+    commands = []
+    for moment, signum in CASES:
+        command, when = MOMENTS[moment]
+        commands.append(forked.Command(command.format(f=folder).split(), signum, **when))
+    return dict(zip(CASES, forked.run_all(folder, Path(__file__), commands), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("moment", "signum"), CASES, ids=[f"{moment}, {s.name}" for moment, s in CASES]
+)
+def test_one_line_and_nothing_half(outcomes, moment, signum):
+    outcome = outcomes[moment, signum]
+    code, word = ENDS[signum]
+    assert outcome.code == code, outcome.stderr[-2000:]
+    *before, last = outcome.stderr.splitlines()
+    assert last == word
+    assert all(line[2:3] == ":" for line in before), before  # the log's, each with its time
+    assert not outcome.orphans
+    models = [name for name in outcome.left if "safetensors" in name or ".saving" in name]
+    assert not models
+    assert "out/COMPLETE" not in outcome.left
+    if moment == "loading":
+        assert (before, outcome.left) == ([], [])
