@@ -92,10 +92,13 @@ def load_chat(config: ChatConfig) -> "Chat":
     """
     name = _causal_lm(config.path, config.trust_remote_code)
 
+    from dschat.models.fit import check_fit
+    from dschat.models.kind import load_config
     from dschat.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(name, "--path", config.trust_remote_code)
     check_system(tokenizer, config.system)
+    check_fit(load_config(name, "--path", config.trust_remote_code), name, "--path", "lm")
     dtype = _resolve_dtype(config.dtype)
     generator, stops = _load_generator(name, config, dtype, tokenizer)
     precision = str(dtype).removeprefix("torch.")
@@ -339,13 +342,10 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
         raise UserError(f"--path {path}: no such folder; check the path")
 
     from dschat.builtin_model import resolve_model
-    from dschat.models.fit import check_fit
     from dschat.models.kind import load_config, require_causal_lm
 
     name = resolve_model(path)
-    config = load_config(name, "--path", trust_remote_code)
-    require_causal_lm(config, name, "--path")
-    check_fit(config, name, "--path", "lm")
+    require_causal_lm(load_config(name, "--path", trust_remote_code), name, "--path")
     return name
 
 

@@ -193,6 +193,9 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(SupervisedConfig):
     """Step 2."""
 
+    num_padding_at_beginning: Optional[int] = flag(
+        None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
+    )
     shuffle_labels: bool = flag(
         False,
         "Swap chosen and rejected at random in training: the control that must learn nothing.",
@@ -215,6 +218,9 @@ class RLHFConfig(RolloutConfig, CommonConfig):
         "",
         "The reward model (step 2's folder); default: --critic_model_name_or_path. With another "
         "tokenizer than the actor's it reads the text anew, and the critic starts as the actor.",
+    )
+    num_padding_at_beginning: Optional[int] = flag(
+        None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
     )
     # learning
     per_device_training_batch_size: int = flag(

@@ -57,10 +57,7 @@ def _type_problem(value: Any, hint: Any) -> str:
         known = isinstance(value, str) and value in choices
         return "" if known else f"is not one of {', '.join(map(str, choices))}"
     if kind in (list, tuple):
-        if not isinstance(value, (list, tuple)):
-            return "is not a list"
-        problems = (_type_problem(item, choices[0]) for item in value)
-        return next((f"holds what {problem}" for problem in problems if problem), "")
+        return _list_problem(value, choices[0], may_be_empty=kind is tuple)
     if hint is bool:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if hint is int:
@@ -73,7 +70,23 @@ def _type_problem(value: Any, hint: Any) -> str:
         return "" if _is_finite(value) else "is not a finite number"
     if not isinstance(value, (str, os.PathLike)):
         return "is not text"
+    if str(value) == "--":  # which command lines read as the end of flags
+        return "is no name"
     return "holds a null character" if "\0" in str(value) else ""
+
+
+def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:
+    if not isinstance(value, (list, tuple)):
+        return "is not a list"
+    if not value and not may_be_empty:
+        return "is empty; leave it out, or name at least one"
+    for item in value:
+        problem = _type_problem(item, hint)
+        if problem:
+            return f"holds what {problem}"
+        if hint is str and str(item).startswith("-"):
+            return f"holds {item}, which a command line takes for a flag; a file is ./{item}"
+    return ""
 
 
 def _is_finite(value: Any) -> bool:

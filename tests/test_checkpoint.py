@@ -9,8 +9,7 @@ from step_cases import probe_logprobs
 from tiny_models import EOS, causal_lm, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dschat.checkpoint import COMPLETE, claim_output_dir, export_hf, mark_complete
-from dschat.config import UserError
+from dschat.checkpoint import export_hf
 from dschat.hybrid.stream import weight_stream
 
 CPU = torch.device("cpu")
@@ -84,16 +83,16 @@ def test_an_export_that_fails_leaves_the_old_one_alone(tmp_path):
 
     def broken():
         yield "lm_head.weight", torch.zeros(64, 32)
-        raise ZeroDivisionError
+        raise KeyboardInterrupt
 
     for folder in ("out", "new"):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(KeyboardInterrupt):
             export_hf(tmp_path / folder, broken(), model.config, tokenizer(), "LlamaForCausalLM")
     assert not (tmp_path / "new").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
     export(tmp_path / "new", model)
-    assert {p.name for p in tmp_path.iterdir()} == {"out", "new", ".out.saving"}
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "new"}
 
 
 def test_the_stream_may_reuse_its_buffer(tmp_path):
@@ -107,22 +106,3 @@ def test_the_stream_may_reuse_its_buffer(tmp_path):
     export_hf(tmp_path / "out", reusing(), model.config, tokenizer(), "LlamaForCausalLM")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
-
-
-def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
-    folder = tmp_path / "deep" / "step1"
-    claim_output_dir(folder, overwrite=False)
-    claim_output_dir(folder, overwrite=False)  # an unfinished one may be taken again
-    mark_complete(folder)
-    with pytest.raises(
-        UserError, match="--output_dir .* holds a finished step.*--overwrite_output_dir"
-    ):
-        claim_output_dir(folder, overwrite=False)
-    claim_output_dir(folder, overwrite=True)
-    assert not (folder / COMPLETE).exists()
-
-
-def test_an_output_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output_dir .* cannot be made"):
-        claim_output_dir(tmp_path / "file" / "below", overwrite=False)

@@ -1,5 +1,7 @@
 """Flags, YAML and mistakes: what a dataclass's command line accepts, and how it refuses."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -143,7 +145,8 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
     [
         ("leraning_rate: 1", "unknown key leraning_rate; did you mean learning_rate?"),
         ("seed: many", "--seed 'many' is not a whole number"),
-        ("seed: [1, 2]", "unexpected argument '2'"),
+        ("seed: [1, 2]", "seed takes one value, not a list"),
+        ("seed: 2020-13-01", "broken YAML: month must be in 1..12"),
         ("seed: {a: 1}", "seed takes a value, not a mapping"),
         ("a: 1\nb: [", "broken YAML at line"),
         ("- a", "must be a mapping"),
@@ -181,6 +184,18 @@ def test_exit_codes(capsys):
     assert exits_with(lambda: 7, capsys) == (7, "")
     assert exits_with(raises(UserError("--x is\nwrong")), capsys) == (2, "error: --x is wrong\n")
     assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "interrupted\n")
+    assert exits_with(raises(FloatingPointError("nan")), capsys) == (1, "error: nan\n")
+
+
+def test_sigterm_is_one_line_unless_train_py_speaks(capsys, monkeypatch):
+    def terminated():
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert exits_with(terminated, capsys) == (143, "terminated\n")
+    monkeypatch.setenv(cli.LAUNCHED_BY, str(os.getppid()))
+    assert exits_with(terminated, capsys) == (143, "")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_bug_keeps_its_traceback():

@@ -399,12 +399,18 @@ def wait_for(condition, seconds: float) -> bool:
     return condition()
 
 
-def interrupted(argv: list[str], signals: list[int], **variables: str) -> tuple[int, list[int]]:
-    """train.py's exit code after ``signals``, and the processes that its first step had started."""
+def interrupted(
+    argv: list[str], signals: list[int], **variables: str
+) -> tuple[int, str, list[int]]:
+    """train.py's exit code after ``signals``, what it said on standard error, and the processes
+    that its first step had started.
+    """
     run = subprocess.Popen(
         [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
         env=environment(HANG="step1_sft", **variables),
         start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     pids = Path("out/step1_sft/pids")
     assert wait_for(pids.exists, 60)
@@ -413,7 +419,8 @@ def interrupted(argv: list[str], signals: list[int], **variables: str) -> tuple[
     for signum in signals:
         run.send_signal(signum)  # to train.py alone: passing it on is its own work
         time.sleep(0.5)
-    return run.wait(timeout=30), started
+    _, said = run.communicate(timeout=30)
+    return run.returncode, said, started
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -427,8 +434,8 @@ def interrupted(argv: list[str], signals: list[int], **variables: str) -> tuple[
     ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored"],
 )
 def test_interruption_leaves_no_orphan(tree, signals, code, variables):
-    returned, started = interrupted([], signals, **variables)
-    assert returned == code
+    returned, said, started = interrupted([], signals, **variables)
+    assert (returned, said) == (code, "interrupted\n" if code == 130 else "terminated\n")
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
 
 
@@ -487,6 +494,6 @@ def test_train_py_is_not_a_task_itself(tree, monkeypatch):
 @pytest.mark.dist
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
-    returned, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
-    assert returned == 130
+    returned, said, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
+    assert (returned, said.splitlines()[-1]) == (130, "interrupted")
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from dschat.config import UserError
 
@@ -24,14 +25,16 @@ def add_lora(
     only_optimize_lora: bool,
     flag: str,
 ) -> PeftModel:
-    """Wrap ``model`` in adapters of ``rank`` on ``modules`` (PEFT's names or all-linear).
+    """Wrap ``model`` in adapters of ``rank`` on ``modules``: PEFT's names, all-linear, or a part of
+    the path with a dot at its end (``decoder.layers.``: every linear layer below it, as
+    DeepSpeed-Chat's scripts say it).
 
     The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the
     rest of the model is trained besides, as DeepSpeed-Chat did.
     """
-    targets: str | list[str] = modules[0] if len(modules) == 1 else modules
-    if isinstance(targets, str) and targets != "all-linear":
-        targets = [targets]
+    targets: str | list[str] = "all-linear"
+    if modules != ["all-linear"]:
+        targets = [target for name in modules for target in _targets(model, name)]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,
@@ -48,6 +51,15 @@ def add_lora(
         if not only_optimize_lora or ".score." in f".{name}":
             parameter.requires_grad_(True)
     return wrapped
+
+
+def _targets(model: nn.Module, name: str) -> list[str]:
+    """``name``, or the linear layers below it."""
+    if not name.endswith("."):
+        return [name]
+    kinds = (nn.Linear, Conv1D)
+    below = [n for n, m in model.named_modules() if isinstance(m, kinds) and name in n]
+    return below or [name]
 
 
 def prepare_for_training(

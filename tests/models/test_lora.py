@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from step_cases import PROBES, probe_logprobs
 from tiny_models import causal_lm, score_model
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from dschat.config import UserError
 from dschat.hybrid.stream import weight_stream
@@ -97,3 +99,23 @@ def test_names():
     )
     assert unwrapped_name("model.norm.weight") == "model.norm.weight"
     assert len(PROBES) > 1
+
+
+def test_a_part_of_a_path_means_the_linear_layers_below_it():
+    """As DeepSpeed-Chat's scripts name them: ``--actor_lora_module_name decoder.layers.``"""
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "vocab_size": 50}
+    config = OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    wrapped = add_lora(model, 2, 0.0, ["decoder.layers."], True, "--lora_modules")
+    adapted = {n for n, m in wrapped.named_modules() if isinstance(m, LoraLayer)}
+    assert len(adapted) == 2 * 6
+    assert all(".decoder.layers." in name for name in adapted)
+    with pytest.raises(UserError, match="encoder.layers."):
+        add_lora(
+            AutoModelForCausalLM.from_config(config),
+            2,
+            0.0,
+            ["encoder.layers."],
+            True,
+            "--lora_modules",
+        )

@@ -1,0 +1,45 @@
+"""A step's folder: refused before anything loads, and without a trace; claimed; marked."""
+
+from pathlib import Path
+
+import pytest
+
+from dschat.config import UserError
+from dschat.output_dir import COMPLETE, check_output_dir, claim_output_dir, mark_complete
+
+
+def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
+    folder = tmp_path / "deep" / "step1"
+    check_output_dir(folder, overwrite=False)
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing
+    claim_output_dir(folder)
+    check_output_dir(folder, overwrite=False)  # an unfinished one may be taken again
+    mark_complete(folder)
+    with pytest.raises(
+        UserError, match="--output_dir .* holds a finished step.*--overwrite_output_dir"
+    ):
+        check_output_dir(folder, overwrite=False)
+    check_output_dir(folder, overwrite=True)
+    assert (folder / COMPLETE).exists()  # what fails before training leaves the old model finished
+    claim_output_dir(folder)
+    assert not (folder / COMPLETE).exists()
+
+
+@pytest.mark.parametrize("below", ["", "below", "two/below"])
+def test_a_file_in_the_way(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output_dir .* a file is in its way; choose another"):
+        check_output_dir(tmp_path / "file" / below, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that root cannot write")
+def test_a_folder_that_nobody_can_write():
+    with pytest.raises(UserError, match="--output_dir /proc/x/out cannot be written: .*choose"):
+        check_output_dir("/proc/x/out", overwrite=True)
+
+
+def test_a_dangling_link_is_in_the_way(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="a file is in its way"):
+        check_output_dir(tmp_path / "link", overwrite=True)
