@@ -49,7 +49,9 @@ class _TqdmHandler(logging.Handler):
         if self._held is not None:
             self._held.append(record)
         else:
-            tqdm.write(self.format(record), file=sys.stderr)
+            # NOTE one write: Ctrl-C between a line and its end would put its own line beside it.
+            with tqdm.external_write_mode(file=sys.stderr):
+                sys.stderr.write(self.format(record) + "\n")
 
     def hold(self, seconds: float) -> None:
         self._held = []
