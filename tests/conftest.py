@@ -13,8 +13,9 @@ settings.load_profile("fixed")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# `tiny_models` and `step_cases` are plain modules: the two-process worker imports them too.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "dist")]
+# `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "inference")]
 
 
 @pytest.fixture(scope="session")
