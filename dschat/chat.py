@@ -9,6 +9,7 @@ torch loads in ``load_chat``, so that ``--help`` and mistakes in the flags answe
 """
 
 import logging
+import os
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -329,7 +330,7 @@ def _joined(said: str, piece: str) -> tuple[str, str]:
 def _causal_lm(path: str, trust_remote_code: bool) -> str:
     """``path`` as ``from_pretrained`` takes it; ``UserError`` where that is no causal LM."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # pathlib raises where a name is too long for the disk
         if (
             not (folder / "config.json").is_file()
             and not (folder / "adapter_config.json").is_file()
@@ -351,7 +352,7 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
 
 def _is_missing_sibling(folder: Path) -> bool:
     """Whether OWNER/NAME is rather a mistyped folder: the hub would be asked for it in vain."""
-    return folder.parent != Path(".") and folder.parent.is_dir()
+    return folder.parent != Path(".") and os.path.isdir(folder.parent)
 
 
 def _resolve_dtype(name: str) -> "torch.dtype":

@@ -171,7 +171,7 @@ def _folder(out: Path, number: int) -> str:
 
 
 def _finished(out: Path, number: int) -> bool:
-    return (out / STEPS[number].name / COMPLETE).exists()
+    return os.path.exists(out / STEPS[number].name / COMPLETE)
 
 
 def _is_score_model(folder: Path) -> bool:
@@ -186,7 +186,8 @@ def _is_score_model(folder: Path) -> bool:
 
 
 def _is_finished_sft(folder: Path) -> bool:
-    return (folder / COMPLETE).exists() and not _is_score_model(folder)
+    # NOTE os.path: pathlib raises where a name is too long for the disk
+    return os.path.exists(folder / COMPLETE) and not _is_score_model(folder)
 
 
 def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None:
@@ -206,11 +207,11 @@ def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None
 
 def _check_model(flag: str, name: Optional[str]) -> None:
     """A local model folder must be one; anything else is the hub's (or a builtin's) to find."""
-    if not name or not (_is_local(name) or Path(name).is_dir()):
+    if not name or not (_is_local(name) or os.path.isdir(name)):
         return
-    if not Path(name).expanduser().is_dir():
+    if not os.path.isdir(os.path.expanduser(name)):
         raise UserError(f"{flag} {name}: no such folder; check the path")
-    if not (Path(name).expanduser() / "config.json").is_file():
+    if not os.path.isfile(Path(name).expanduser() / "config.json"):
         raise UserError(
             f"{flag} {name}: no config.json there, so no model; name the folder that has it"
         )

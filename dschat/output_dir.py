@@ -21,7 +21,7 @@ def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
     Only the main process tries to write.
     """
     folder = Path(output_dir)
-    if (folder / COMPLETE).exists() and not overwrite:
+    if os.path.exists(folder / COMPLETE) and not overwrite:
         raise UserError(
             f"--output_dir {folder} holds a finished step; choose another, "
             "or pass --overwrite_output_dir"
@@ -38,7 +38,7 @@ def check_writable(folder: Path) -> None:
     made: list[Path] = []
     try:
         for path in reversed([folder, *folder.parents]):
-            if not path.exists():
+            if not os.path.exists(path):
                 path.mkdir()
                 made.append(path)
         with tempfile.TemporaryFile(dir=folder):
@@ -54,7 +54,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _is_blocked(folder: Path) -> bool:
-    return any(os.path.lexists(p) and not p.is_dir() for p in (folder, *folder.parents))
+    return any(os.path.lexists(p) and not os.path.isdir(p) for p in (folder, *folder.parents))
 
 
 def claim_output_dir(output_dir: str | Path) -> None:

@@ -5,6 +5,7 @@ that were given, converted to their types (defaults are left to the step itself)
 This module must not know which steps will run, nor how: launch.py decides that.
 """
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -130,7 +131,7 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         UserError: no such recipe; a key or value that no step takes (naming the nearest key).
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {there}")
     content = cli.read_yaml(path)

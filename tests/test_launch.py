@@ -497,3 +497,11 @@ def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
     returned, said, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
     assert (returned, said.splitlines()[-1]) == (130, "interrupted")
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+
+
+def test_a_name_too_long_for_a_disk_is_no_folder(tree):
+    """pathlib's ``exists`` raises there."""
+    name = "1" * 400
+    assert not launch._is_finished_sft(Path(name))
+    planned = plan(tree, "--recipe", "quiet", "--actor-model", name, "--step", "1")
+    assert [step.number for step, _ in planned.commands] == [1]

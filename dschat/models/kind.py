@@ -7,6 +7,7 @@ what its flag asks for. No weight is read, and no code that comes with a checkpo
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +48,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
             an architecture that only the checkpoint's own code knows.
     """
     path = Path(name_or_path)
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+    if os.path.exists(path / "adapter_config.json") and not os.path.exists(path / "config.json"):
         raise UserError(f"{flag} {name_or_path} is a LoRA adapter; {_adapter_remedy(path)}")
     try:
         raw, _ = PretrainedConfig.get_config_dict(name_or_path)
@@ -60,9 +61,9 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if path.is_file():
+        if os.path.isfile(path):
             reason = " is a file; name the folder of a checkpoint"
-        elif not path.is_dir():
+        elif not os.path.isdir(path):
             reason = ": no such folder, and no such model on the hub; check the name"
         elif not trust_remote_code and brings_code(name_or_path):
             reason = (
@@ -111,7 +112,7 @@ def require_causal_lm(config: PretrainedConfig, name_or_path: str, flag: str) ->
     architectures = config.architectures or []
     shown = architectures[0] if architectures else type(config).__name__
     if any(a.endswith("ForSequenceClassification") for a in architectures) or (
-        Path(name_or_path).is_dir() and is_legacy_reward(name_or_path, flag)
+        os.path.isdir(name_or_path) and is_legacy_reward(name_or_path, flag)
     ):
         raise UserError(
             f"{flag} {name_or_path} is a reward model, which scores and does not talk; "

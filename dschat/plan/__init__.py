@@ -118,7 +118,7 @@ def _is_here(name: str) -> bool:
     if name.startswith("builtin/"):
         return True
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         try:
             return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
         except ValueError:
@@ -129,7 +129,7 @@ def _is_here(name: str) -> bool:
         return True
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    return (hub / f"models--{name.replace('/', '--')}").is_dir()
+    return os.path.isdir(hub / f"models--{name.replace('/', '--')}")
 
 
 __all__ = ["Request", "UserError", "log_lines", "tables"]

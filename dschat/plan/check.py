@@ -6,6 +6,7 @@ and names of weights. Nothing is loaded, downloaded or written. It must not know
 counted.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,4 +82,4 @@ def _check_rlhf(config: RLHFConfig) -> None:
 
 
 def _is_there(name: str) -> bool:
-    return (Path(name).expanduser() / "config.json").is_file()
+    return os.path.isfile(Path(name).expanduser() / "config.json")
