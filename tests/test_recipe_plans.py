@@ -1,0 +1,93 @@
+"""Every recipe's memory on the devices it is for, planned from the shapes of its models.
+
+The models' configurations are written here, as their makers published them: no hub is asked.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, OPTConfig, Qwen3Config
+
+import train
+from dschat import launch, recipe
+from dschat.plan.run import planner
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
+QUICK = {"demo", "opt-1.3b", "openrlhf-7b"}  # the others take up to a minute each
+DEVICE_GIB = 80  # what the published runs had
+
+
+def opt(hidden, layers, heads, **other):
+    sizes = {"hidden_size": hidden, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden}
+    layout = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return OPTConfig(**sizes | layout | other)
+
+
+def qwen3(hidden, intermediate, layers, heads, tied):
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32_768,
+    )
+
+
+def llama_2(**sizes):
+    return LlamaConfig(max_position_embeddings=4096, **sizes)
+
+
+MODELS = {
+    "facebook/opt-350m": lambda: opt(
+        1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False
+    ),
+    "facebook/opt-1.3b": lambda: opt(2048, 24, 32),
+    "facebook/opt-6.7b": lambda: opt(4096, 32, 32),
+    "facebook/opt-13b": lambda: opt(5120, 40, 40),
+    "facebook/opt-30b": lambda: opt(7168, 48, 56),
+    "facebook/opt-66b": lambda: opt(9216, 64, 72),
+    "models/opt-175b": lambda: opt(12_288, 96, 96),
+    "meta-llama/Llama-2-7b-hf": llama_2,
+    "meta-llama/Llama-2-13b-hf": lambda: llama_2(
+        hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40
+    ),
+    "Qwen/Qwen3-0.6B-Base": lambda: qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-8B-Base": lambda: qwen3(4096, 12_288, 36, 32, tied=False),
+}
+
+
+def here(name, folder):
+    """A folder with the configuration of a hub model; what is no hub model as it is."""
+    if name not in MODELS:
+        return name
+    path = folder / name.replace("/", "_")
+    MODELS[name]().save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
+)
+def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    argv = ["--recipe", name, "--dry_run", "--output_dir", str(tmp_path / "out")]
+    config, groups = recipe.parse_args([*argv, "--device_memory_gib", str(DEVICE_GIB)])
+    request = train.memory_request(config, launch.plan(config, groups, ROOT))
+    named = request.base_models
+    assert named <= {*MODELS, "builtin/tiny"}
+    steps = {
+        number: {k: here(v, tmp_path) if k.endswith("model_name_or_path") else v for k, v in given}
+        for number, given in ((n, fields.items()) for n, fields in request.steps.items())
+    }
+    request = dataclasses.replace(request, steps=steps)
+    planned = planner(request)
+    for number in (1, 2, 3):
+        plan = planned(request.config(number))
+        assert plan.fits, (number, plan)
