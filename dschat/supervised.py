@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
 from dschat.checkpoint import export_adapter, export_hf
@@ -24,8 +25,10 @@ from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
 from dschat.hybrid.stream import adapter_stream, weight_stream
 from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
+from dschat.models.fit import check_fit, check_positions
 from dschat.models.lora import prepare_for_training
 from dschat.models.reward import gather_last
+from dschat.models.tokenizer import load_tokenizer
 from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
 from dschat.output_dir import mark_complete
 
@@ -114,6 +117,28 @@ class RewardTask:
             "chosen_score": sums["chosen"] / pairs,
             "rejected_score": sums["rejected"] / pairs,
         }
+
+
+def load_tokenizer_of_base(
+    config: SupervisedConfig, name: str, model_config: PretrainedConfig, kind: str
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base model ``name``, once ``model_config`` is known to do what the flags
+    ask. ``kind``: "lm" or "score", as `check_fit` takes it.
+
+    Raises:
+        UserError: attention, LoRA modules or lengths that the model does not have; no tokenizer.
+    """
+    flag = "--model_name_or_path"
+    lora_modules = config.lora_modules if config.lora_dim else ()
+    check_fit(model_config, name, flag, kind, config.attn_implementation, lora_modules)
+    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
+    return load_tokenizer(
+        config.tokenizer_name_or_path or name,
+        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else flag,
+        config.trust_remote_code,
+        config.end_of_turn,
+        config.chat_template,
+    )
 
 
 def zero_settings(config: SupervisedConfig) -> ZeroSettings:

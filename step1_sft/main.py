@@ -19,11 +19,10 @@ def main() -> None:
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.models.fit import check_fit, check_positions
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.kind import require_causal_lm
     from dschat.models.load import load_causal_lm, load_config
-    from dschat.models.tokenizer import load_tokenizer, stop_ids
+    from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.output_dir import check_output_dir, claim_output_dir
 
@@ -41,22 +40,7 @@ def main() -> None:
     trust = config.trust_remote_code
     model_config = load_config(name, "--model_name_or_path", trust)
     require_causal_lm(model_config, name, "--model_name_or_path")
-    check_fit(
-        model_config,
-        name,
-        "--model_name_or_path",
-        "lm",
-        config.attn_implementation,
-        config.lora_modules if config.lora_dim else (),
-    )
-    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
-    tokenizer = load_tokenizer(
-        config.tokenizer_name_or_path or name,
-        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else "--model_name_or_path",
-        trust,
-        config.end_of_turn,
-        config.chat_template,
-    )
+    tokenizer = supervised.load_tokenizer_of_base(config, name, model_config, "lm")
     with dist.main_process_first():
         train_rows, held_out = sft_dataset(config, tokenizer, "both")
     train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)

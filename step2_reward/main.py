@@ -18,11 +18,10 @@ def main() -> None:
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import preference_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.models.fit import check_fit, check_positions
     from dschat.models.kind import require_score_head
     from dschat.models.load import load_config, load_score_backbone
     from dschat.models.reward import ScoreModel
-    from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
+    from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
     from dschat.output_dir import check_output_dir, claim_output_dir
 
@@ -40,22 +39,7 @@ def main() -> None:
     trust = config.trust_remote_code
     base_config = load_config(name, "--model_name_or_path", trust)
     require_score_head(base_config, name, "--model_name_or_path")
-    check_fit(
-        base_config,
-        name,
-        "--model_name_or_path",
-        "score",
-        config.attn_implementation,
-        config.lora_modules if config.lora_dim else (),
-    )
-    check_positions(base_config, config.max_seq_len, name, "--max_seq_len", "lower it")
-    tokenizer = load_tokenizer(
-        config.tokenizer_name_or_path or name,
-        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else "--model_name_or_path",
-        trust,
-        config.end_of_turn,
-        config.chat_template,
-    )
+    tokenizer = supervised.load_tokenizer_of_base(config, name, base_config, "score")
     ensure_distinct_pad(tokenizer)
     with dist.main_process_first():
         train_rows, held_out = preference_dataset(config, tokenizer, "both")

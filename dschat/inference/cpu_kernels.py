@@ -2,10 +2,9 @@
 
 Between a decode step's matrix products stand about a hundred torch operations that each cost more
 to start than to compute. The kernels do the same in a call or two a layer, or (`small_step.py`) all
-of a step in one. They are compiled with
-the system's C compiler into the user's cache folder, once per source, compiler and processor; where
-that does not work `load` returns None, and torch's operations do the work. It must not know the
-decoder, the cache or what a step is for.
+of a step in one. They are compiled with the system's C compiler into the user's cache folder, once
+per source, compiler and processor; where that does not work `load` returns None, and torch's
+operations do the work. It must not know the decoder, the cache or what a step is for.
 
 NOTE: the kernels read raw addresses. Tensors are contiguous fp32 on the CPU (indices int64) unless
 a docstring says otherwise; whoever holds them checks that once, not in every call.

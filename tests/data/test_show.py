@@ -123,4 +123,4 @@ def test_train_py_finds_a_missing_source_at_once(name):
 def test_train_py_takes_what_is_there_or_may_be_on_the_hub(name, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "x.csv").write_text("prompt\nq\n")
-    _check_inputs({"data_path": [name]}, made_here=())
+    assert _check_inputs({"data_path": [name]}, made_here=()) is None
