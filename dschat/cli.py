@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
@@ -208,7 +208,11 @@ class _Parser(HfArgumentParser):
         if takes_file:
             self.add_argument("--config", help="YAML file with these names as keys; flags win.")
         for f in fields(config_class):
-            if f.default is False:  # HfArgumentParser gives --no_x to True defaults only
+            if f.type == Optional[bool]:  # HfArgumentParser wants a value for it
+                action = self._option_string_actions[f"--{f.name}"]
+                action.nargs, action.const = "?", True
+            # It gives --no_x to True defaults only.
+            if f.default is False or f.type == Optional[bool]:
                 self.add_argument(
                     f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS
                 )

@@ -14,6 +14,8 @@ from typing import Any, Literal, Optional
 from dschat.data_config import DataConfig
 from dschat.deepspeed_config import DeepSpeedConfig
 from dschat.knobs import UserError, flag, require, require_types
+from dschat.learning_config import LearningConfig
+from dschat.reward_config import RewardSourcesConfig
 from dschat.rollout_config import RolloutConfig
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -203,7 +205,7 @@ class RewardConfig(SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(RolloutConfig, CommonConfig):
+class RLHFConfig(LearningConfig, RewardSourcesConfig, RolloutConfig, CommonConfig):
     """Step 3. Counts are of the whole rollout, unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
@@ -212,12 +214,10 @@ class RLHFConfig(RolloutConfig, CommonConfig):
         "", "The policy to start from: step 1's folder, or any causal LM."
     )
     critic_model_name_or_path: str = flag(
-        "", "What the critic starts from; default: --reward_model_name_or_path."
-    )
-    reward_model_name_or_path: str = flag(
         "",
-        "The reward model (step 2's folder); default: --critic_model_name_or_path. With another "
-        "tokenizer than the actor's it reads the text anew, and the critic starts as the actor.",
+        "What the critic starts from; default: --reward_model_name_or_path, or the actor where no "
+        "reward model scores. Without a critic (--advantage_estimator): the reward model, if that "
+        "is not named.",
     )
     num_padding_at_beginning: Optional[int] = flag(
         None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
@@ -226,7 +226,6 @@ class RLHFConfig(RolloutConfig, CommonConfig):
     per_device_training_batch_size: int = flag(
         16, "Sequences per training micro-batch and process."
     )
-    ppo_epochs: int = flag(1, "Passes over each experience.")
     actor_learning_rate: float = flag(9.65e-6, "Peak learning rate of the actor.")
     critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.")
     actor_weight_decay: float = flag(0.0, "Weight decay of the actor.")
@@ -235,24 +234,6 @@ class RLHFConfig(RolloutConfig, CommonConfig):
         None, "Dropout of the actor; default 0. Above 0, the first ratio is no longer 1."
     )
     critic_dropout: Optional[float] = flag(None, "Dropout of the critic; default 0.")
-    kl_coef: float = flag(0.1, "Weight of the KL penalty in the reward.", aliases=["--kl_ctl"])
-    kl_estimator: Literal["k1", "k2", "k3"] = flag(
-        "k1", "Estimator of the per-token KL (Schulman 2020)."
-    )
-    kl_target: Optional[float] = flag(
-        None, "Adapt --kl_coef towards this KL per sequence, in nats."
-    )
-    kl_horizon: int = flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
-    clip_reward: float = flag(
-        5.0, "Clip the reward model's score to +- this.", aliases=["--clip_reward_value"]
-    )
-    cliprange: float = flag(0.2, "PPO's clip range of the probability ratio.")
-    cliprange_value: float = flag(0.2, "Clip range of the value function around its old value.")
-    gamma: float = flag(1.0, "Discount factor.")
-    lam: float = flag(0.95, "GAE's lambda.")
-    whiten_advantages: bool = flag(True, "Whiten advantages over the whole experience.")
-    missing_eos_penalty: float = flag(0.0, "Subtracted from the score of an answer without EOS.")
-    critic_warmup_steps: int = flag(0, "First iterations that train the critic only.")
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
     ema_decay: float = flag(0.992, "Decay of the moving average, per optimizer step.")
     unsupervised_dataset_name: Optional[str] = flag(
@@ -299,15 +280,20 @@ class RLHFConfig(RolloutConfig, CommonConfig):
     # evaluation and printing
     eval_steps: int = flag(0, "Evaluate every N iterations, besides before and after.")
     eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
+    eval_num_samples: int = flag(1, "Answers sampled for each held-out prompt; k of pass@k.")
+    eval_pass_score: float = flag(1.0, "An answer passes that scores so much, before clipping.")
+    keep_best: bool = flag(False, "Keep the actor of the best evaluation as OUTPUT_DIR/actor_best.")
+    best_metric: str = flag("eval/score", "Which evaluation is best: of the highest such metric.")
     print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")
     print_answers_interval: int = flag(10, "Iterations between printed answers.")
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
-        self.critic_model_name_or_path, self.reward_model_name_or_path = (
-            critic or reward,
-            reward or critic,
-        )
+        if not reward and not self.has_reward_programs:
+            self.reward_model_name_or_path = critic
+        if not critic:
+            alone = self.actor_model_name_or_path if self.has_reward_programs else ""
+            self.critic_model_name_or_path = reward or alone
 
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""
@@ -319,34 +305,40 @@ class RLHFConfig(RolloutConfig, CommonConfig):
         return self.rollout_samples(1) // self.mini_batch_size(1)
 
     def validate(self) -> None:
+        """`validate_models`, and that something scores the answers."""
+        self.validate_models()
+        require(
+            bool(self.reward_model_name_or_path) or self.has_reward_programs,
+            "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
+            "model), or score with --reward_fn or --reward_url",
+        )
+
+    def validate_models(self) -> None:
+        """Raise ``UserError`` for the first knob that cannot work, whatever scores the answers."""
         super().validate()
         self.validate_rollout()
-        for name in ("actor_model_name_or_path", "critic_model_name_or_path"):
-            require(bool(getattr(self, name)), f"--{name} is missing; name a folder or a hub model")
+        self.validate_learning(self.num_samples_per_prompt, self.max_answer_seq_len)
+        self.validate_rewards()
+        require(
+            bool(self.actor_model_name_or_path),
+            "--actor_model_name_or_path is missing; name a folder or a hub model",
+        )
         for name in (
             "per_device_training_batch_size",
-            "ppo_epochs",
-            "kl_horizon",
             "eval_batch_size",
+            "eval_num_samples",
             "print_answers_interval",
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
-        for name in ("kl_coef", "unsup_coef", "critic_warmup_steps", "eval_steps"):
+        for name in ("unsup_coef", "eval_steps"):
             value = getattr(self, name)
             require(value >= 0, f"--{name} {value} must not be negative")
-        require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
-        require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
         require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
         require(
-            self.kl_target is None or self.kl_target > 0,
-            f"--kl_target {self.kl_target} must be positive; leave it out for a fixed --kl_coef",
+            self.best_metric.startswith("eval/"),
+            f"--best_metric {self.best_metric} is no metric of an evaluation, such as eval/score",
         )
-        require(self.cliprange > 0, f"--cliprange {self.cliprange} must be positive")
-        require(
-            self.cliprange_value > 0, f"--cliprange_value {self.cliprange_value} must be positive"
-        )
-        require(self.clip_reward > 0, f"--clip_reward {self.clip_reward} must be positive")
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
         require(
             samples % mini == 0,

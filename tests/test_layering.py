@@ -20,6 +20,8 @@ LAYERS = (
         "data_config",
         "deepspeed_file",
         "deepspeed_config",
+        "learning_config",
+        "reward_config",
         "config",
         "losses",
     ),

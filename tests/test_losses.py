@@ -57,7 +57,7 @@ def naive_log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("chunk_elements", [1, 40, 150, 1 << 22])
 def test_token_logprobs_and_gradient(monkeypatch, dtype, temperature, chunk_elements):
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(0, 4, (3, 5, 11))).to(dtype)
     logits[1, 2] += 60  # exp overflows in fp16 and, unshifted, loses digits everywhere
@@ -125,7 +125,7 @@ def test_garbage_logits_under_a_mask_do_not_reach_the_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("temperature", "chunk_elements"), [(1.0, 1), (2.5, 30), (0.0, 1 << 22)])
 def test_entropy(monkeypatch, dtype, temperature, chunk_elements):
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
     rng = np.random.default_rng(2)
     logits = torch.tensor(rng.normal(0, 5, (2, 3, 7))).to(dtype)
     logits[0, 0, 3] = float("-inf")

@@ -1,0 +1,39 @@
+"""The arithmetic of the three steps: log-probs, entropy, KL, rewards, advantages, losses.
+
+Comes in: tensors. Goes out: tensors, and for a loss ``(loss_sum, metrics)``. Every reduction is a
+SUM, with its count beside it: the trainer divides by the tokens of the whole optimizer step over
+all ranks, so that the update is the same however the batch is cut. This module must not know ranks,
+models, tokenizers or configs; nothing here communicates or moves a tensor to another device.
+
+Conventions. B batch, T sequence, A answer (one column per action), V vocabulary. Masks are bool.
+Inputs may be of any float dtype, results are fp32. Where a mask is False nothing leaks, NaN and inf
+included: values are replaced by ``torch.where`` before any ``exp`` or product, because the gradient
+of ``0 * inf`` is NaN. Metrics are detached 0-d fp32 sums on the inputs' device.
+"""
+
+from dschat.losses.advantages import (
+    AdaptiveKL,
+    gae,
+    kl_penalty,
+    masked_whiten_stats,
+    shape_rewards,
+    whiten,
+)
+from dschat.losses.logprobs import entropy_from_logits, lm_loss, token_logprobs
+from dschat.losses.policy import policy_loss, value_loss
+from dschat.losses.preference import pairwise_loss
+
+__all__ = [
+    "AdaptiveKL",
+    "entropy_from_logits",
+    "gae",
+    "kl_penalty",
+    "lm_loss",
+    "masked_whiten_stats",
+    "pairwise_loss",
+    "policy_loss",
+    "shape_rewards",
+    "token_logprobs",
+    "value_loss",
+    "whiten",
+]

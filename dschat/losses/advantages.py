@@ -1,0 +1,145 @@
+"""Rewards and advantages: scores, log-probs and values in, one number per action out.
+
+Everything here is a constant of the update: no gradient flows through it. Statistics over the whole
+experience are sums that add up over ranks; whoever calls adds them up. Conventions: see
+`dschat.losses`.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """Per-token estimate, in nats, of KL(policy || reference) from tokens the policy sampled.
+
+    Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), with
+    d = log policy - log reference: k1 = d (unbiased, may be negative); k2 = d^2 / 2 (biased, low
+    variance); k3 = exp(-d) - 1 + d (unbiased, never negative). Any shape in, the same shape out,
+    fp32. Garbage outside a mask stays garbage here; ``shape_rewards`` drops it.
+    """
+    log_ratio = logprobs.float() - ref_logprobs.float()
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    assert estimator == "k3", f"no KL estimator {estimator!r}; there are k1, k2 and k3"
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+@torch.no_grad()
+def shape_rewards(
+    scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: float, clip_reward: float
+) -> Tensor:
+    """Reward of every action: ``-kl_coef * kl``, and the clipped score on top of the last.
+
+    Ouyang et al. 2022 (arXiv 2203.02155, eq. 2), whose KL is spread over the tokens it sums.
+
+    Args:
+        scores: (B,) one score per sequence, clipped to +- ``clip_reward``.
+        kl: (B, A) per-token estimate in nats.
+        answer_mask: (B, A) bool. A row without actions gets zeros; its score goes nowhere.
+
+    Returns:
+        (B, A) fp32, 0 outside the mask.
+    """
+    rewards = torch.where(answer_mask, -kl_coef * kl.float(), 0.0)
+    actions_from_here = answer_mask.flip(1).cumsum(dim=1).flip(1)
+    is_last = answer_mask & (actions_from_here == 1)
+    score = scores.float().clamp(-clip_reward, clip_reward).unsqueeze(1)
+    return torch.where(is_last, rewards + score, rewards)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, answer_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates, value targets (Schulman et al., arXiv 1506.02438, eq. 16).
+
+    ``delta_t = r_t + gamma * V_{t+1} - V_t``; ``A_t = delta_t + gamma * lam * A_{t+1}``; both V and
+    A after the last action are 0 (the episode ends there, truncated or not). Returns are A + V.
+
+    Args:
+        rewards, values: (B, A) any float; ``values[:, t]`` is of the state before action t.
+        answer_mask: (B, A) bool, True first and then False: a gap would break the chain.
+
+    Returns:
+        advantages, returns: (B, A) fp32, 0 outside the mask. Not whitened.
+    """
+    assert not bool((answer_mask[:, 1:] & ~answer_mask[:, :-1]).any()), "answer_mask has a gap"
+    rewards = torch.where(answer_mask, rewards.float(), 0.0)
+    values = torch.where(answer_mask, values.float(), 0.0)
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        # Right of the mask everything is 0, so the recursion enters the last action with zeros.
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = next_advantage
+        next_value = values[:, t]
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def masked_whiten_stats(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, sum and sum of squares of ``x`` where ``mask`` holds: three 0-d float64 tensors.
+
+    They add up over ranks, so one all-reduce of the three stands between this and ``whiten``.
+    One pass is enough: ``E[x^2] - E[x]^2`` loses ``1e-16 * (mean / std)^2`` of the variance in
+    float64, and fp32 inputs have themselves no digits left to whiten long before that matters.
+    """
+    kept = torch.where(mask, x, 0.0).double()
+    return mask.sum().double(), kept.sum(), kept.square().sum()
+
+
+@torch.no_grad()
+def whiten(x: Tensor, mask: Tensor, count: Tensor, total: Tensor, total_sq: Tensor) -> Tensor:
+    """Shift and scale ``x`` where masked to mean 0 and (biased) variance 1; eps 1e-8 in the root.
+
+    Args:
+        x, mask: any one shape, float and bool.
+        count, total, total_sq: of the whole population, as ``masked_whiten_stats`` gives them,
+            summed over ranks. A count of 1 has no spread: its mean is taken off, nothing scaled.
+
+    Returns:
+        The shape of ``x``, fp32, 0 outside the mask.
+    """
+    mean = total / count.clamp(min=1)
+    variance = (total_sq / count.clamp(min=1) - mean.square()).clamp(min=0)
+    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
+    return torch.where(mask, (x.double() - mean) * scale, 0.0).float()
+
+
+class AdaptiveKL:
+    """The KL coefficient, steered to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
+
+    ``error = clip((kl - target) / target, -0.2, 0.2)``; ``value *= 1 + error * n / horizon``. So
+    the paper's gain is ``n / horizon``; it is held at 1 or below, for beyond 5 the factor turns
+    negative.
+
+    Args:
+        init: the coefficient to begin with.
+        target: KL per sequence in nats, > 0; None keeps the coefficient fixed.
+        horizon: time constant in sequences, > 0.
+    """
+
+    def __init__(self, init: float, target: float | None, horizon: float) -> None:
+        assert target is None or target > 0, f"KL target {target} must be positive"
+        assert horizon > 0, f"KL horizon {horizon} must be positive"
+        self.value = float(init)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """Take in the mean KL per sequence (nats) of ``n`` sequences, over all ranks.
+
+        A NaN is ignored: it would stay in the coefficient for the rest of the run.
+        """
+        if self.target is None or math.isnan(kl):
+            return
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * min(n / self.horizon, 1.0)

@@ -1,0 +1,125 @@
+"""Log-probs, entropies and the language model's loss: logits in, numbers per token out.
+
+It must not know advantages or rewards. Conventions: see `dschat.losses`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# fp32 elements of one temporary over the vocabulary (16 MiB). On two CPU cores 2^18 to 2^22 run
+# alike, as fast as log_softmax on the whole; a GPU wants few launches: so the largest of these.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def _chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Index pairs (batch, time) that cut (B, T, V) into parts of at most ``_CHUNK_ELEMENTS``.
+
+    Slices, not a flattened view: ``logits[:, :-1]`` cannot be flattened without a copy.
+    """
+    num_rows, seq_len, vocab = logits.shape
+    rows = max(1, _CHUNK_ELEMENTS // max(1, seq_len * vocab))
+    steps = min(max(1, seq_len), max(1, _CHUNK_ELEMENTS // max(1, vocab)))
+    for b in range(0, num_rows, rows):
+        for t in range(0, seq_len, steps):
+            yield slice(b, b + rows), slice(t, t + steps)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 logits / T. NOTE: may be ``logits`` itself; never write into it."""
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _checked_temperature(temperature: float) -> float:
+    """T of the log-probs: greedy decoding (temperature 0) is scored at T = 1."""
+    assert temperature >= 0, f"temperature {temperature} is negative"
+    return float(temperature) or 1.0
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Gathered log-softmax that keeps the logits as they are plus one fp32 number a token.
+
+    Plain autograd would keep a whole fp32 (B, T, V) for the backward pass: twice bf16 logits.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
+        logsumexp = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+        for chunk in _chunks(logits):
+            logsumexp[chunk] = torch.logsumexp(_scaled(logits[chunk], temperature), dim=-1)
+        picked = logits.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(logits, target_ids, logsumexp)
+        ctx.temperature = temperature
+        return _scaled(picked, temperature) - logsumexp
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        logits, target_ids, logsumexp = ctx.saved_tensors
+        scale = (grad_output.float() / ctx.temperature).unsqueeze(-1)  # (B, T, 1)
+        grad = torch.empty_like(logits)
+        for chunk in _chunks(logits):
+            log_p = _scaled(logits[chunk], ctx.temperature) - logsumexp[chunk].unsqueeze(-1)
+            part = log_p.exp_().mul_(-scale[chunk])
+            part.scatter_add_(-1, target_ids[chunk].unsqueeze(-1), scale[chunk])
+            # A masked token comes with gradient 0; its logits may be garbage, and 0 * NaN is NaN.
+            grad[chunk] = part.masked_fill_(scale[chunk] == 0, 0.0)
+        return grad, None, None
+
+
+def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-prob of each target under the distribution at its own position.
+
+    ``log_softmax(logits / T)[target]``, in fp32, of the raw logits: before any truncation or
+    penalty. The caller aligns: ``logits[b, t]`` must be the prediction of ``target_ids[b, t]``.
+    Differentiable once. The backward pass needs the logits unchanged; its gradient has their dtype.
+
+    Args:
+        logits: (B, T, V), any float dtype.
+        target_ids: (B, T) int64, every one in [0, V), under a mask or not.
+        temperature: T; 0 (greedy) counts as 1.
+
+    Returns:
+        (B, T) fp32.
+    """
+    return _TokenLogprobs.apply(logits, target_ids, _checked_temperature(temperature))
+
+
+@torch.no_grad()
+def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of ``softmax(logits / T)``: (B, T, V) any float -> (B, T) fp32. No gradient.
+
+    A logit of -inf is a token of probability 0 and adds nothing. T = 0 (greedy) counts as 1.
+    """
+    temperature = _checked_temperature(temperature)
+    entropy = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    for chunk in _chunks(logits):
+        probs = torch.softmax(_scaled(logits[chunk], temperature), dim=-1)
+        entropy[chunk] = torch.special.entr(probs).sum(dim=-1)
+    return entropy
+
+
+def lm_loss(logits: Tensor, input_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Next-token cross entropy in nats, summed over the tokens that ``loss_mask`` marks as TARGETS.
+
+    Token t is predicted by ``logits[:, t - 1]``; token 0 is predicted by nothing and never counts,
+    marked or not. Ids outside the mask may be anything, -100 included.
+
+    Args:
+        logits: (B, T, V), any float dtype.
+        input_ids: (B, T) int64.
+        loss_mask: (B, T) bool.
+
+    Returns:
+        loss_sum: 0-d fp32.
+        num_tokens: 0-d int64, the targets counted.
+    """
+    # Ids and mask are shifted, not the logits: a slice of the logits would cost one more (B, T, V)
+    # gradient buffer. The last position predicts nothing.
+    mask = torch.zeros_like(loss_mask)
+    mask[:, :-1] = loss_mask[:, 1:]
+    targets = torch.where(mask, input_ids.roll(-1, dims=1), 0)
+    logprobs = torch.where(mask, token_logprobs(logits, targets), 0.0)
+    return -logprobs.sum(), mask.sum()

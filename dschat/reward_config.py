@@ -1,0 +1,80 @@
+"""The knobs of rewards: which sources an answer's score is the sum of, and how they are called.
+
+They are part of `dschat.config.RLHFConfig`. It must not know models or how a source is called.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from dschat.knobs import flag, require
+
+
+@dataclass
+class RewardSourcesConfig:
+    """Where the scores of step 3 come from."""
+
+    reward_model_name_or_path: str = flag(
+        "",
+        "The reward model (step 2's folder); default: --critic_model_name_or_path, unless "
+        "--reward_fn or --reward_url scores. With another tokenizer than the actor's it reads the "
+        "text anew, and the critic starts as the actor.",
+    )
+    reward_model_weight: float = flag(1.0, "What the reward model's score is multiplied by.")
+    reward_fn: Optional[list[str]] = flag(
+        None,
+        "Python functions that score, as file.py:name, pkg.mod:name or a ready-made name, each "
+        "with :WEIGHT if not 1. Ready-made: exact_match, math_equal, regex_match, length, "
+        "json_schema, format_tags.",
+    )
+    reward_args: Optional[list[str]] = flag(
+        None,
+        "Arguments of those functions, as NAME.KEY=VALUE (VALUE as in YAML): length.target=64.",
+    )
+    reward_url: Optional[str] = flag(
+        None, "HTTP endpoint that scores: POST of JSON with prompts and answers; docs/rewards.md."
+    )
+    reward_url_weight: float = flag(1.0, "What the endpoint's score is multiplied by.")
+    reward_url_batch_size: int = flag(64, "Samples per request.")
+    reward_retries: int = flag(3, "Requests repeated after a failure, with growing pauses.")
+    reward_timeout_s: float = flag(60.0, "Seconds that one call of a function or request may take.")
+    reward_pool: Literal["none", "thread", "process"] = flag(
+        "none",
+        "Where functions run: in turn, or beside generation and scoring in threads (for those that "
+        "wait) or processes (for those that compute). Coroutines and requests never wait.",
+    )
+    reward_workers: int = flag(4, "Threads or processes of --reward_pool, per process.")
+    on_reward_error: Literal["error", "skip"] = flag(
+        "error", "A function that fails ends the run, or costs the samples of that call (counted)."
+    )
+    normalize_reward: bool = flag(
+        False, "Shift and scale each source by its running mean and standard deviation."
+    )
+    clip_reward: float = flag(
+        5.0, "Clip the weighted sum of the scores to +- this.", aliases=["--clip_reward_value"]
+    )
+
+    @property
+    def has_reward_programs(self) -> bool:
+        """Whether anything but a reward model scores."""
+        return bool(self.reward_fn or self.reward_url)
+
+    def validate_rewards(self) -> None:
+        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        for name in ("reward_workers", "reward_url_batch_size"):
+            value = getattr(self, name)
+            require(value >= 1, f"--{name} {value} must be at least 1")
+        require(
+            self.reward_retries >= 0, f"--reward_retries {self.reward_retries} must not be negative"
+        )
+        for name in ("clip_reward", "reward_timeout_s"):
+            value = getattr(self, name)
+            require(value > 0, f"--{name} {value} must be positive")
+        require(
+            not self.reward_args or bool(self.reward_fn),
+            "--reward_args are arguments of --reward_fn, which is missing",
+        )
+        url = self.reward_url
+        require(
+            url is None or url.startswith(("http://", "https://")),
+            f"--reward_url {url} must begin with http:// or https://",
+        )
