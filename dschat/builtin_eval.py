@@ -1,4 +1,4 @@
-"""How a policy answers the built-in held-out prompts, judged by the gold scorer alone.
+"""How a policy answers the held-out prompts of builtin/chat, judged by the gold scorer alone.
 
 A generator and a tokenizer come in; ``eval/gold`` and its companions go out. It must not know
 rewards or how the policy was trained: steps 1 and 3 and the benchmarks all measure with it.
@@ -10,15 +10,16 @@ from dschat import dist
 from dschat.data.builtin import builtin_rows
 from dschat.data.gold import answer_metrics
 from dschat.data.segments import prompt_text_ids
+from dschat.data.sources import parse_spec
 from dschat.rollout import Generator, SamplingParams
 
 # The same draws at every evaluation, so that differences between them are the policy's.
 EVAL_SEED = 20_260_101
 
 
-def is_builtin(paths: list[str]) -> bool:
-    """Whether all of these data sets are built in, and so known to the gold scorer."""
-    return all(path.startswith("builtin/") for path in paths)
+def gold_knows(paths: list[str]) -> bool:
+    """Whether the gold scorer knows the prompts of all these ``--data_path`` entries."""
+    return all(parse_spec(path)[0] == "builtin/chat" for path in paths)
 
 
 def sample_gold(

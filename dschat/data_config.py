@@ -16,8 +16,9 @@ class DataConfig:
 
     data_path: list[str] = flag(
         ["builtin/chat"],
-        "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat, or hub "
-        "names (`NAME:CONFIG` for one configuration); `PATH:WEIGHT` blends several.",
+        "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat, "
+        "builtin/arithmetic, or hub names (`NAME:CONFIG` for one configuration); `PATH:WEIGHT` "
+        "blends several.",
     )
     eval_data_path: Optional[list[str]] = flag(
         None, "Held-out data; by default the source's own eval split, or --eval_fraction of it."

@@ -45,7 +45,8 @@ class LearningConfig:
     )
     kl_estimator: Optional[Literal["k1", "k2", "k3"]] = flag(
         None,
-        "Estimator of the per-token KL (Schulman 2020); default: k1 in the reward, k3 in the loss.",
+        "Estimator of the per-token KL (Schulman 2020); default: k1 in the reward, k3 in the loss "
+        "(k2 with reinforce_pp_baseline).",
     )
     kl_target: Optional[float] = flag(
         None, "Adapt --kl_coef towards this KL per sequence, in nats."
@@ -114,7 +115,9 @@ class LearningConfig:
     @property
     def kl_by(self) -> str:
         """The KL estimator: k1, k2 or k3."""
-        return self.kl_estimator or ("k3" if self.kl_is_in_loss else "k1")
+        if self.kl_estimator or not self.kl_is_in_loss:
+            return self.kl_estimator or "k1"
+        return "k2" if self.advantage_estimator == "reinforce_pp_baseline" else "k3"
 
     @property
     def needs_reference(self) -> bool:

@@ -250,7 +250,8 @@ def training_flops(
 
 def rlhf_iteration_flops(
     actor: ModelShape,
-    critic: ModelShape,
+    critic: ModelShape | None,
+    reward: ModelShape | None,
     prompt_lens: Sequence[int],
     answer_lens: Sequence[int],
     *,
@@ -262,22 +263,25 @@ def rlhf_iteration_flops(
     actor_frozen_base: bool = False,
     critic_frozen_base: bool = False,
     ptx_lens: Iterable[int] = (),
+    actor_forwards: int = 2,
 ) -> dict[str, int]:
     """FLOPs of one PPO iteration by phase, over all the sequences given (of one rank or of all).
 
     - ``generate``: every answer with a KV cache; a prompt's prefill once for all its samples.
       Divide by ``time/generate_s``.
-    - ``score``: one forward pass each of actor (old log-probs), reference, reward model and critic.
+    - ``score``: one forward pass each of actor (old log-probs), reference, reward model and critic,
+      of those that there are.
     - ``train``: ``ppo_epochs`` x forward and backward of actor and critic, and of the actor over
       the pretraining sequences. Divide by ``time/train_s``.
     - ``effective``: the three together. Divide by ``time/iteration_s``, which includes scoring.
 
     Args:
-        actor, critic: shapes; the reference has the actor's and the reward model the critic's.
+        actor, critic, reward: shapes; None for a model that there is not.
         prompt_lens, answer_lens: real tokens of each sequence; samples of a prompt stand together.
         train_actor: False in iterations that warm up the critic.
         actor_frozen_base, critic_frozen_base: only LoRA adapters are trained.
         ptx_lens: tokens of each pretraining sequence of the iteration.
+        actor_forwards: scoring passes of the actor's shape: its own and the reference's.
     """
     generate = score = train = 0
     actor_flags = (actor_gradient_checkpointing, "lm", actor_frozen_base)
@@ -287,9 +291,12 @@ def rlhf_iteration_flops(
         if i % num_samples_per_prompt == 0:
             generate += prefill_flops(actor, prompt_len)
         generate += decode_flops(actor, prompt_len, answer_len)
-        score += 2 * transformer_flops(actor, seq_len)
-        score += 2 * transformer_flops(critic, seq_len, head="score")
-        train += ppo_epochs * training_flops(critic, seq_len, *critic_flags)
+        score += actor_forwards * transformer_flops(actor, seq_len)
+        if reward is not None:
+            score += transformer_flops(reward, seq_len, head="score")
+        if critic is not None:
+            score += transformer_flops(critic, seq_len, head="score")
+            train += ppo_epochs * training_flops(critic, seq_len, *critic_flags)
         if train_actor:
             train += ppo_epochs * training_flops(actor, seq_len, *actor_flags)
     train += sum(training_flops(actor, ptx_len, *actor_flags) for ptx_len in ptx_lens)

@@ -23,12 +23,13 @@ class RewardSourcesConfig:
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python functions that score, as file.py:name, pkg.mod:name or a ready-made name, each "
-        "with :WEIGHT if not 1. Ready-made: exact_match, math_equal, regex_match, length, "
-        "json_schema, format_tags.",
+        "with :WEIGHT if not 1 (0: only logged). Ready-made: exact_match, math_equal, regex_match, "
+        "length, json_schema, format_tags.",
     )
     reward_args: Optional[list[str]] = flag(
         None,
-        "Arguments of those functions, as NAME.KEY=VALUE (VALUE as in YAML): length.target=64.",
+        "Arguments of those functions, as NAME.KEY=VALUE (as in YAML): length.target=64; or "
+        "NAME.KEY=@COLUMN for a column of the data.",
     )
     reward_url: Optional[str] = flag(
         None, "HTTP endpoint that scores: POST of JSON with prompts and answers; docs/rewards.md."
@@ -40,11 +41,13 @@ class RewardSourcesConfig:
     reward_pool: Literal["none", "thread", "process"] = flag(
         "none",
         "Where functions run: in turn, or beside generation and scoring in threads (for those that "
-        "wait) or processes (for those that compute). Coroutines and requests never wait.",
+        "wait) or processes (for those that compute). Coroutines and requests are always beside.",
     )
     reward_workers: int = flag(4, "Threads or processes of --reward_pool, per process.")
     on_reward_error: Literal["error", "skip"] = flag(
-        "error", "A function that fails ends the run, or costs the samples of that call (counted)."
+        "error",
+        "What fails ends the run, or is asked again for one sample at a time, and costs those that "
+        "fail then (counted).",
     )
     normalize_reward: bool = flag(
         False, "Shift and scale each source by its running mean and standard deviation."
@@ -69,10 +72,6 @@ class RewardSourcesConfig:
         for name in ("clip_reward", "reward_timeout_s"):
             value = getattr(self, name)
             require(value > 0, f"--{name} {value} must be positive")
-        require(
-            not self.reward_args or bool(self.reward_fn),
-            "--reward_args are arguments of --reward_fn, which is missing",
-        )
         url = self.reward_url
         require(
             url is None or url.startswith(("http://", "https://")),

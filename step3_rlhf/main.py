@@ -1,11 +1,15 @@
-"""Step 3, RLHF: the actor answers prompts, the reward model scores, PPO learns.
+"""Step 3, RLHF: the actor answers prompts, a reward model or programs score, the actor learns.
 
     deepspeed step3_rlhf/main.py --actor_model_name_or_path output/step1_sft \\
         --critic_model_name_or_path output/step2_reward
+    deepspeed step3_rlhf/main.py --actor_model_name_or_path output/step1_sft \\
+        --advantage_estimator grpo --num_samples_per_prompt 8 --reward_fn my_rewards.py:score
     python step3_rlhf/main.py --help
 
 The loop below is the one the README shows for notebooks.
 """
+
+from itertools import chain, repeat
 
 from dschat import cli, dist
 from dschat.config import RLHFConfig
@@ -19,7 +23,7 @@ def main() -> None:
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
     from dschat.builtin_model import resolve_model
-    from dschat.data.batches import PromptBatches
+    from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.deepspeed_setup import zero_settings
     from dschat.models.kind import load_config, require_causal_lm
@@ -27,6 +31,7 @@ def main() -> None:
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts
+    from dschat.rlhf.rewards import RewardError, RewardPrograms
     from dschat.rlhf.run import Reporter, unsupervised_steps
 
     log.setup(args.log_level, hold=True)
@@ -41,7 +46,7 @@ def main() -> None:
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
-        critic_name = resolve_model(args.critic_model_name_or_path)
+        critic_name = resolve_model(args.critic_model_name_or_path) or None
     trust = args.trust_remote_code
     require_causal_lm(load_config(actor_name, ACTOR, trust), actor_name, ACTOR)
     tokenizer = load_tokenizer(actor_name, ACTOR, trust, args.end_of_turn, args.chat_template)
@@ -50,6 +55,7 @@ def main() -> None:
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
         unsupervised = unsupervised_steps(args, tokenizer)
+    RewardPrograms.of(args).check_columns(prompt_columns(prompts))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
@@ -62,29 +68,34 @@ def main() -> None:
         num_total_iters=num_iters,
         args=args,
     )
-    trainer = DeepSpeedPPOTrainer(engine=engine, args=args, unsupervised=unsupervised)
+    prompt_batches = chain.from_iterable(repeat(prompt_train_dataloader))  # epoch after epoch
+    trainer = DeepSpeedPPOTrainer(
+        engine=engine, args=args, unsupervised=unsupervised, more_prompts=prompt_batches
+    )
 
     # Loop.
     claim_output_dir(args.output_dir)
     log.release()
     report = Reporter(trainer, HeldOutPrompts.of(held_out, args), num_iters)
     report.evaluate()
-    while trainer.iteration < num_iters:
-        for prompt_batch in prompt_train_dataloader:
+    try:
+        for prompt_batch in prompt_batches:
             out = trainer.generate_experience(prompt_batch)
             actor_loss, critic_loss = trainer.train_rlhf(out)
             report.step(out)
             if trainer.iteration == num_iters:
                 break
-    report.evaluate()
+        report.evaluate()
+    except RewardError:
+        engine.save(args.output_dir)  # what was learned before a reward function failed
+        log.logger.info("saved the models of iteration %d: %s", trainer.iteration, args.output_dir)
+        raise
     report.close()
 
     # Save.
     engine.save(args.output_dir)
     mark_complete(args.output_dir)
-    log.logger.info(
-        "saved %s/{actor,critic%s}", args.output_dir, ",actor_ema" if engine.ema else ""
-    )
+    log.logger.info("saved %s", args.output_dir)
     dist.shutdown()
 
 

@@ -36,6 +36,8 @@ from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams, cli
 from dschat.inference import InferenceEngine
 from dschat.plan import Request
 from dschat.plan.check import check
+from dschat.config import RLHFConfig
+from dschat.reward_programs.programs import RewardPrograms
 from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained
@@ -48,6 +50,9 @@ def trainer():
     knobs = dict(max_prompt_seq_len=16, max_answer_seq_len=16)
     knobs |= dict(per_device_generation_batch_size=2, per_device_training_batch_size=2)
     return DeepSpeedPPOTrainer(engine(**knobs))
+
+def scores(*functions, columns=(), **knobs):
+    RewardPrograms.of(RLHFConfig(**knobs), functions).check_columns(columns)
 
 def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}
@@ -118,6 +123,8 @@ def write_files(folder: Path) -> None:
         "recipe_key.yaml": "step3: {kl_cof: 0.1}",
         "recipe_value.yaml": "step1: {seed: x}",
         "recipe_model.yaml": "model: {actor_model: [1, 2], reward_model: {a: b}}",
+        "scores.py": "def tested(answers, tests):\n    return [1.0] * len(answers)\n",
+        "broken.py": "def score(:",
         "hosts": "alpha slots=2\nbeta\n",
         "two_hosts": "alpha slots=2\nbeta slots=2\n",
         "finished/COMPLETE": "",

@@ -1,7 +1,7 @@
 """losses.py against float64 NumPy, written out as loops over tokens: nothing here shares its code.
 
-Awkward rows are drawn from seeded randoms: answers of one token, answers that fill the batch
-(truncated), rows without any action; and what a mask leaves out holds NaN and inf.
+Rows are those of `loss_rows`. Advantages without a critic, and losses beside PPO's own, have tests
+of their own in `tests/losses`.
 """
 
 import math
@@ -9,37 +9,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from loss_rows import (
+    SEEDS,
+    answer_lens,
+    as_np,
+    assert_close,
+    check_metrics,
+    mask_of,
+    with_garbage,
+)
 
 from dschat import losses
-
-GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
-SEEDS = range(4)
-
-
-def answer_lens(rng: np.random.Generator, num_rows: int, width: int) -> list[int]:
-    """Lengths with the awkward cases first: none, one token, all the width (truncated)."""
-    lens = [0, 1, width, *rng.integers(0, width + 1, size=num_rows)]
-    return [int(n) for n in lens[:num_rows]]
-
-
-def mask_of(lens: list[int], width: int) -> torch.Tensor:
-    return torch.tensor([[t < n for t in range(width)] for n in lens])
-
-
-def with_garbage(x: np.ndarray, mask: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """fp32 ``x`` with NaN, inf or a huge number wherever ``mask`` is False."""
-    out = torch.tensor(x, dtype=torch.float32)
-    junk = torch.tensor(rng.choice(GARBAGE, size=tuple(mask.shape)), dtype=torch.float32)
-    return torch.where(mask, out, junk)
-
-
-def as_np(x: torch.Tensor) -> np.ndarray:
-    return x.detach().double().numpy()
-
-
-def assert_close(actual: torch.Tensor, expected, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    assert actual.dtype == torch.float32
-    np.testing.assert_allclose(as_np(actual), expected, rtol=rtol, atol=atol)
 
 
 def naive_log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
@@ -337,14 +317,6 @@ def test_policy_loss(seed):
     actual.backward()
     assert_close(logprobs.grad, grad)
     check_metrics(actual_metrics, metrics)
-
-
-def check_metrics(actual: dict[str, torch.Tensor], expected: dict[str, float]) -> None:
-    assert set(actual) == set(expected)
-    for name, value in actual.items():
-        assert value.ndim == 0
-        assert not value.requires_grad
-        assert_close(value, expected[name])
 
 
 def test_policy_loss_of_the_same_policy_is_minus_the_advantages():

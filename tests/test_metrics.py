@@ -152,6 +152,7 @@ def test_iteration_by_hand():
     flops = metrics.rlhf_iteration_flops(
         LLAMA,
         critic,
+        critic,
         [3, 3],
         [2, 4],
         ppo_epochs=2,
@@ -174,12 +175,12 @@ def test_iteration_by_hand():
 
 def test_iteration_shares_prefill_and_can_leave_the_actor_alone():
     lens = ([4, 4, 6, 6], [1, 5, 2, 3])
-    each = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens)
-    shared = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens, num_samples_per_prompt=2)
+    each = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens)
+    shared = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, num_samples_per_prompt=2)
     saved = metrics.prefill_flops(LLAMA, 4) + metrics.prefill_flops(LLAMA, 6)
     assert each["generate"] - shared["generate"] == saved
     assert each["train"] == shared["train"]
-    warm_up = metrics.rlhf_iteration_flops(LLAMA, LLAMA, *lens, train_actor=False)
+    warm_up = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, train_actor=False)
     seq_lens = [p + a for p, a in zip(*lens, strict=True)]
     assert warm_up["train"] == sum(metrics.training_flops(LLAMA, n, head="score") for n in seq_lens)
 

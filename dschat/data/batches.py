@@ -11,12 +11,14 @@ size, take the same optimizer steps.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Union
 
 import numpy as np
+
+from dschat.data.columns import unpack, unpacked_names
 
 Rows = list[Any]
 
@@ -27,10 +29,12 @@ class RowStream:
 
     ``examples`` starts the stream; ``encode`` makes rows of some of its examples and leaves out
     those that cannot be used. Encoding is the costly part: a rank does it for its own share alone.
+    ``column_names``: those of every row, where they are told before the first one.
     """
 
     examples: Callable[[], Iterator[Any]]
     encode: Callable[[list[Any]], Rows]
+    column_names: Sequence[str] = ()
 
 
 class StepBatches:
@@ -119,11 +123,23 @@ class StepBatches:
 
 
 class Prompts(list):
-    """Id lists of prompts; ``sources`` has beside each what it was made of (text or messages)."""
+    """Id lists of prompts, and beside each what it was made of and came with.
 
-    def __init__(self, ids: list[list[int]], sources: list[Any] | None = None) -> None:
+    ``sources``: text or messages; ``texts``: the text, or what the user said last; None where
+    nobody knows. ``columns``: the other columns of the prompts' rows, name -> a value a prompt.
+    """
+
+    def __init__(
+        self,
+        ids: list[list[int]],
+        sources: list[Any] | None = None,
+        texts: list[str] | None = None,
+        columns: dict[str, list[Any]] | None = None,
+    ) -> None:
         super().__init__(ids)
         self.sources = sources
+        self.texts = texts
+        self.columns = columns or {}
 
 
 class PromptBatches:
@@ -148,6 +164,7 @@ class PromptBatches:
         seed: int,
     ) -> None:
         self._place = (rank, world_size)
+        self._columns = prompt_columns(dataset)
         self._epoch = 0
         self._rollouts = None
         drop_last = True
@@ -165,18 +182,39 @@ class PromptBatches:
 
     def __iter__(self) -> Iterator[Prompts]:
         if self._rollouts is not None:
-            yield from (prompts_of(_share(rows, *self._place)) for rows in self._rollouts)
+            for rows in self._rollouts:
+                yield prompts_of(_share(rows, *self._place), self._columns)
             return
         epoch, self._epoch = self._epoch, self._epoch + 1
         for (rows,) in self._batches.epoch(epoch):
-            yield prompts_of(rows)
+            yield prompts_of(rows, self._columns)
 
 
-def prompts_of(rows: Rows) -> Prompts:
-    """The prompts in rows of ``prompt_dataset``; sources where all of them have one."""
+def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> Prompts:
+    """The prompts in rows of ``prompt_dataset``; sources and texts where all of them have one.
+
+    ``columns``: see ``prompt_columns``; default: those of the first row.
+    """
+    if columns is None:
+        columns = prompt_columns(rows)
     sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
-    whole = len(sources) == len(rows)
-    return Prompts([row["prompt_ids"] for row in rows], sources if whole else None)
+    texts = [row["prompt_text"] for row in rows if "prompt_text" in row]
+    return Prompts(
+        [row["prompt_ids"] for row in rows],
+        sources if len(sources) == len(rows) else None,
+        texts if len(texts) == len(rows) else None,
+        unpack(rows, sorted(columns)),
+    )
+
+
+def prompt_columns(dataset: Union[Sequence[Any], RowStream]) -> set[str]:
+    """What rows of ``prompt_dataset``, a table or a stream, carry for reward functions: the names
+    of their source's own columns, but for the one that is the prompt.
+    """
+    names = getattr(dataset, "column_names", None)
+    if names is None:
+        names = dataset[0] if len(dataset) else ()
+    return unpacked_names(names)
 
 
 def _share(rows: Any, rank: int, world_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""The built-in data set: 5,300 short preference examples about a little world, from one seed.
+"""``builtin/chat``: 5,300 short preference examples about a little world, from one seed.
 
 Comes in: a seed. Goes out: rows of text, ``kind, prompt, chosen, rejected, demonstration``, in two
 splits. Chosen is right and courteous; rejected is wrong but courteous, right but rude or curt, or

@@ -45,6 +45,20 @@ class PairBatch(_OnDevice):
     num_real: int  # pairs that are not dummies
 
 
+@dataclass
+class PreferenceBatch(_OnDevice):
+    """Step 2's micro-batch where it trains the policy. K blocks of B sequences in the same order:
+    chosen ones, rejected ones, and with KTO mismatched ones.
+    """
+
+    input_ids: Tensor  # (KB, T) int64
+    prompt_lengths: Tensor  # (KB,) int64, tokens before the answer
+    lengths: Tensor  # (KB,) int64, tokens before the padding
+    ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not known yet
+    num_real: int  # pairs that are not dummies
+    kl: float = 0.0  # KTO's reference point, of the whole optimizer step
+
+
 def pad_right(
     sequences: Sequence[Sequence[int]],
     pad_id: int,
@@ -82,3 +96,23 @@ def collate_pairs(rows: Sequence[dict[str, Any]], pad_id: int, multiple_of: int 
     sides = [row[side] for side in ("chosen_ids", "rejected_ids") for row in rows]
     ids, mask = pad_right(sides or [[pad_id]] * 2, pad_id, multiple_of=multiple_of)
     return PairBatch(ids, mask.sum(dim=1), num_real=len(rows))
+
+
+def collate_preferences(
+    rows: Sequence[dict[str, Any]], blocks: Sequence[str], pad_id: int
+) -> PreferenceBatch:
+    """Rows of ``preference_dataset`` to a batch of the columns that ``blocks`` names; they may have
+    ``ref_logps`` already, a number a block. A dummy pair is sequences without an answer.
+    """
+    sequences = [row[block] for block in blocks for row in rows] or [[pad_id]] * len(blocks)
+    ids, mask = pad_right(sequences, pad_id)
+    prompt_lengths = [row["prompt_length"] for row in rows] or [1]
+    unknown = [float("nan")] * len(blocks)
+    known = [row.get("ref_logps", unknown) for row in rows] or [unknown]
+    return PreferenceBatch(
+        ids,
+        torch.tensor(prompt_lengths * len(blocks)),
+        mask.sum(dim=1),
+        torch.tensor(known, dtype=torch.float32).T.flatten(),
+        num_real=len(rows),
+    )

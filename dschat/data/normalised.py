@@ -1,8 +1,8 @@
 """From raw rows to rows of ``Example``s: one by one, or as a table kept on disk.
 
-Comes in: a ``Rows`` and its adapter. Goes out: for every line one row of ``SCHEMA``, usable or not;
-and what is said, or raised, about those that are not (``--on_bad_row``). Must not know splits,
-blends or steps' shares.
+Comes in: a ``Rows`` and its adapter. Goes out: for every line one row of ``SCHEMA``, usable or not,
+in step 3 with the line's own columns; and what is said, or raised, about those that are not usable
+(``--on_bad_row``). Must not know splits, blends or steps' shares.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import datasets
 import numpy as np
@@ -21,8 +21,9 @@ import pyarrow
 from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
-from dschat.data import adapters, files, table, turns
+from dschat.data import adapters, columns, files, table, turns
 from dschat.data.adapters import CONTENT_FIELDS, Example, Purpose, normalise
+from dschat.data.columns import pack, packed_names
 from dschat.data.read import Rows, broken_line, quiet
 from dschat.data.table import Adapter
 from dschat.knobs import UserError
@@ -37,12 +38,23 @@ NUM_LISTED = 10  # bad rows that the log names one by one
 BROKEN = "a line that cannot be read"
 
 
-def normalised_rows(rows: Rows, adapter: Adapter, purpose: Purpose) -> Iterator[dict[str, str]]:
-    """A row of ``SCHEMA`` for every line, in order; an unreadable one has no content and no key."""
-    nothing = Example("").to_row()
+def own_columns(rows: Rows, adapter: Adapter, purpose: Purpose) -> list[str]:
+    """The names of what rows carry beside ``SCHEMA``: reward functions, in step 3, want it."""
+    return packed_names(rows.columns, adapter) if purpose == "rlhf" else []
+
+
+def normalised_rows(
+    rows: Rows, adapter: Adapter, purpose: Purpose
+) -> Iterator[dict[str, Optional[str]]]:
+    """A row of ``SCHEMA``, and of ``own_columns``, for every line, in order.
+
+    An unreadable one has no content and no key.
+    """
+    own, nothing = own_columns(rows, adapter, purpose), Example("").to_row()
     for line in rows:
         if line.row is None:
             yield {
+                **dict.fromkeys(own),
                 **nothing,
                 "key": "",
                 "problem": BROKEN,
@@ -51,15 +63,18 @@ def normalised_rows(rows: Rows, adapter: Adapter, purpose: Purpose) -> Iterator[
             }
             continue
         row = normalise(line.row, adapter, purpose)
-        yield {**row, "fault": "", "where": line.where if row["problem"] else ""}
+        where = line.where if row["problem"] else ""
+        yield {**pack(line.row, own), **row, "fault": "", "where": where}
 
 
 def normalised_table(rows: Rows, adapter: Adapter, purpose: Purpose) -> Dataset:
     """``normalised_rows`` as a table: on disk and made once, or in memory where the source is."""
+    own = own_columns(rows, adapter, purpose)
+    schema = Features({**SCHEMA, **dict.fromkeys(own, Value("string"))})
     if rows.in_memory:
-        return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=SCHEMA)
-    content = repr([rows.stamp, rows.name, adapter, purpose, sorted(SCHEMA), _code()])
-    return kept_on_disk(content, SCHEMA, lambda: normalised_rows(rows, adapter, purpose))
+        return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=schema)
+    content = repr([rows.stamp, rows.name, adapter, purpose, list(schema), _code()])
+    return kept_on_disk(content, schema, lambda: normalised_rows(rows, adapter, purpose))
 
 
 def kept_on_disk(
@@ -151,5 +166,6 @@ def _write(path: str, features: Features, rows: Iterator[dict[str, Any]]) -> Non
 
 def _code() -> str:
     """A digest of the code that reads and normalises: another version reads files anew."""
-    texts = (Path(module.__file__).read_bytes() for module in (adapters, files, table, turns))
+    modules = (adapters, columns, files, table, turns)
+    texts = (Path(module.__file__).read_bytes() for module in modules)
     return hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest()

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.adapters import PURPOSES, Purpose, listed
-from dschat.data.batches import RowStream
+from dschat.data.batches import RowStream, prompt_columns, prompts_of
 from dschat.data.report import DataReport, read_report
 from dschat.data.sources import Source, open_source
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
@@ -109,6 +109,9 @@ def _step_lines(step: int, purpose: Purpose, config: ShowConfig, tokenizer: Any)
             yield from _lengths(record.args[0])
         else:
             yield from _wrapped(record.getMessage(), indent=2)
+    if purpose == "rlhf":
+        columns = listed(sorted(prompt_columns(train))) or "nothing: prompts have no other columns"
+        yield from _wrapped(f"for reward functions: {columns}", indent=2)
     for number, row in enumerate(islice(train, NUM_EXAMPLES), start=1):
         yield from _example(number, purpose, row, tokenizer)
 
@@ -163,6 +166,9 @@ def _example(number: int, purpose: Purpose, row: dict[str, Any], tokenizer: Any)
         ids = row["prompt_ids"]
         yield f"  example {number}: {len(ids)} tokens, to be answered"
         yield from _pieces(ids, [False] * len(ids), tokenizer)
+        for column, (value,) in prompts_of([row]).columns.items():
+            shown = f"    {column} = {value!r}"
+            yield shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 4]} ..."
 
 
 def _pieces(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> Iterator[str]:

@@ -20,7 +20,6 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from dschat.data.adapters import (
-    CONTENT_FIELDS,
     PURPOSES,
     Example,
     Purpose,
@@ -29,8 +28,9 @@ from dschat.data.adapters import (
     listed,
     require_answers,
 )
+from dschat.data.arithmetic import arithmetic_rows
 from dschat.data.builtin import builtin_rows
-from dschat.data.normalised import flags_of, iterate, judge, normalised_table
+from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_table
 from dschat.data.read import Rows, Splits, read_source, table_rows
 from dschat.data.table import Adapter
 from dschat.data_config import DataConfig
@@ -39,6 +39,8 @@ from dschat.knobs import UserError
 __all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
 
 logger = logging.getLogger("dschat")
+
+_BUILTIN = {"builtin/chat": builtin_rows, "builtin/arithmetic": arithmetic_rows}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Source:
 def load_examples(
     config: DataConfig, purpose: Purpose, seed: Optional[int] = None
 ) -> tuple[Dataset, Dataset]:
-    """The training and held-out examples of one step, as tables of ``Example.to_row`` rows.
+    """The training and held-out examples of one step, as tables of ``Example.to_row`` rows (of
+    step 3 with the columns that each row had besides, see ``columns``).
 
     Rows are held out first, then blended (weight w: every row of that source stands w times, a
     fraction being a seeded choice), then cut in three by ``--data_split``. Rows with the same
@@ -187,14 +190,15 @@ def _cut(hashes: np.ndarray, shares: Sequence[float]) -> list[int]:
 
 
 @cache
-def _builtin_tables() -> dict[str, Dataset]:
-    return {split: Dataset.from_list(rows) for split, rows in builtin_rows().items()}
+def _builtin_tables(name: str) -> dict[str, Dataset]:
+    return {split: Dataset.from_list(rows) for split, rows in _BUILTIN[name]().items()}
 
 
 def _builtin(name: str, flag: str) -> Splits:
-    if name != "builtin/chat":
-        raise UserError(f"{flag}: there is no {name}; the built-in data set is builtin/chat")
-    tables = _builtin_tables()
+    if name not in _BUILTIN:
+        sets = " and ".join(_BUILTIN)
+        raise UserError(f"{flag}: there is no {name}; the built-in data sets are {sets}")
+    tables = _builtin_tables(name)
     return Splits(table_rows(name, tables["train"]), table_rows(name, tables["eval"]))
 
 
@@ -241,4 +245,4 @@ def _weighted(table: Dataset, weight: float, held_keys: Optional[np.ndarray], se
 
 def _usable(rows: Dataset) -> Dataset:
     keep = np.flatnonzero(~flags_of(rows, "problem"))
-    return rows.select(keep).select_columns(list(CONTENT_FIELDS))
+    return rows.select(keep).remove_columns(list(NOTES))

@@ -21,14 +21,14 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.data.adapters import CONTENT_FIELDS, PURPOSES, Purpose
-from dschat.data.normalised import NUM_LISTED, normalised_rows, refuse
+from dschat.data.normalised import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
 from dschat.data.read import Rows
 from dschat.data.sources import Source, key_hash, load_source, named_held_out, no_rows
 from dschat.data_config import DataConfig
 
 logger = logging.getLogger("dschat")
 
-Row = dict[str, str]
+Row = dict[str, Optional[str]]
 _HELD_OUT = -1  # beside the steps, 0 to 2
 
 
@@ -77,6 +77,8 @@ class ExampleStream:
         if not filled:
             raise no_rows(config.data_split, step, "the")
         self._sources = filled
+        own = (name for s in filled for name in own_columns(s.splits.train, s.adapter, purpose))
+        self.columns = [*CONTENT_FIELDS, *dict.fromkeys(own)]  # of every row
 
     def __iter__(self) -> Iterator[Row]:
         return self.rows()
@@ -88,7 +90,7 @@ class ExampleStream:
         streams = [self._endless(i, quiet) for i in range(len(self._sources))]
         while True:
             for i in rng.choice(len(streams), size=1024, p=weights / weights.sum()):
-                yield next(streams[i])
+                yield dict.fromkeys(self.columns) | next(streams[i])
 
     def held_out(self) -> Dataset:
         """At most ``--max_eval_samples`` held-out rows: the first ones of every source, evenly."""
@@ -107,7 +109,8 @@ class ExampleStream:
         rows = [row for table in tables for row in table]
         chosen = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
         rows = [rows[i] for i in sorted(chosen.tolist())]
-        columns = {name: [row[name] for row in rows] for name in CONTENT_FIELDS}
+        names = dict.fromkeys([*self.columns, *(name for row in rows for name in row)])
+        columns = {name: [row.get(name) for row in rows] for name in names}
         return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
 
     def _endless(self, number: int, quiet: bool) -> Iterator[Row]:
@@ -141,7 +144,7 @@ class ExampleStream:
                     why = row["fault"].removesuffix("; mend it") or row["problem"]
                     tally.add(why, row["where"])
             elif part is None or self._place(row["key"]) == part:
-                yield {name: row[name] for name in CONTENT_FIELDS}
+                yield {name: value for name, value in row.items() if name not in NOTES}
 
     def _place(self, key: str) -> int:
         held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction

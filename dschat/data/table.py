@@ -130,6 +130,7 @@ _ALPACA = Adapter("instruction", "output", as_chat=True, context="input")
 
 ADAPTERS = {
     "builtin/chat": Adapter("prompt", "chosen", "rejected", sft="demonstration", as_chat=True),
+    "builtin/arithmetic": Adapter("prompt", sft="demonstration", as_chat=True),
     # the sets that DeepSpeed-Chat knows
     "Dahoas/rm-static": _PAIRS,
     "Dahoas/full-hh-rlhf": _PAIRS,
@@ -177,6 +178,8 @@ GENERIC = (
     _HC3,
     Adapter("question", "answer", as_chat=True),
     Adapter("question", "response", as_chat=True),
+    Adapter("problem", "solution", as_chat=True),
+    Adapter("problem", "answer", as_chat=True),
     Adapter("query", "response", as_chat=True),
     Adapter("query", "answer", as_chat=True),
     Adapter("input", "output", as_chat=True),
@@ -188,6 +191,7 @@ GENERIC = (
     # prompts alone, for step 3
     Adapter("prompt"),
     Adapter("question", as_chat=True),
+    Adapter("problem", as_chat=True),
     Adapter("instruction", as_chat=True),
     Adapter("query", as_chat=True),
     Adapter(messages="text"),  # a dialogue written out, as Human: ... Assistant: ...

@@ -20,6 +20,7 @@ from datasets import Dataset, Features, List, Value
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.adapters import Content, Example, Purpose
 from dschat.data.batches import RowStream
+from dschat.data.columns import is_packed
 from dschat.data.read import quiet
 from dschat.data.report import DataReport, read_report
 from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
@@ -71,7 +72,8 @@ def sft_dataset(config: SFTConfig, tokenizer: Any, split: Split = "train") -> Ta
 
 
 def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "train") -> Tables:
-    """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1.
+    """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1;
+    and ``prompt_length``, the tokens before either answer.
 
     The two share their prompt to the token: it is cut on the left by what the longer side needs.
     Pairs that are equal as tokens teach nothing and are dropped. ``--shuffle_labels`` swaps a
@@ -80,7 +82,7 @@ def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "tra
     Returns and raises like ``sft_dataset``.
     """
     make = partial(_pair_rows, tokenizer=tokenizer, max_len=config.max_seq_len)
-    columns = {"chosen_ids": _IDS, "rejected_ids": _IDS}
+    columns = {"chosen_ids": _IDS, "rejected_ids": _IDS, "prompt_length": Value("int32")}
     tables = _tables(config, "reward", split, make, columns)
     if not config.shuffle_labels or split == "eval":
         return tables
@@ -97,7 +99,8 @@ def prompt_dataset(config: RLHFConfig, tokenizer: Any, split: Split = "train") -
 
     ``prompt_text`` is the prompt as the gold scorer and the log want it: a text prompt, or the last
     user turn. ``index`` numbers the examples before any is dropped. Prompts that are too long are
-    dropped, not cut.
+    dropped, not cut. The other columns of a row go along for reward functions: `prompt_columns`
+    names them, `prompts_of` has their values.
 
     Returns and raises like ``sft_dataset``.
     """
@@ -121,7 +124,7 @@ def _tables(
         if split in (name, "both"):
             title = f"{purpose} {name} data"
             if isinstance(examples, ExampleStream):
-                made.append(_stream(title, examples, make_rows))
+                made.append(_stream(title, examples, make_rows, columns))
             else:
                 made.append(tokenised(title, examples, make_rows, columns)[0])
     return made[0] if len(made) == 1 else tuple(made)
@@ -132,10 +135,13 @@ def tokenised(
 ) -> tuple[Dataset, DataReport]:
     """A table of ``columns``, made by ``make_rows`` from examples, and the report that was logged.
 
+    The columns that examples carry for reward functions go along.
+
     Raises:
         UserError: no row is left.
     """
-    features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
+    carried = dict.fromkeys(filter(is_packed, examples.column_names), Value("string"))
+    features = Features({**columns, **carried, "problem": _NOTE, "cut": _NOTE})
     # `map` over no rows would hand back a table without columns
     table = Dataset.from_dict({column: [] for column in features}, features=features)
     if len(examples):
@@ -155,7 +161,9 @@ def tokenised(
     return (rows if len(kept) == len(table) else rows.select(kept)), report
 
 
-def _stream(name: str, examples: ExampleStream, make_rows: Callable) -> RowStream:
+def _stream(
+    name: str, examples: ExampleStream, make_rows: Callable, columns: Iterable[str]
+) -> RowStream:
     """A stream of tokenised rows.
 
     Raises:
@@ -163,7 +171,9 @@ def _stream(name: str, examples: ExampleStream, make_rows: Callable) -> RowStrea
     """
     tally = Tally(name)
     stream = RowStream(
-        lambda: enumerate(examples), partial(_encode, make_rows=make_rows, tally=tally)
+        lambda: enumerate(examples),
+        partial(_encode, make_rows=make_rows, tally=tally),
+        [*columns, *filter(is_packed, examples.columns)],
     )
     first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)
     for _ in range(_NUM_PROBED // 50):
@@ -222,6 +232,7 @@ def _pair_rows(
             {
                 "chosen_ids": prompt + chosen,
                 "rejected_ids": prompt + rejected,
+                "prompt_length": len(prompt),
                 "problem": problem,
                 "cut": cut,
             }
@@ -248,7 +259,7 @@ def _prompt_rows(
                 "cut": "",
             }
         )
-    return _columns(rows)
+    return {**_columns(rows), **{name: batch[name] for name in batch if is_packed(name)}}
 
 
 def _fit(

@@ -13,26 +13,69 @@ of ``0 * inf`` is NaN. Metrics are detached 0-d fp32 sums on the inputs' device.
 
 from dschat.losses.advantages import (
     AdaptiveKL,
+    dr_grpo_advantages,
     gae,
+    group_has_variance,
+    group_stats,
+    grpo_advantages,
     kl_penalty,
     masked_whiten_stats,
+    overlong_penalty,
+    returns_to_go,
+    rloo_advantages,
     shape_rewards,
     whiten,
 )
-from dschat.losses.logprobs import entropy_from_logits, lm_loss, token_logprobs
-from dschat.losses.policy import policy_loss, value_loss
-from dschat.losses.preference import pairwise_loss
+from dschat.losses.logprobs import (
+    entropy_from_logits,
+    lm_loss,
+    token_entropy,
+    token_logprobs,
+)
+from dschat.losses.policy import (
+    POLICY_LOSSES,
+    aggregation_count,
+    aggregation_weights,
+    cispo_loss,
+    gspo_loss,
+    policy_loss,
+    rollout_weights,
+    value_loss,
+)
+from dschat.losses.preference import (
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    pairwise_loss,
+)
 
 __all__ = [
     "AdaptiveKL",
+    "POLICY_LOSSES",
+    "aggregation_count",
+    "aggregation_weights",
+    "cispo_loss",
+    "dpo_loss",
+    "dr_grpo_advantages",
     "entropy_from_logits",
     "gae",
+    "group_has_variance",
+    "group_stats",
+    "grpo_advantages",
+    "gspo_loss",
+    "ipo_loss",
     "kl_penalty",
+    "kto_loss",
     "lm_loss",
     "masked_whiten_stats",
+    "overlong_penalty",
     "pairwise_loss",
     "policy_loss",
+    "returns_to_go",
+    "rloo_advantages",
+    "rollout_weights",
     "shape_rewards",
+    "token_entropy",
     "token_logprobs",
     "value_loss",
     "whiten",

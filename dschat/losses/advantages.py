@@ -114,6 +114,99 @@ def whiten(x: Tensor, mask: Tensor, count: Tensor, total: Tensor, total_sq: Tens
     return torch.where(mask, (x.double() - mean) * scale, 0.0).float()
 
 
+@torch.no_grad()
+def returns_to_go(rewards: Tensor, answer_mask: Tensor, gamma: float) -> Tensor:
+    """REINFORCE's weight of every action: the discounted rewards from it on (Williams 1992).
+
+    ``rewards`` (S, A) any float, ``answer_mask`` (S, A) bool; returns (S, A) fp32, 0 outside it.
+    """
+    zeros = torch.zeros_like(rewards, dtype=torch.float32)
+    return gae(rewards, zeros, answer_mask, gamma, lam=1.0)[0]
+
+
+@torch.no_grad()
+def group_stats(scores: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """Count, sum and sum of squares of the scores of each group: (3, G) float64.
+
+    They add up over ranks, so one all-reduce stands between this and the functions below, and a
+    group may be split over ranks. ``scores`` (S,) any float; ``group_ids`` (S,) int64 in [0, G).
+    """
+    scores = scores.double()
+    columns = torch.stack([torch.ones_like(scores), scores, scores.square()])
+    stats = torch.zeros(3, num_groups, dtype=torch.float64, device=scores.device)
+    return stats.index_add_(1, group_ids, columns)
+
+
+def _mean_and_variance(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each group, (G,) float64; the variance with n - 1, and 0 where it is rounding alone."""
+    count, total, total_sq = stats
+    mean = total / count.clamp(min=1)
+    spread = total_sq - total * mean
+    # Squares of fp32 numbers are exact in float64, their sums to count x 1e-16: less is no spread.
+    spread = torch.where(spread > 1e-16 * count * total_sq, spread, 0.0)
+    return mean, spread / (count - 1).clamp(min=1)
+
+
+def group_has_variance(stats: Tensor) -> Tensor:
+    """Whether the scores of a group differ: (3, G) -> (G,) bool.
+
+    Those that all score alike have no advantages; dynamic sampling passes over them (DAPO, arXiv
+    2503.14476, eq. 11).
+    """
+    return _mean_and_variance(stats)[1] > 0
+
+
+@torch.no_grad()
+def dr_grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
+    """Score less its group's mean: (S,) fp32 (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+
+    Args:
+        scores: (S,) any float.
+        group_ids: (S,) int64 in [0, G).
+        stats: (3, G), as `group_stats` gives them, summed over ranks.
+    """
+    mean, _ = _mean_and_variance(stats)
+    return (scores.double() - mean[group_ids]).float()
+
+
+@torch.no_grad()
+def grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor, eps: float = 1e-6) -> Tensor:
+    """Score less its group's mean, over its standard deviation + eps: (S,) fp32.
+
+    GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The deviation has n - 1, as TRL's and
+    verl's; the paper leaves it open. A group of one gets 0. Arguments as `dr_grpo_advantages`.
+    """
+    mean, variance = _mean_and_variance(stats)
+    advantages = (scores.double() - mean[group_ids]) / (variance.sqrt()[group_ids] + eps)
+    return torch.where(variance[group_ids] > 0, advantages, 0.0).float()
+
+
+@torch.no_grad()
+def rloo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
+    """Score less the mean of the group's others: (S,) fp32.
+
+    RLOO (Ahmadian et al. 2024, arXiv 2402.14740). A group of one has no others and
+    gets 0. Arguments as `dr_grpo_advantages`.
+    """
+    count, total, _ = (row[group_ids] for row in stats)
+    scores = scores.double()
+    others = (total - scores) / (count - 1).clamp(min=1)
+    return torch.where(count > 1, scores - others, 0.0).float()
+
+
+@torch.no_grad()
+def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, penalty: float) -> Tensor:
+    """What an answer's score loses for its length (DAPO, arXiv 2503.14476, eq. 13): (S,) fp32.
+
+    Nothing up to ``max_len - buffer_len`` tokens, then in proportion, to ``-penalty`` at
+    ``max_len``. ``lengths`` (S,) int64; a buffer of 0 tokens costs nothing.
+    """
+    if buffer_len == 0:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    over = (lengths - (max_len - buffer_len)).clamp(0, buffer_len)
+    return -penalty * over.float() / buffer_len
+
+
 class AdaptiveKL:
     """The KL coefficient, steered to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
 

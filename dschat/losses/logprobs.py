@@ -89,16 +89,50 @@ def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0)
 
 @torch.no_grad()
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of ``softmax(logits / T)``: (B, T, V) any float -> (B, T) fp32. No gradient.
+    """`token_entropy` without gradient: to look at."""
+    return _entropy(logits, _checked_temperature(temperature))
 
-    A logit of -inf is a token of probability 0 and adds nothing. T = 0 (greedy) counts as 1.
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of ``softmax(logits / T)``: (B, T, V) any float -> (B, T) fp32.
+
+    A logit of -inf is a token of probability 0: it adds nothing and gets no gradient. T = 0
+    (greedy) counts as 1. Differentiable once; keeps the logits and one fp32 number a token.
     """
-    temperature = _checked_temperature(temperature)
+    return _TokenEntropy.apply(logits, _checked_temperature(temperature))
+
+
+def _entropy(logits: Tensor, temperature: float) -> Tensor:
     entropy = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     for chunk in _chunks(logits):
         probs = torch.softmax(_scaled(logits[chunk], temperature), dim=-1)
         entropy[chunk] = torch.special.entr(probs).sum(dim=-1)
     return entropy
+
+
+class _TokenEntropy(torch.autograd.Function):
+    """dH/dlogit_j = -p_j (log p_j + H) / T, computed anew chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, temperature: float) -> Tensor:
+        entropy = _entropy(logits, temperature)
+        ctx.save_for_backward(logits, entropy)
+        ctx.temperature = temperature
+        return entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, entropy = ctx.saved_tensors
+        scale = (grad_output.float() / ctx.temperature).unsqueeze(-1)  # (B, T, 1)
+        grad = torch.empty_like(logits)
+        for chunk in _chunks(logits):
+            probs = torch.softmax(_scaled(logits[chunk], ctx.temperature), dim=-1)
+            # entr(p) = -p log p is 0 at p = 0, where log p is not finite.
+            part = torch.special.entr(probs).sub_(probs.mul_(entropy[chunk].unsqueeze(-1)))
+            part.mul_(scale[chunk])
+            grad[chunk] = part.masked_fill_(scale[chunk] == 0, 0.0)
+        return grad, None
 
 
 def lm_loss(logits: Tensor, input_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:

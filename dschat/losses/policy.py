@@ -1,10 +1,75 @@
 """Losses of actor and critic: log-probs or values in, a sum over actions and its metrics out.
 
-Conventions: see `dschat.losses`.
+Which sum: `aggregation_weights` says what an action counts, `aggregation_count` what the sum over
+the whole optimizer step is divided by. Conventions: see `dschat.losses`.
 """
+
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+CLIPRANGE = float | tuple[float, float]
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def aggregation_weights(answer_mask: Tensor, how: Aggregation, max_len: int) -> Tensor:
+    """What every action's loss is multiplied by: (B, A) fp32, 0 outside the mask.
+
+    With `aggregation_count`: ``token`` is the mean over the tokens of the step (DAPO, arXiv
+    2503.14476, eq. 12), ``sequence`` the mean over sequences of their means (GRPO, arXiv
+    2402.03300, eq. 3), ``constant`` the mean over sequences of their sums / ``max_len`` (Dr. GRPO,
+    arXiv 2503.20783).
+    """
+    weights = answer_mask.float()
+    if how == "sequence":
+        return weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    return weights / max_len if how == "constant" else weights
+
+
+def aggregation_count(answer_mask: Tensor, how: Aggregation) -> Tensor:
+    """What the sum is divided by: tokens, or sequences with an action. 0-d int64; sums add up."""
+    return answer_mask.sum() if how == "token" else answer_mask.any(dim=1).sum()
+
+
+@torch.no_grad()
+def rollout_weights(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    answer_mask: Tensor,
+    how: Literal["off", "tis", "icepop"],
+    low: float,
+    high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Importance weights of actions that the generator drew from probabilities of its own.
+
+    The weight is training's probability / the generator's, both before the update. ``tis``
+    truncates it at ``high`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"; Ionides 2008); ``icepop`` drops actions outside of [low, high] (arXiv
+    2510.18855).
+
+    Args:
+        logprobs, rollout_logprobs: (B, A) of the two.
+        answer_mask: (B, A) bool.
+
+    Returns:
+        weights: (B, A) fp32, 0 outside the mask; 1 inside where ``how`` is off.
+        metrics: sums over actions of ``is_weight`` and ``is_cut`` (truncated or dropped).
+    """
+    ones = answer_mask.float()
+    if how == "off":
+        return ones, {"is_weight": ones.sum(), "is_cut": ones.new_zeros(())}
+    gap = torch.where(answer_mask, logprobs.float() - rollout_logprobs.float(), 0.0)
+    ratio = gap.exp()
+    if how == "tis":
+        weights, cut = ratio.clamp(max=high), ratio > high
+    else:
+        assert how == "icepop", f"no correction {how!r}; there are off, tis and icepop"
+        cut = (ratio < low) | (ratio > high)
+        weights = torch.where(cut, 0.0, ratio)
+    weights = torch.where(answer_mask, weights, 0.0)
+    return weights, {"is_weight": weights.sum(), "is_cut": (cut & answer_mask).float().sum()}
 
 
 def policy_loss(
@@ -12,7 +77,10 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     answer_mask: Tensor,
-    cliprange: float,
+    cliprange: CLIPRANGE,
+    *,
+    weights: Tensor | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), negated and summed.
 
@@ -21,30 +89,128 @@ def policy_loss(
         old_logprobs: (B, A) of the policy at the start of the update.
         advantages: (B, A).
         answer_mask: (B, A) bool.
-        cliprange: epsilon; the ratio is clipped to [1 - epsilon, 1 + epsilon].
+        cliprange: epsilon; the ratio is clipped to [1 - epsilon, 1 + epsilon]. A pair is below and
+            above (clip-higher: DAPO, arXiv 2503.14476, eq. 10).
+        weights: (B, A), what each action's loss is multiplied by; None: 1.
+        dual_clip: c > 1; a bad action's loss is at most c times its -advantage (Ye et al. 2020,
+            arXiv 1912.09729, eq. 5).
 
     Returns:
-        loss_sum: 0-d fp32; non-finite if a ratio leaves fp32's range (e^88), a step to skip.
-        metrics: sums over actions of ``clipped`` (1 where the clipped term is the larger loss, so
-            that the action has no gradient), ``approxkl`` (half the squared log-ratio), ``ratio``,
-            ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, their count.
+        loss_sum: 0-d fp32; it or its gradient is non-finite if a ratio leaves fp32's range (e^88),
+            a step to skip.
+        metrics: sums over actions, whatever their weights, of ``clipped`` (1 where a clipped term
+            counts, so that the action has no gradient), ``approxkl`` (half the squared log-ratio),
+            ``ratio``, ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, their count.
     """
-    log_ratio = torch.where(answer_mask, logprobs.float() - old_logprobs.float().detach(), 0.0)
-    advantages = torch.where(answer_mask, advantages.float().detach(), 0.0)
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
+    low, high = _sides(cliprange)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    loss_sum = torch.max(unclipped, clipped).sum()
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.max(unclipped, clipped)
+    is_clipped = clipped > unclipped
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        is_bounded = (advantages < 0) & (losses > bound)
+        losses = torch.where(is_bounded, bound, losses)
+        is_clipped = is_clipped | is_bounded
+    return _summed(losses, weights, answer_mask), _metrics(log_ratio, is_clipped, answer_mask)
 
-    log_ratio, ratio = log_ratio.detach(), ratio.detach()
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    answer_mask: Tensor,
+    cliprange: CLIPRANGE,
+    *,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate with the ratio of whole sequences, the geometric mean of their tokens'.
+
+    GSPO (Zheng et al. 2025, arXiv 2507.18071), in its form by token (eq. 13-14): with weights
+    1/|o_i| value and gradient are those of eq. 5. Arguments and metrics as `policy_loss`.
+    """
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
+    low, high = _sides(cliprange)
+    num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    of_sequence = log_ratio.detach().sum(dim=1, keepdim=True) / num_actions
+    # NOTE the brackets: a token far off would take the sequence ratio's low digits with it.
+    ratio = (of_sequence + (log_ratio - log_ratio.detach())).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.max(unclipped, clipped)
+    return (
+        _summed(losses, weights, answer_mask),
+        _metrics(log_ratio, clipped > unclipped, answer_mask),
+    )
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    answer_mask: Tensor,
+    cliprange: CLIPRANGE,
+    *,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by the clipped ratio: every action keeps a gradient.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5): ``-sg(clip(ratio)) * A * log-prob``. Arguments
+    and metrics as `policy_loss`; ``clipped`` counts ratios outside of the range.
+    """
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
+    low, high = _sides(cliprange)
+    ratio = log_ratio.detach().exp()
+    coefficient = ratio.clamp(1 - low, 1 + high)
+    losses = -coefficient * advantages * torch.where(answer_mask, logprobs.float(), 0.0)
+    return (
+        _summed(losses, weights, answer_mask),
+        _metrics(log_ratio, ratio != coefficient, answer_mask),
+    )
+
+
+# --policy_loss -> the function.
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "ppo": policy_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+}
+
+
+def _sides(cliprange: CLIPRANGE) -> tuple[float, float]:
+    return cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+
+
+def _inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, answer_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-ratio and advantages, 0 outside the mask."""
+    log_ratio = logprobs.float() - old_logprobs.float().detach()
+    return (
+        torch.where(answer_mask, log_ratio, 0.0),
+        torch.where(answer_mask, advantages.float().detach(), 0.0),
+    )
+
+
+def _summed(losses: Tensor, weights: Tensor | None, answer_mask: Tensor) -> Tensor:
+    if weights is None:
+        return losses.sum()
+    return (losses * torch.where(answer_mask, weights.float().detach(), 0.0)).sum()
+
+
+def _metrics(log_ratio: Tensor, is_clipped: Tensor, answer_mask: Tensor) -> dict[str, Tensor]:
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.exp()
     metrics = {
-        "clipped": (clipped > unclipped).sum(),
+        "clipped": (is_clipped & answer_mask).sum(),
         "approxkl": 0.5 * log_ratio.square().sum(),
         "ratio": torch.where(answer_mask, ratio, 0.0).sum(),
         "ratio_abs_dev": (ratio - 1).abs().sum(),
         "tokens": answer_mask.sum(),
     }
-    return loss_sum, {name: value.detach().float() for name, value in metrics.items()}
+    return {name: value.float() for name, value in metrics.items()}
 
 
 def value_loss(

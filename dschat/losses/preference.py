@@ -1,6 +1,9 @@
 """Losses of pairs: what people preferred against what they did not.
 
-Conventions: see `dschat.losses`.
+`pairwise_loss` trains a reward model on scores; the others train the policy itself on log-ratios,
+``log policy(answer | prompt) - log reference(answer | prompt)``, each log-prob the sum over the
+answer's tokens. Every loss is a sum over pairs, for whoever divides by the pairs of the whole
+optimizer step. Conventions: see `dschat.losses`.
 """
 
 import torch
@@ -26,10 +29,99 @@ def pairwise_loss(
     margin = chosen_scores - rejected_scores
     loss_sum = -F.logsigmoid(margin).sum()
     metrics = {
-        "correct": (0.5 * (margin > 0) + 0.5 * (margin >= 0)).sum(),
+        "correct": _num_right(margin),
         "margin": margin.sum(),
         "chosen": chosen_scores.sum(),
         "rejected": rejected_scores.sum(),
         "pairs": torch.full_like(margin, 1.0).sum(),
     }
     return loss_sum, {name: value.detach() for name, value in metrics.items()}
+
+
+def dpo_loss(
+    chosen_logratios: Tensor, rejected_logratios: Tensor, beta: float, label_smoothing: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Direct preference optimization: ``-log sigmoid(beta * (chosen - rejected))``, summed.
+
+    Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With ``label_smoothing`` e > 0 its conservative
+    form, for labels of which a share e is wrong (Mitchell 2023, "A note on DPO with noisy
+    preferences"): ``-(1 - e) log sigmoid(h) - e log sigmoid(-h)``.
+
+    Args:
+        chosen_logratios, rejected_logratios: (B,), any float; B may be 0.
+
+    Returns:
+        loss_sum: 0-d fp32.
+        metrics: what the policy, read as a reward model, says of the pairs: ``beta * logratio`` is
+            an answer's reward up to a constant of the prompt (eq. 5). Sums over pairs of
+            ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` and
+            ``rewards/accuracies`` (a tie counts 0.5); and ``pairs``, their count.
+    """
+    chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
+    margin = beta * (chosen - rejected)
+    right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+    loss_sum = -((1 - label_smoothing) * right + label_smoothing * wrong).sum()
+    return loss_sum, _implicit_rewards(chosen, rejected, beta)
+
+
+def ipo_loss(
+    chosen_logratios: Tensor, rejected_logratios: Tensor, beta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Identity preference optimization: ``(chosen - rejected - 1 / (2 beta))^2``, summed.
+
+    Azar et al. 2023 (arXiv 2310.12036), eq. 17, whose tau is ``beta``. As in the paper an answer's
+    log-prob is the sum over its tokens, not their mean: so a margin of 1 / (2 beta) nats is what
+    whole answers are drawn to, whatever their lengths.
+
+    Args, returns: as in `dpo_loss`.
+    """
+    chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
+    loss_sum = (chosen - rejected - 1 / (2 * beta)).square().sum()
+    return loss_sum, _implicit_rewards(chosen, rejected, beta)
+
+
+def kto_loss(
+    chosen_logratios: Tensor,
+    rejected_logratios: Tensor,
+    kl: float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Kahneman-Tversky optimization, a pair being one desirable and one undesirable answer.
+
+    Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7 and 8: the mean over answers of
+    ``weight - value``, that is ``w_D * sigmoid(beta * (kl - chosen))`` and
+    ``w_U * sigmoid(beta * (rejected - kl))``. A pair counts with the mean of its two.
+
+    Args:
+        chosen_logratios, rejected_logratios: (B,), any float; B may be 0.
+        kl: the reference point z_0: how far the policy is from the reference, in nats an answer;
+            estimated from mismatched answers. A negative estimate counts as 0.
+
+    Returns: as in `dpo_loss`.
+    """
+    kl = max(float(kl), 0.0)
+    chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
+    desirable = torch.sigmoid(beta * (kl - chosen))
+    undesirable = torch.sigmoid(beta * (rejected - kl))
+    loss_sum = (desirable_weight * desirable + undesirable_weight * undesirable).sum() / 2
+    return loss_sum, _implicit_rewards(chosen, rejected, beta)
+
+
+def _implicit_rewards(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:
+    """The metrics that `dpo_loss` describes."""
+    chosen, rejected = beta * chosen.detach(), beta * rejected.detach()
+    margin = chosen - rejected
+    return {
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margins": margin.sum(),
+        "rewards/accuracies": _num_right(margin),
+        "pairs": torch.full_like(margin, 1.0).sum(),
+    }
+
+
+def _num_right(margin: Tensor) -> Tensor:
+    """Pairs whose margin is positive; a tie counts half."""
+    return (0.5 * (margin > 0) + 0.5 * (margin >= 0)).sum()

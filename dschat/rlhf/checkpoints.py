@@ -26,7 +26,7 @@ REWARD = "--reward_model_name_or_path"
 
 @dataclass
 class Checkpoints:
-    """Where the models of RLHF come from.
+    """Where the models of RLHF come from; None for a model that there is not.
 
     ``reward_tokenizer`` is None where the reward model reads the actor's ids as they are; else its
     own tokenizer, by which it reads the text anew. ``critic_from_base``: the critic gets a new
@@ -34,99 +34,115 @@ class Checkpoints:
     """
 
     actor: str
-    critic: str
-    reward: str
-    critic_flag: str
-    critic_from_base: bool
-    critic_tokenizer: PreTrainedTokenizerBase
-    reward_tokenizer: PreTrainedTokenizerBase | None
-    reward_max_len: int | None  # positions of the reward model, where it has so few
+    critic: str | None = None
+    reward: str | None = None
+    critic_flag: str = CRITIC
+    critic_from_base: bool = False
+    critic_tokenizer: PreTrainedTokenizerBase | None = None
+    reward_tokenizer: PreTrainedTokenizerBase | None = None
+    reward_max_len: int | None = None  # positions of the reward model, where it has so few
     notes: list[str] = field(default_factory=list)  # what a user should hear of
 
 
 def find_checkpoints(
-    actor: str, critic: str, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
+    actor: str, critic: str | None, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Checkpoints:
     """Check the models that ``args`` and the two names ask for, together with the tokenizer.
 
-    The critic reads the actor's tokens one by one. So where its checkpoint has another vocabulary
-    it cannot start from it: named apart from the reward model's that is an error, else the critic
-    starts as the actor with a new score head.
+    There is a reward model unless programs score and none is named; there is a critic where the
+    advantage estimator has one. The critic reads the actor's tokens one by one. So where its
+    checkpoint has another vocabulary it cannot start from it: named apart from the reward model's
+    that is an error, else the critic starts as the actor with a new score head; and so it does
+    where neither is named.
 
     Raises:
         UserError: naming the flag: a checkpoint that is missing, of the wrong kind, or that cannot
             be used with this tokenizer.
     """
-    separate = args.reward_model_name_or_path != args.critic_model_name_or_path
-    actor, critic = resolve_model(actor), resolve_model(critic)
-    reward = resolve_model(args.reward_model_name_or_path) if separate else critic
     trust = args.trust_remote_code
-    actor_config = load_config(actor, ACTOR, trust)
-    require_causal_lm(actor_config, actor, ACTOR)
+    named = args.reward_model_name_or_path
+    separate = bool(named) and named != args.critic_model_name_or_path
+    scores = bool(named) or (bool(critic) and not args.has_reward_programs)
+    found = Checkpoints(resolve_model(actor))
+    actor_config = load_config(found.actor, ACTOR, trust)
+    require_causal_lm(actor_config, found.actor, ACTOR)
     check_tensor_parallel(actor_config, args.inference_tp_size)
-    attention = args.attn_implementation
     lora = args.actor_lora_modules if args.actor_lora_dim else ()
-    check_fit(actor_config, actor, ACTOR, "lm", attention, lora, "--actor_lora_modules")
+    attention = args.attn_implementation
+    check_fit(actor_config, found.actor, ACTOR, "lm", attention, lora, "--actor_lora_modules")
+    if scores:
+        # One name for both is called by the flag that most users give it with.
+        flag = REWARD if separate else CRITIC
+        _find_reward(found, resolve_model(named if separate else critic), flag, args, tokenizer)
+    if args.has_critic:
+        name = resolve_model(critic) if critic else found.reward
+        _find_critic(found, name, name == found.reward, args, tokenizer)
+    return found
 
-    # One name for both is called by the flag that most users give it with.
-    reward_flag = REWARD if separate else CRITIC
-    reward_config = load_config(reward, reward_flag, trust)
-    require_score_head(reward_config, reward, reward_flag)
-    if reward_form(reward_config, reward, reward_flag) == "base":
-        raise not_a_reward_model(reward, reward_flag, reward_config)
-    check_fit(reward_config, reward, reward_flag, "score", attention)
-    own = _tokenizer_of(reward, reward_config, reward_flag, tokenizer, trust)
 
-    critic_config = load_config(critic, CRITIC, trust) if separate else reward_config
-    critic_own = _tokenizer_of(critic, critic_config, CRITIC, tokenizer, trust)
-    found = Checkpoints(
-        actor=actor,
-        critic=critic,
-        reward=reward,
-        critic_flag=CRITIC,
-        critic_from_base=False,
-        critic_tokenizer=critic_own or tokenizer,
-        reward_tokenizer=None if own is None or same_tokens(tokenizer, own) else own,
-        reward_max_len=getattr(reward_config.get_text_config(), "max_position_embeddings", None),
-    )
+def _find_reward(
+    found: Checkpoints,
+    name: str,
+    flag: str,
+    args: RLHFConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    trust = args.trust_remote_code
+    config = load_config(name, flag, trust)
+    require_score_head(config, name, flag)
+    if reward_form(config, name, flag) == "base":
+        raise not_a_reward_model(name, flag, config)
+    check_fit(config, name, flag, "score", args.attn_implementation)
+    own = _tokenizer_of(name, config, flag, tokenizer, trust)
+    found.reward = name
+    found.reward_tokenizer = None if own is None or same_tokens(tokenizer, own) else own
+    found.reward_max_len = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is None:
-        found.notes.append(f"{reward} brings no tokenizer: it is taken to share the actor's")
+        found.notes.append(f"{name} brings no tokenizer: it is taken to share the actor's")
     if found.reward_tokenizer is not None:
         found.notes.append(
-            f"REWARD MODEL WITH ANOTHER TOKENIZER: {reward} does not tokenise as the actor does; "
+            f"REWARD MODEL WITH ANOTHER TOKENIZER: {name} does not tokenise as the actor does; "
             "it reads prompts and answers as text, by its own tokenizer"
         )
-    if critic_own is not None and not same_ids(tokenizer, critic_own):
-        if separate:
+
+
+def _find_critic(
+    found: Checkpoints,
+    name: str | None,
+    is_reward: bool,
+    args: RLHFConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """``name`` None: neither it nor a reward model was named."""
+    trust, flag, own = args.trust_remote_code, CRITIC, None
+    if name is None or name == found.actor:
+        name, flag = found.actor, ACTOR
+        found.notes.append(f"CRITIC WITH A NEW SCORE HEAD: it starts as the actor ({name})")
+    else:
+        config = load_config(name, CRITIC, trust)
+        own = _tokenizer_of(name, config, CRITIC, tokenizer, trust)
+    if own is not None and not same_ids(tokenizer, own):
+        if not is_reward:
             raise UserError(
-                f"{CRITIC} {critic} has another vocabulary than the actor, whose tokens it must "
+                f"{CRITIC} {name} has another vocabulary than the actor, whose tokens it must "
                 f"value one by one; leave it out ({REWARD} stays), or name a model with the "
                 "actor's tokenizer"
             )
-        found.critic, found.critic_flag, critic_config = actor, ACTOR, actor_config
-        found.critic_tokenizer = tokenizer
         found.notes.append(
-            f"CRITIC WITH A NEW SCORE HEAD: {reward} has another vocabulary than the actor, so "
-            f"the critic starts as the actor ({actor}); --critic_warmup_steps trains it first"
+            f"CRITIC WITH A NEW SCORE HEAD: {name} has another vocabulary than the actor, so "
+            f"the critic starts as the actor ({found.actor}); --critic_warmup_steps trains it first"
         )
-    require_score_head(critic_config, found.critic, found.critic_flag)
+        name, flag, own = found.actor, ACTOR, None
+    config = load_config(name, flag, trust)
+    require_score_head(config, name, flag)
     lora = args.critic_lora_modules if args.critic_lora_dim else ()
-    check_fit(
-        critic_config,
-        found.critic,
-        found.critic_flag,
-        "score",
-        attention,
-        lora,
-        "--critic_lora_modules",
-    )
-    form = reward_form(critic_config, found.critic, found.critic_flag)
-    found.critic_from_base = form == "base"
+    check_fit(config, name, flag, "score", args.attn_implementation, lora, "--critic_lora_modules")
+    found.critic, found.critic_flag = name, flag
+    found.critic_from_base = reward_form(config, name, flag) == "base"
     # What is saved with the critic must say where a sequence ends to those who pool by padding.
-    found.critic_tokenizer = copy.deepcopy(found.critic_tokenizer)
+    found.critic_tokenizer = copy.deepcopy(own or tokenizer)
     ensure_distinct_pad(found.critic_tokenizer)
     found.critic_tokenizer.chat_template = tokenizer.chat_template
-    return found
 
 
 def check_lengths(found: Checkpoints, args: RLHFConfig) -> None:
@@ -134,8 +150,14 @@ def check_lengths(found: Checkpoints, args: RLHFConfig) -> None:
 
     A reward model with another tokenizer counts other tokens, and cuts what is too long for it.
     """
-    same = [] if found.reward_tokenizer else [(found.reward, REWARD)]
-    for name, flag in ((found.actor, ACTOR), (found.critic, found.critic_flag), *same):
+    reward = None if found.reward_tokenizer else found.reward
+    for name, flag in (
+        (found.actor, ACTOR),
+        (found.critic, found.critic_flag),
+        (reward, REWARD),
+    ):
+        if name is None:
+            continue
         check_positions(
             load_config(name, flag, args.trust_remote_code),
             args.max_prompt_seq_len + args.max_answer_seq_len,

@@ -56,14 +56,16 @@ logger = logging.getLogger("dschat")
 class DeepSpeedRLHFEngine:
     """Actor, reference, critic and reward model.
 
-    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen
-    (``ref`` is None where the reference is the actor with its LoRA adapters off); ``ema`` is None
-    unless ``enable_ema``.
+    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen;
+    ``ema`` is None unless ``enable_ema``. ``critic`` is None where the advantage estimator needs
+    none, ``reward`` where only programs score, ``ref`` where the KL to it has no weight, or where
+    the reference is the actor with its LoRA adapters off.
 
     Args:
         actor_model_name_or_path: a causal LM, normally step 1's folder.
         critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start
-            as it, unless ``args`` has a ``reward_model_name_or_path`` of its own.
+            as it, unless ``args`` has a ``reward_model_name_or_path`` of its own. None: no reward
+            model, and a critic, if any, that starts as the actor.
         tokenizer: the actor's. A reward model with another one reads the text anew.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
@@ -74,17 +76,17 @@ class DeepSpeedRLHFEngine:
     def __init__(
         self,
         actor_model_name_or_path: str,
-        critic_model_name_or_path: str,
-        tokenizer: PreTrainedTokenizerBase,
-        num_total_iters: int,
+        critic_model_name_or_path: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        num_total_iters: int = 1,
         args: Any = None,
     ) -> None:
         dist.init()
         self.args = RLHFConfig.from_namespace(args if args is not None else {})
-        names = str(actor_model_name_or_path), str(critic_model_name_or_path)
+        names = str(actor_model_name_or_path), str(critic_model_name_or_path or "")
         replace(
             self.args, actor_model_name_or_path=names[0], critic_model_name_or_path=names[1]
-        ).validate()
+        ).validate_models()
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise UserError(
                 f"tokenizer {type(tokenizer).__name__} is no tokenizer with an EOS token; give the "
@@ -92,7 +94,7 @@ class DeepSpeedRLHFEngine:
             )
         self.tokenizer = tokenizer
         self.checkpoints = find_checkpoints(
-            actor_model_name_or_path, critic_model_name_or_path, self.args, tokenizer
+            str(actor_model_name_or_path), names[1] or None, self.args, tokenizer
         )
         self._updates = max(1, num_total_iters * self.args.ppo_epochs * self.args.num_mini_batches)
         self._actor_zero = zero_settings(self.args, "actor")
@@ -134,7 +136,7 @@ class DeepSpeedRLHFEngine:
         found, trust = self.checkpoints, self.args.trust_remote_code
         name, flag = (found.critic, found.critic_flag) if critic else (found.reward, REWARD)
         pad_id = load_config(name, flag, trust).pad_token_id
-        tokenizer = found.critic_tokenizer
+        tokenizer = found.critic_tokenizer or self.tokenizer
         with sharded_loading(zero):
             return load_score_backbone(
                 name,
@@ -181,6 +183,8 @@ class DeepSpeedRLHFEngine:
         return self._trained(model, "actor", self._actor_zero)
 
     def _build_critic(self) -> Any:
+        if self.checkpoints.critic is None:
+            return None
         model = self._load_score(True, self._critic_zero, self.args.critic_dropout or 0.0)
         self._architectures["critic"] = type(model).__name__
         return self._trained(model, "critic", self._critic_zero, wrap=ScoreModel)
@@ -191,26 +195,35 @@ class DeepSpeedRLHFEngine:
         return bool(self.args.actor_lora_dim) and self.args.only_optimize_lora
 
     def _build_reference(self) -> nn.Module | None:
-        if self._is_its_own_reference:
+        if self._is_its_own_reference or not self.args.needs_reference:
             return None
         zero = self._actor_zero.frozen(self.args.offload_reference_model)
         return initialize_frozen(self._load_actor(zero, 0.0), zero)
 
-    def _build_reward(self) -> nn.Module:
+    def _build_reward(self) -> nn.Module | None:
+        if self.checkpoints.reward is None:
+            return None
         zero = self._critic_zero.frozen(self.args.offload_reward_model)
         return initialize_frozen(ScoreModel(self._load_score(False, zero, 0.0)), zero)
 
     def _announce(self) -> None:
         args = self.args
-        reference = "the actor without adapters" if self.ref is None else "a frozen copy"
+        reference = "a frozen copy" if self.ref is not None else "none"
+        if self._is_its_own_reference:
+            reference = "the actor without adapters"
+        critic = "no critic"
+        if self.critic is not None:
+            critic = "critic {:.1f}M ({}{})".format(
+                count_parameters(unwrap(self.critic)) / 1e6,
+                self._critic_zero.describe(),
+                f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
+            )
         logger.info(
-            "actor %.1fM parameters (%s%s), critic %.1fM (%s%s), %s, reference: %s",
+            "actor %.1fM parameters (%s%s), %s, %s, reference: %s",
             count_parameters(unwrap(self.actor)) / 1e6,
             self._actor_zero.describe(),
             f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
-            count_parameters(unwrap(self.critic)) / 1e6,
-            self._critic_zero.describe(),
-            f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
+            critic,
             str(self._actor_zero.dtype).removeprefix("torch."),
             reference,
         )
@@ -244,10 +257,15 @@ class DeepSpeedRLHFEngine:
 
     def score(self, batch: Experience) -> Tensor:
         """Collective. The reward model's score of every sequence: (B,) fp32, without gradient."""
+        assert self.reward is not None, "there is no reward model"
         ids, lengths = batch.input_ids, batch.lengths
         if self._retokenizer is not None:
             ids, lengths = (t.to(dist.device()) for t in self._retokenizer.batch(batch))
         return score_sequences(self.reward, ids, lengths)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.ref is not None or self._is_its_own_reference
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -262,7 +280,7 @@ class DeepSpeedRLHFEngine:
     @contextmanager
     def rollout_mode(self) -> Iterator[Generator]:
         """Collective. A scope in which the actor generates; refreshed once per version."""
-        engines = [self.actor, self.critic]
+        engines = [engine for engine in (self.actor, self.critic) if engine is not None]
         with training_states_away(engines, self.args.offload_training_states):
             generator = self.rollout.enter(self.version)
             try:
@@ -285,25 +303,22 @@ class DeepSpeedRLHFEngine:
         return _config(self.actor)
 
     @property
-    def critic_config(self) -> PretrainedConfig:
-        return _config(self.critic)
+    def critic_config(self) -> PretrainedConfig | None:
+        return None if self.critic is None else _config(self.critic)
+
+    @property
+    def reward_config(self) -> PretrainedConfig | None:
+        return None if self.reward is None else _config(self.reward)
 
     def save(self, output_dir: str | Path) -> None:
-        """Collective. Write actor, critic and any actor_ema as Hugging Face folders."""
+        """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
         output_dir = Path(output_dir)
-        actor, critic = unwrap(self.actor), unwrap(self.critic).model
-        for name, ema in (("actor", False), ("actor_ema", True)):
-            if ema and self.ema is None:
-                continue
-            stream = self._actor_stream(ema)
-            export_hf(
-                output_dir / name,
-                stream,
-                self.actor_config,
-                self.tokenizer,
-                self._architectures["actor"],
-                self.stop_ids,
-            )
+        self.save_actor(output_dir / "actor")
+        if self.ema is not None:
+            self.save_actor(output_dir / "actor_ema", ema=True)
+        if self.critic is None:
+            return
+        critic = unwrap(self.critic).model
         export_hf(
             output_dir / "critic",
             weight_stream(critic, dist.device()),
@@ -311,12 +326,27 @@ class DeepSpeedRLHFEngine:
             self.checkpoints.critic_tokenizer,
             self._architectures["critic"],
         )
-        for name, module in (("actor", actor), ("critic", critic)):
-            # An adapter is of use only on the weights it was trained on: those must have been
-            # frozen.
-            if hasattr(module, "peft_config") and self.args.only_optimize_lora:
-                folder = output_dir / name / "adapter"
-                export_adapter(folder, adapter_stream(module, dist.device()), module)
+        self._save_adapter(output_dir / "critic", critic)
+
+    def save_actor(self, folder: str | Path, ema: bool = False) -> None:
+        """Collective. Write the actor, or its moving average, as a Hugging Face folder."""
+        export_hf(
+            Path(folder),
+            self._actor_stream(ema),
+            self.actor_config,
+            self.tokenizer,
+            self._architectures["actor"],
+            self.stop_ids,
+        )
+        if not ema:
+            self._save_adapter(Path(folder), unwrap(self.actor))
+
+    def _save_adapter(self, folder: Path, module: nn.Module) -> None:
+        """Beside the merged weights. An adapter is of use only on the weights it was trained on:
+        those must have been frozen.
+        """
+        if hasattr(module, "peft_config") and self.args.only_optimize_lora:
+            export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
 def _config(engine: Any) -> PretrainedConfig:

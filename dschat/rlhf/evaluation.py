@@ -1,24 +1,27 @@
 """How good the policy is on held-out prompts, judged by what training uses and by what it never
 sees.
 
-A generator and prompts come in; means go out: reward-model score, KL to the reference, length,
-share ended by EOS, and the gold score where the prompts are the built-in ones. It must not know how
-the policy is trained.
+A generator and prompts come in; means go out: the score and each of its sources, pass@k, KL to the
+reference, length, share ended by EOS, and the gold score where the prompts are the built-in ones.
+It must not know how the policy is trained.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dschat import dist
-from dschat.builtin_eval import EVAL_SEED, is_builtin
+from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
-from dschat.data.batches import Prompts, prompts_of
+from dschat.data.batches import prompts_of
 from dschat.data.gold import answer_metrics
+from dschat.rlhf.collect import Collector, Prompts, source_means
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import chunks, from_rollout
-from dschat.rlhf.ppo import action_logprobs
+from dschat.rlhf.experience import Experience, chunks
+from dschat.rlhf.scoring import action_logprobs
 from dschat.rollout import Generator, SamplingParams
 
 
@@ -26,7 +29,7 @@ from dschat.rollout import Generator, SamplingParams
 class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
-    ids: Prompts
+    prompts: Prompts
     texts: list[str]  # as `gold_score` reads them
     first_index: int  # number of the first one among those of all ranks
     total: int  # of all ranks
@@ -38,20 +41,22 @@ class HeldOutPrompts:
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]
         return cls(
-            ids=prompts_of(rows),
+            prompts=Prompts.of(prompts_of(rows)),
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),
-            gold=is_builtin(args.eval_data_path or args.data_path),
+            gold=gold_knows(args.eval_data_path or args.data_path),
         )
 
 
-@torch.no_grad()
 def evaluate_policy(
-    engine: DeepSpeedRLHFEngine, generator: Generator, prompts: HeldOutPrompts
+    engine: DeepSpeedRLHFEngine,
+    generator: Generator,
+    held_out: HeldOutPrompts,
+    collector: Collector,
 ) -> dict[str, float]:
-    """Collective. ``eval/...`` means over all ranks' prompts, one answer each, as in training."""
-    args, device = engine.args, dist.device()
+    """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training."""
+    args = engine.args
     sampling = SamplingParams(
         max_new_tokens=args.max_answer_seq_len,
         min_new_tokens=args.min_answer_seq_len,
@@ -60,39 +65,77 @@ def evaluate_policy(
         top_k=args.top_k,
         min_p=args.min_p,
         seed=EVAL_SEED,
+        n=args.eval_num_samples,
     )
-    indices = range(prompts.first_index, prompts.first_index + len(prompts.ids))
-    rollout = generator.generate(prompts.ids, sampling, list(indices))
-    pad_id = engine.tokenizer.pad_token_id
-    batch = from_rollout(prompts.ids, rollout, pad_id, sources=prompts.ids.sources)
-    rows = list(range(batch.num_sequences))
-    size = args.eval_batch_size
-    sums = {"count": float(len(rows)), "kl": 0.0, "score": 0.0}
+    collected = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
+    e = collected.experience
+    sources = collector.sources_of(collected)
+    of_sources = source_means("eval/scores", sources)
+    scores = sum(source.weight * source.scores.double() for source in sources)
+    scored = torch.isfinite(scores)
+    sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
+    sums["score"] = float(scores[scored].sum())
+    if engine.has_reference:
+        sums["kl"] = _kl(engine, e)
+    sums |= _judged(engine, e, held_out, sampling.n)
+    if collector.has_programs:
+        passed = (scores >= args.eval_pass_score).reshape(-1, sampling.n)
+        sums |= _passes(passed.sum(dim=1), sampling.n)
+    names = list(sums)
+    totals = dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
+    metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
+    metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
+    return metrics | (of_sources if len(sources) > 1 else {})
+
+
+@torch.no_grad()
+def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
+    """Collective. Sum over this rank's answers of log-probs less the reference's, in nats."""
+    rows, size, total = list(range(e.num_sequences)), engine.args.eval_batch_size, 0.0
     training = engine.actor.training
     engine.actor.eval()
     for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
-        piece = batch.take(part, device)
+        piece = e.take(part, dist.device())
         with engine.reference() as reference:
-            ref_logprobs, _ = action_logprobs(reference, piece, sampling.temperature)
-        scores = engine.score(piece)
+            ref_logprobs, _ = action_logprobs(reference, piece, engine.args.temperature)
         if part:
             difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
-            sums["kl"] += float(difference.double().sum())
-            sums["score"] += float(scores.double().sum())
+            total += float(difference.double().sum())
     engine.actor.train(training)
-    if rows:
-        answers = engine.tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
-        lengths = [len(ids) for ids in rollout.token_ids]
-        stopped = [reason == "stop" for reason in rollout.finish_reasons]
-        means = answer_metrics(prompts.texts, answers, lengths, stopped, gold=prompts.gold)
-        sums |= {name: value * len(rows) for name, value in means.items()}
-    names = [
-        "count",
-        "kl",
-        "score",
-        "answer_length",
-        "eos_share",
-        *(["gold"] if prompts.gold else []),
+    return total
+
+
+def _judged(
+    engine: DeepSpeedRLHFEngine, e: Experience, held_out: HeldOutPrompts, n: int
+) -> dict[str, float]:
+    """Sums over this rank's answers of length, end and gold score: names every rank has."""
+    names = ["answer_length", "eos_share", *(["gold"] if held_out.gold else [])]
+    if not e.num_sequences:
+        return dict.fromkeys(names, 0.0)
+    lengths = (e.lengths - e.prompt_lengths).tolist()
+    ids = [
+        row[p : p + n].tolist()
+        for row, p, n in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
     ]
-    totals = dict(zip(names, dist.sum_floats([sums.get(n, 0.0) for n in names]), strict=True))
-    return {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[1:]}
+    answers = engine.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = [text for text in held_out.texts for _ in range(n)]
+    means = answer_metrics(texts, answers, lengths, e.finished.tolist(), gold=held_out.gold)
+    return {name: means[name] * e.num_sequences for name in names}
+
+
+def _passes(num_right: Tensor, n: int) -> dict[str, float]:
+    """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times n: sums over answers.
+
+    ``num_right`` (P,): how many of a prompt's n answers pass.
+    """
+    ks = sorted({k for k in (2**i for i in range(n.bit_length())) if k < n} | {n})
+    return {f"pass@{k}": n * sum(pass_at(k, n, int(c)) for c in num_right) for k in ks}
+
+
+def pass_at(k: int, n: int, num_right: int) -> float:
+    """Chance that one of k answers drawn from n, of which ``num_right`` pass, passes.
+
+    ``1 - C(n - c, k) / C(n, k)``: unbiased for k answers drawn anew (Chen et al. 2021, arXiv
+    2107.03374, eq. 1).
+    """
+    return 1 - math.comb(n - num_right, k) / math.comb(n, k)

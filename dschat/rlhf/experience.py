@@ -11,9 +11,11 @@ This module must not know models, rewards or ranks.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.data.adapters import Content
@@ -23,22 +25,29 @@ from dschat.rollout import Rollout
 
 @dataclass
 class Experience:
-    """S sequences of this rank, T columns, at most A actions each. Kept on the CPU."""
+    """S sequences of this rank, T columns, at most A actions each. Kept on the CPU.
+
+    ``numbers`` count the sequences of the whole rollout, over ranks: the n samples of prompt k are
+    k n, ..., k n + n - 1. Some may be missing, and a rank may hold any of them, in this order.
+    """
 
     input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
     lengths: Tensor  # (S,) int64, prompt + answer tokens
     prompt_lengths: Tensor  # (S,) int64
+    numbers: Tensor  # (S,) int64
     answer_mask: Tensor  # (S, A) bool, True at real actions (EOS is one)
+    loss_mask: Tensor  # (S, A) bool, those of them that the actor learns from
     finished: Tensor  # (S,) bool, whether the answer ended by itself
     rollout_logprobs: Tensor  # (S, A) fp32, as the generator reported them
     logprobs: Tensor  # (S, A) fp32, the actor's, from the training form
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     values: Tensor  # (S, A) fp32, the critic's, before each action
-    scores: Tensor  # (S,) fp32, the reward model's, neither clipped nor penalised
+    scores: Tensor  # (S,) fp32, of all sources together, neither clipped nor penalised
+    token_scores: Tensor  # (S, A) fp32, what of the scores belongs to single actions
     entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, nats
+    weights: Tensor  # (S, A) fp32, importance weights against the generator's distribution
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
-    first_index: int = 0  # number of the first sequence in the whole rollout, over ranks
     sources: list[Content] | None = None  # (S,) what the prompts were made of, where known
 
     @property
@@ -47,23 +56,60 @@ class Experience:
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
         """These rows on ``device``, columns trimmed to the longest; no rows: one masked dummy."""
-        if not rows:
-            return _dummy(device)
-        index = torch.tensor(rows)
-        longest = int(self.lengths[index].max())
-        actions = max(1, int(self.answer_mask[index].sum(1).max()))
-        picked = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                value = value[index]
-                if value.dim() == 2:
-                    value = value[:, : longest if f.name == "input_ids" else actions]
-                value = value.to(device)
-            elif isinstance(value, list):
-                value = [value[row] for row in rows]
-            picked[f.name] = value
-        return Experience(**picked)
+        return self.pick(rows).to(device) if rows else _dummy(device)
+
+    def pick(self, rows: list[int]) -> "Experience":
+        """These rows, columns trimmed to the longest."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        longest = int(self.lengths[index].max()) if rows else 0
+        actions = max(1, int(self.answer_mask[index].sum(1).max())) if rows else 0
+
+        def picked(name: str, value: Any) -> Any:
+            if isinstance(value, list):
+                return [value[row] for row in rows]
+            if value is None:
+                return None
+            value = value[index]
+            if value.dim() == 2:
+                value = value[:, : longest if name == "input_ids" else actions]
+            return value
+
+        return Experience(**{f.name: picked(f.name, getattr(self, f.name)) for f in fields(self)})
+
+    def to(self, device: torch.device) -> "Experience":
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in moved.items()}
+        return Experience(**moved)
+
+
+def joined(parts: list[Experience]) -> Experience:
+    """All rows of ``parts`` (at least one), in order; padding ids are 0."""
+    parts = [part for part in parts if part.num_sequences] or parts[:1]
+
+    def together(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], Tensor):
+            if values[0].dim() == 1:
+                return torch.cat(values)
+            width = max(value.shape[1] for value in values)
+            return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+        if any(value is None for value in values):
+            return None
+        return [row for value in values for row in value]
+
+    return Experience(**{f.name: together(f.name) for f in fields(Experience)})
+
+
+# What is 0 until scoring fills it in, by shape.
+_PER_ACTION = (
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "token_scores",
+    "entropy",
+    "advantages",
+    "returns",
+)
 
 
 def _dummy(device: torch.device) -> Experience:
@@ -74,16 +120,14 @@ def _dummy(device: torch.device) -> Experience:
         input_ids=long.new_zeros(1, 2),
         lengths=long + 2,
         prompt_lengths=long + 1,
+        numbers=long,
         answer_mask=row.bool(),
+        loss_mask=row.bool(),
         finished=flat.bool(),
         rollout_logprobs=row,
-        logprobs=row,
-        ref_logprobs=row,
-        values=row,
         scores=flat,
-        entropy=row,
-        advantages=row,
-        returns=row,
+        weights=row,
+        **dict.fromkeys(_PER_ACTION, row),
     )
 
 
@@ -95,44 +139,34 @@ def from_rollout(
     sources: list[Content] | None = None,
 ) -> Experience:
     """An experience with everything that generation knows; scores, log-probs and values are still
-    zero.
+    zero, weights one.
 
     ``prompts`` (and ``sources``, if given) has one entry per sequence of ``rollout`` (a prompt
-    stands once for each of its samples).
+    stands once for each of its samples); the first sequence has number ``first_index``.
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
-        return _empty(_dummy(torch.device("cpu")), first_index)
+        return _dummy(torch.device("cpu")).pick([])
     ids, _ = pad_right(sequences, pad_id)
     num_actions = torch.tensor([len(a) for a in rollout.token_ids])
     width = int(num_actions.max())
     mask = torch.arange(width) < num_actions.unsqueeze(1)
     logprobs = torch.zeros(len(sequences), width)
     logprobs[mask] = torch.tensor([value for row in rollout.logprobs for value in row])
-    zeros, flat = torch.zeros_like(logprobs), torch.zeros(len(sequences))
     return Experience(
         input_ids=ids,
         lengths=torch.tensor([len(s) for s in sequences]),
         prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        numbers=torch.arange(first_index, first_index + len(sequences)),
         answer_mask=mask,
+        loss_mask=mask.clone(),
         finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
         rollout_logprobs=logprobs,
-        logprobs=zeros.clone(),
-        ref_logprobs=zeros.clone(),
-        values=zeros.clone(),
-        scores=flat,
-        entropy=zeros.clone(),
-        advantages=zeros.clone(),
-        returns=zeros.clone(),
-        first_index=first_index,
+        scores=torch.zeros(len(sequences)),
+        weights=mask.float(),
         sources=sources,
+        **{name: torch.zeros_like(logprobs) for name in _PER_ACTION},
     )
-
-
-def _empty(like: Experience, first_index: int) -> Experience:
-    kept = {f.name: getattr(like, f.name) for f in fields(like)}
-    tensors = {name: v[:0] for name, v in kept.items() if isinstance(v, Tensor)}
-    return Experience(**(kept | tensors | {"first_index": first_index}))
 
 
 def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
@@ -152,19 +186,15 @@ def gather_actions(
     return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
 
 
-def mini_batch_of(
-    num_rows: int, first_index: int, num_mini_batches: int, seed: list[int]
-) -> np.ndarray:
-    """Which mini-batch each of ``num_rows`` sequences, numbered from ``first_index``, belongs to:
-    (num_rows,).
+def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np.ndarray:
+    """Which mini-batch each sequence belongs to, by its number in the rollout: (S,) of (S,) int64.
 
     The rollout is cut into blocks of ``num_mini_batches`` consecutive sequences, and a permutation
     drawn for each block deals one of them to every mini-batch. So the assignment does not depend on
     the number of ranks, and each rank that holds whole blocks has the same share of every
     mini-batch.
     """
-    numbers = np.arange(first_index, first_index + num_rows)
-    blocks, places = numbers // num_mini_batches, numbers % num_mini_batches
+    blocks, places = np.divmod(numbers.numpy(), num_mini_batches)
     permutations = {
         block: np.random.default_rng([*seed, int(block)]).permutation(num_mini_batches)
         for block in np.unique(blocks)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dschat import dist
 from dschat.hybrid.rollout import Refresh
+from dschat.losses import kl_penalty
 from dschat.metrics import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
@@ -27,9 +28,15 @@ _GLOBAL = (
 )
 
 
-def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
-    """Collective. Means over all sequences or all actions of a rollout; ``rewards`` (S, A)."""
-    mask = e.answer_mask
+def experience_metrics(
+    e: Experience, rewards: Tensor, corrected: dict[str, float], engine: DeepSpeedRLHFEngine
+) -> dict[str, float]:
+    """Collective. Means over all sequences or all actions of a rollout.
+
+    ``rewards`` (S, A); ``corrected``: this rank's sums of the importance weights, see
+    `dschat.losses.rollout_weights`. KL, values and entropy are those of models that were asked.
+    """
+    mask, args = e.answer_mask, engine.args
     scores = e.scores.double()
 
     def total(per_action: Tensor) -> float:
@@ -48,25 +55,35 @@ def experience_metrics(e: Experience, rewards: Tensor) -> dict[str, float]:
         "returns": total(e.returns),
         "finished": float(e.finished.sum()),
         "gap": total((e.rollout_logprobs - e.logprobs).abs()),
+        "mismatch_kl": total(kl_penalty(e.rollout_logprobs, e.logprobs, "k3")),
+        **corrected,
     }
     totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
     n, tokens = max(totals["sequences"], 1.0), max(totals["tokens"], 1.0)
     mean_score = totals["scores"] / n
-    return {
+    metrics = {
         "objective/scores": mean_score,
         "objective/scores_std": math.sqrt(max(totals["scores_sq"] / n - mean_score**2, 0.0)),
-        "objective/kl": totals["kl"] / n,
         "objective/rlhf_reward": totals["rewards"] / n,
-        "objective/entropy": totals["entropy"] / tokens,
-        "val/values": totals["values"] / tokens,
-        "val/returns": totals["returns"] / tokens,
         "rollout/answer_length": totals["tokens"] / n,
         "rollout/prompt_length": totals["prompt_tokens"] / n,
         "rollout/eos_share": totals["finished"] / n,
-        "rollout/logprob_gap": totals["gap"] / tokens,
         "rollout/sequences": totals["sequences"],
         "rollout/tokens": totals["tokens"],
     }
+    if engine.has_reference:
+        metrics["objective/kl"] = totals["kl"] / n
+    if engine.critic is not None:
+        metrics["val/values"] = totals["values"] / tokens
+        metrics["val/returns"] = totals["returns"] / tokens
+    if args.old_logprobs == "recompute":  # else the training passes measure the gap
+        metrics["objective/entropy"] = totals["entropy"] / tokens
+        metrics["rollout/logprob_gap"] = totals["gap"] / tokens
+        metrics["rollout/mismatch_kl"] = totals["mismatch_kl"] / tokens
+    if args.rollout_is != "off":
+        metrics["rollout/is_weight"] = totals["is_weight"] / tokens
+        metrics["rollout/is_cut_share"] = totals["is_cut"] / tokens
+    return metrics
 
 
 def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
@@ -106,20 +123,28 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         return totals.get(name, 0.0) / max(totals.get(count, 0.0), 1.0)
 
     metrics = {
-        "loss/policy_avg": mean("policy_loss", "policy_tokens"),
-        "loss/value_avg": mean("value_loss", "actions"),
+        "loss/policy_avg": mean("policy_loss", "policy_count"),
         "policy/approxkl_avg": mean("policy_approxkl", "policy_tokens"),
         "policy/clipfrac_avg": mean("policy_clipped", "policy_tokens"),
-        "val/clipfrac_avg": mean("value_clipped", "actions"),
         "val/ratio": mean("policy_ratio", "policy_tokens"),
         "val/ratio_abs_dev": mean("policy_ratio_abs_dev", "policy_tokens"),
         "policy/grad_norm": mean("actor_grad_norm", "actor_steps"),
-        "val/grad_norm": mean("critic_grad_norm", "critic_steps"),
         "train/bad_steps": totals.get("bad_steps", 0.0),
         "train/overflow_steps": totals.get("overflow_steps", 0.0),
     }
-    if "ptx_loss" in totals:
-        metrics["loss/ptx_avg"] = mean("ptx_loss", "ptx_tokens")
+    if "value_loss" in totals:
+        metrics["loss/value_avg"] = mean("value_loss", "actions")
+        metrics["val/clipfrac_avg"] = mean("value_clipped", "actions")
+        metrics["val/grad_norm"] = mean("critic_grad_norm", "critic_steps")
+    optional = {
+        "loss/ptx_avg": ("ptx_loss", "ptx_tokens"),
+        "loss/kl_avg": ("kl_loss", "policy_count"),
+        "loss/entropy_avg": ("entropy", "policy_count"),
+        "rollout/logprob_gap": ("gap", "gap_actions"),
+    }
+    for name, (total, number) in optional.items():
+        if total in totals:
+            metrics[name] = mean(total, number)
     return metrics
 
 
@@ -131,11 +156,14 @@ def throughput(
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
     generate_s, _, train_s = parts
     iteration_s = sum(parts)
+    critic, reward = engine.critic_config, engine.reward_config
     flops = rlhf_iteration_flops(
         shape_of(engine.actor_config),
-        shape_of(engine.critic_config),
+        None if critic is None else shape_of(critic),
+        None if reward is None else shape_of(reward),
         e.prompt_lengths.tolist(),
         e.answer_mask.sum(1).tolist(),
+        actor_forwards=(args.old_logprobs == "recompute") + engine.has_reference,
         num_samples_per_prompt=args.num_samples_per_prompt,
         ppo_epochs=args.ppo_epochs,
         train_actor=train_actor,

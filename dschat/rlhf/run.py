@@ -6,13 +6,15 @@ not know how an iteration works.
 """
 
 import logging
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat import dist
-from dschat.config import RLHFConfig
+from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import StepBatches, endless
 from dschat.data.tokenize import text_dataset
 from dschat.log import MetricsLog, format_line, progress
@@ -78,6 +80,7 @@ class Reporter:
         self._held_out = held_out
         self._num_iters = num_iters
         self._log = MetricsLog(self._args.output_dir, self._args)
+        self._best = -math.inf
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
     def step(self, experience: Experience) -> None:
@@ -97,14 +100,38 @@ class Reporter:
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
-            metrics = evaluate_policy(self._engine, generator, self._held_out)
+            metrics = evaluate_policy(
+                self._engine, generator, self._held_out, self._trainer.collector
+            )
         self._log_held_out(metrics, "held out")
+        self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
-                average = evaluate_policy(self._engine, generator, self._held_out)
+                average = evaluate_policy(
+                    self._engine, generator, self._held_out, self._trainer.collector
+                )
             self._log_held_out(average, "held out, moving average")
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}
         self._log.write(self._trainer.iteration, metrics)
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Collective. Save the actor where this evaluation is the best so far."""
+        name = self._args.best_metric
+        if not self._args.keep_best:
+            return
+        if name not in metrics:
+            raise UserError(f"--best_metric {name} is none of {', '.join(metrics)}")
+        if metrics[name] > self._best:
+            self._best = metrics[name]
+            folder = Path(self._args.output_dir) / "actor_best"
+            self._engine.save_actor(folder)
+            logger.info(
+                "best %s so far, %.4f at iteration %d: saved as %s",
+                name,
+                self._best,
+                self._trainer.iteration,
+                folder,
+            )
 
     def _log_held_out(self, metrics: dict[str, float], of: str) -> None:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)

@@ -64,6 +64,16 @@ def test_chats_show_their_special_tokens_and_each_turn_with_loss():
     ) in text
 
 
+def test_step_3_shows_what_reward_functions_will_get():
+    rows = [{"prompt": "2+2=", "reference": "4", "tests": ["t" * 200], "level": None}]
+    text = report(write("x.jsonl", rows), eval_fraction=0.0, data_split="0,0,1", step="3")
+    assert "\n  for reward functions: level, reference, tests\n" in text
+    assert "\n    level = None\n    reference = '4'\n    tests = ['ttt" in text
+    assert text.endswith("t ...")
+    alone = write("y.jsonl", [{"prompt": "hi"}])
+    assert "functions: nothing" in report(alone, eval_fraction=0.0, data_split="0,0,1", step="3")
+
+
 def test_what_was_left_out_and_which_steps_cannot_use_it():
     rows = [{"question": f"q{i}", "answer": "a"} for i in range(20)]
     path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])

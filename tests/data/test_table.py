@@ -291,6 +291,18 @@ FOUND_BY_COLUMNS = {
         {SFT: [chat("q\n\nc", "a")]},
     ),
     "openai/gsm8k": ([{"question": "q", "answer": "a"}], {SFT: [chat("q", "a")], PPO: [chat("q")]}),
+    "AI-MO/NuminaMath-CoT": (
+        [{"source": "s", "problem": "q", "solution": "a", "messages": [USER("q"), REPLY("a")]}],
+        {SFT: [chat("q", "a")], PPO: [chat("q")]},
+    ),
+    "open-r1/OpenR1-Math without solutions": (
+        [{"problem": "q", "answer": "4", "level": 5}],
+        {SFT: [chat("q", "4")], PPO: [chat("q")]},
+    ),
+    "BytedTsinghua-SIA/DAPO-Math-17k": (
+        [{"prompt": [USER("q")], "reward_model": {"ground_truth": "4"}, "ability": "MATH"}],
+        {PPO: [chat("q")]},
+    ),
     "a table with capitals": ([{"Question": "q", "Answer": "a"}], {SFT: [chat("q", "a")]}),
     "timdettmers/openassistant-guanaco": (
         [{"text": "### Human: q### Assistant: a"}, {"text": "just words"}],
@@ -299,6 +311,7 @@ FOUND_BY_COLUMNS = {
     "a local copy of SHP": ([{**SHP, "labels": 0}], {RM: [chat("why?", "b", "a")]}),
     "prompts alone": ([{"prompt": "p", "id": 1}], {PPO: [Example("p")]}),
     "questions alone": ([{"question": "q"}], {PPO: [chat("q")]}),
+    "problems and what checks them": ([{"problem": "q", "tests": []}], {PPO: [chat("q")]}),
 }
 
 
@@ -348,7 +361,7 @@ NO_REJECTED = [name for name, (_, steps) in KNOWN.items() if RM not in steps]
 
 
 def test_the_table_has_deepspeed_chats_sixteen_sets_and_each_is_tested():
-    assert set(KNOWN) == set(ADAPTERS) - {"builtin/chat"}
+    assert set(KNOWN) == set(ADAPTERS) - {"builtin/chat", "builtin/arithmetic"}
     assert len(NO_REJECTED) == 8
 
 

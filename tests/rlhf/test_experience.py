@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.rlhf.experience import chunks, from_rollout, gather_actions, mini_batch_of
+from dschat.rlhf.experience import chunks, from_rollout, gather_actions, joined, mini_batch_of
 from dschat.rollout import Rollout
 
 CPU = torch.device("cpu")
@@ -31,7 +31,9 @@ def test_a_rollout_by_hand():
     assert e.answer_mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
     assert e.finished.tolist() == [True, False, True]
     assert e.rollout_logprobs.tolist() == [[-1, -2, 0, 0], [-3, -4, -5, -6], [-7, 0, 0, 0]]
-    assert e.first_index == 6
+    assert e.numbers.tolist() == [6, 7, 8]
+    assert torch.equal(e.loss_mask, e.answer_mask)
+    assert torch.equal(e.weights, e.answer_mask.float())
 
 
 @pytest.mark.parametrize("first", [0])
@@ -71,6 +73,21 @@ def test_no_rows_are_one_dummy_without_actions():
     assert from_rollout([], Rollout(), PAD, 4).num_sequences == 0
 
 
+def test_rows_of_several_parts_make_one():
+    first, second = small(), small().pick([1])
+    second.numbers += 10
+    whole = joined([first, second.pick([]), second])
+    assert whole.num_sequences == 4
+    assert whole.numbers.tolist() == [6, 7, 8, 17]
+    assert whole.lengths.tolist() == [5, 5, 3, 5]
+    assert whole.answer_mask.int().tolist()[3] == [1, 1, 1, 1]
+    assert whole.input_ids.tolist()[:3] == first.input_ids.tolist()
+    narrow = joined([first.pick([2]), first.pick([1])])
+    assert narrow.input_ids.tolist() == [[31, 32, 0, 0, 0], [21, 22, 23, 24, 25]]
+    assert narrow.rollout_logprobs.tolist() == [[-7, 0, 0, 0], [-3, -4, -5, -6]]
+    assert joined([first.pick([]), first.pick([])]).num_sequences == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     blocks=st.integers(1, 8),
@@ -82,14 +99,15 @@ def test_mini_batches_do_not_depend_on_the_ranks(blocks, count, cut, epoch):
     total = blocks * count
     cut = min(cut, total)
     seed = [1234, 5, epoch]
-    whole = mini_batch_of(total, 0, count, seed)
-    parts = [mini_batch_of(cut, 0, count, seed), mini_batch_of(total - cut, cut, count, seed)]
+    numbers = torch.arange(total)
+    whole = mini_batch_of(numbers, count, seed)
+    parts = [mini_batch_of(part, count, seed) for part in (numbers[:cut], numbers[cut:])]
     assert np.concatenate(parts).tolist() == whole.tolist()
     assert np.bincount(whole, minlength=count).tolist() == [blocks] * count
 
 
 def test_epochs_deal_differently():
-    dealt = [mini_batch_of(64, 0, 8, [1, 0, epoch]).tolist() for epoch in range(2)]
+    dealt = [mini_batch_of(torch.arange(64), 8, [1, 0, epoch]).tolist() for epoch in range(2)]
     assert dealt[0] != dealt[1]
 
 

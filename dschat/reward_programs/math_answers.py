@@ -1,0 +1,74 @@
+"""Whether two answers are equal as mathematics, decided by math-verify within a time limit.
+
+Two texts come in, a bool goes out. It must not know samples or scores.
+
+An answer is what a policy under training wrote: ``9^{9^{9^9}}`` keeps SymPy busy for ever, in C
+code that no signal interrupts and no other thread runs beside. So it is asked in a process that can
+be killed, which also frees it from math-verify's own limits: signals, which fail in threads.
+"""
+
+import importlib.util
+import logging
+import queue
+import re
+
+from dschat.knobs import UserError
+from dschat.reward_programs.call import Fault
+from dschat.reward_programs.worker import Worker
+
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_idle: "queue.SimpleQueue[Worker]" = queue.SimpleQueue()
+
+
+def require_library() -> None:
+    """Raise `UserError` where math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError("needs math-verify; install it with `pip install dschat[rewards]`")
+
+
+def are_equal(reference: str, answer: str, limit_s: float) -> bool:
+    """Whether ``answer`` says what ``reference`` does; an answer that takes too long does not."""
+    reference, answer = reference.strip(), answer.strip()
+    if not reference or not answer or reference == answer:
+        return bool(reference) and reference == answer
+    try:
+        worker = _idle.get_nowait()
+    except queue.Empty:
+        worker = Worker([("spec", f"{__name__}:Comparison", {})])
+    try:
+        (value,) = worker.call(0, {"reference": reference, "answer": answer}, [0], limit_s)
+    except Fault as fault:
+        if fault.timed_out:
+            return False
+        raise
+    finally:
+        _idle.put(worker)
+    return value == 1.0
+
+
+class Comparison:
+    """What the process runs. Making one loads what comparing needs: no call waits for that."""
+
+    def __init__(self) -> None:
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set no limit
+        self("x^2 + 2x + 1", "(x + 1)^2")
+
+    def __call__(self, reference: str, answer: str) -> list[float]:
+        """[1.0] where the two are equal, else [0.0]."""
+        from math_verify import parse, verify
+
+        expected, found = (
+            parse(_as_latex(text), parsing_timeout=None) for text in (reference, answer)
+        )
+        return [float(bool(verify(expected, found, timeout_seconds=None)))]
+
+
+def _as_latex(text: str) -> str:
+    """``text``, in dollars where it is a formula alone: (1, 2) is a pair then, not its last number.
+
+    Text with words stays as it is, so that the formula is looked for in it.
+    """
+    if _DELIMITED.search(text) or _WORD.search(text):
+        return text
+    return f"${text}$"

@@ -1,0 +1,254 @@
+"""The ready-made reward functions: ``--reward_fn exact_match``, with ``--reward_args``.
+
+Answers come in, one value a sample goes out: 1 for right and 0 for wrong, unless a class says
+otherwise; None where a row has no reference. They are classes: making one checks its arguments.
+They must not know ranks, weights or how they are run.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from dschat.knobs import UserError, require, require_types
+from dschat.reward_programs.math_answers import are_equal, require_library
+
+_PATTERN_S = 2.0  # what a search in one answer may take
+_FENCE = regex.compile(r"```(?:json)?\s*\n(.*?)\n\s*```", regex.DOTALL | regex.IGNORECASE)
+
+
+@dataclass
+class ExactMatch:
+    """Whether the answer is the reference, blanks at the ends aside.
+
+    A reference that is a list holds several right answers. ``pattern`` finds what counts (its last
+    match; its first group, if it has one) in the answer, and in the reference if it is there.
+    """
+
+    pattern: str = ""
+    ignore_case: bool = False
+
+    def __post_init__(self) -> None:
+        require_types(self, "--reward_args exact_match.")
+        self._pattern = _compiled(self.pattern, "exact_match")
+
+    def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
+        return [self._score(*pair) for pair in zip(answers, reference, strict=True)]
+
+    def _score(self, answer: str, reference: Any) -> float | None:
+        if reference is None:
+            return None
+        right = reference if isinstance(reference, (list, tuple)) else [reference]
+        found = self._part(answer)
+        if found is None:
+            return 0.0
+        texts = [_text(one) for one in right]
+        return float(any(self._same(found, self._part(text) or text) for text in texts))
+
+    def _part(self, text: str) -> str | None:
+        """What counts of ``text``; None where the pattern does not occur."""
+        if self._pattern is None:
+            return text
+        matches = list(self._pattern.finditer(text, timeout=_PATTERN_S))
+        if not matches:
+            return None
+        return matches[-1][1 if self._pattern.groups else 0] or ""
+
+    def _same(self, a: str, b: str) -> bool:
+        a, b = a.strip(), b.strip()
+        return a.casefold() == b.casefold() if self.ignore_case else a == b
+
+
+@dataclass
+class MathEqual:
+    """Whether the answer equals the reference as mathematics: 1/2, 0.5 and \\boxed{\\frac12} do.
+
+    Decided by math-verify, which finds the last formula or number in a text. An answer that takes
+    longer than ``limit_s`` is wrong.
+    """
+
+    limit_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_types(self, "--reward_args math_equal.")
+        require(
+            self.limit_s > 0, f"--reward_args math_equal.limit_s={self.limit_s} must be above 0"
+        )
+        require_library()
+
+    def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
+        return [
+            None if right is None else float(are_equal(_text(right), answer, self.limit_s))
+            for answer, right in zip(answers, reference, strict=True)
+        ]
+
+
+@dataclass
+class RegexMatch:
+    """Whether ``pattern`` occurs in the answer, or with ``full`` is all of it. A dot is any
+    character but the end of a line."""
+
+    pattern: str = ""
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        require_types(self, "--reward_args regex_match.")
+        require(bool(self.pattern), "is missing its pattern: --reward_args regex_match.pattern=...")
+        self._pattern = _compiled(self.pattern, "regex_match")
+
+    def __call__(self, answers: list[str]) -> list[float]:
+        search = self._pattern.fullmatch if self.full else self._pattern.search
+        return [float(search(answer, timeout=_PATTERN_S) is not None) for answer in answers]
+
+
+@dataclass
+class Length:
+    """The answer's length n in tokens. ``target``: 1 - |n - target| / target, at least 0.
+
+    ``max``: 0 up to it, then - (n - max) / max, at least -1.
+    """
+
+    target: int = 0
+    max: int = 0
+
+    def __post_init__(self) -> None:
+        require_types(self, "--reward_args length.")
+        require(
+            (self.target > 0) != (self.max > 0) and min(self.target, self.max) >= 0,
+            "takes one of target and max, above 0: --reward_args length.target=64",
+        )
+
+    def __call__(self, answer_ids: list[list[int]]) -> list[float]:
+        return [self._score(len(ids)) for ids in answer_ids]
+
+    def _score(self, n: int) -> float:
+        if self.target:
+            return max(0.0, 1 - abs(n - self.target) / self.target)
+        return max(-1.0, min(0.0, (self.max - n) / self.max))
+
+
+@dataclass
+class JsonSchema:
+    """Whether the answer is JSON and fits ``schema``: a file, or the schema itself.
+
+    JSON may stand in a fence of three backticks, with nothing around it.
+    """
+
+    schema: Any = None
+
+    def __post_init__(self) -> None:
+        try:
+            from jsonschema import SchemaError, validators
+        except ImportError:
+            raise UserError(
+                "needs jsonschema; install it with `pip install dschat[rewards]`"
+            ) from None
+        schema = self._read()
+        validator = validators.validator_for(schema, validators.Draft202012Validator)
+        try:
+            validator.check_schema(schema)
+        except SchemaError as error:
+            problem = " ".join(error.message.split())
+            raise UserError(
+                f"--reward_args json_schema.schema is no JSON schema: {problem}"
+            ) from None
+        self._validator = validator(schema)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonSchema, (self.schema,)  # what jsonschema makes of it does not travel
+
+    def _read(self) -> dict[str, Any] | bool:
+        """The schema, from wherever it stands."""
+        flag = "--reward_args json_schema.schema"
+        if isinstance(self.schema, (dict, bool)):
+            return self.schema
+        require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
+        path = Path(str(self.schema)).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{flag}={path}: {error.strerror}; check the path") from None
+        except ValueError as error:
+            raise UserError(f"{flag}={path}: broken JSON: {error}") from None
+        require(isinstance(content, (dict, bool)), f"{flag}={path}: a schema is a JSON object")
+        return content
+
+    def __call__(self, answers: list[str]) -> list[float]:
+        return [float(self._fits(answer)) for answer in answers]
+
+    def _fits(self, answer: str) -> bool:
+        fenced = _FENCE.fullmatch(answer.strip())
+        try:
+            content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return False
+        return self._validator.is_valid(content)
+
+
+@dataclass
+class FormatTags:
+    """Whether the answer is <think>...</think><answer>...</answer>: every tag of ``tags`` once, in
+    this order, with something in it, and nothing but blanks outside.
+
+    ``opened``: the prompt ends with the first opening tag, which the answer then lacks.
+    """
+
+    tags: list[str] = field(default_factory=lambda: ["think", "answer"])
+    opened: bool = False
+
+    def __post_init__(self) -> None:
+        require_types(self, "--reward_args format_tags.")
+        self._marks = [f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")]
+
+    def __call__(self, answers: list[str]) -> list[float]:
+        first = self._marks[0] if self.opened else ""
+        return [float(self._fits(first + answer)) for answer in answers]
+
+    def _fits(self, answer: str) -> bool:
+        if any(answer.count(mark) != 1 for mark in self._marks):
+            return False
+        places = [answer.index(mark) for mark in self._marks]
+        if places != sorted(places):
+            return False
+        pieces, rest = [], answer
+        for mark in self._marks:
+            piece, _, rest = rest.partition(mark)
+            pieces.append(piece.strip())
+        # By turns: what stands before an opening tag, outside, and before a closing one, inside.
+        return all(pieces[1::2]) and not any([*pieces[::2], rest.strip()])
+
+
+READY: dict[str, Callable[..., Any]] = {
+    "exact_match": ExactMatch,
+    "math_equal": MathEqual,
+    "regex_match": RegexMatch,
+    "length": Length,
+    "json_schema": JsonSchema,
+    "format_tags": FormatTags,
+}
+
+
+def _compiled(pattern: str, name: str) -> Any:
+    """``pattern`` as a regular expression whose searches can be limited; None where it is empty."""
+    if not pattern:
+        return None
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(
+            f"--reward_args {name}.pattern={pattern}: no regular expression: {error}"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    """A reference as text: 72.0, as a column of numbers may have it, is 72."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,141 @@
+"""A process of our own that calls reward functions, and is killed when one takes too long.
+
+Recipes of functions and calls come in; values or a `Fault` go out. It must not know pools, scores
+or torch. A fresh interpreter, not a fork: the parent has threads and may hold a GPU; and not
+`multiprocessing`, which would import the user's main script again.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from dschat.knobs import UserError
+from dschat.reward_programs.call import Fault, Value, call, raised
+from dschat.reward_programs.load import made
+
+START_S = 120.0  # for the interpreter and the imports of the user's files
+
+
+class Worker:
+    """One process; it starts with the first call, and anew after each that it did not survive."""
+
+    def __init__(self, recipes: Sequence[tuple[Any, ...]]) -> None:
+        """``recipes``: of the functions, which are called by their number among them."""
+        self._recipes = list(recipes)
+        self._process: subprocess.Popen | None = None
+        self._pipe: Connection | None = None
+
+    def call(
+        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+    ) -> list[Value | Fault]:
+        """Call function ``number``; see `dschat.reward_programs.call.call`.
+
+        Raises:
+            Fault: the call failed, took longer than ``limit_s``, or the process died in it.
+        """
+        self.start()
+        try:
+            self._pipe.send((number, dict(kwargs), lengths))
+        except OSError:
+            raise self._died() from None
+        except Exception as error:  # pickle raises nearly anything
+            raise Fault(f"cannot get its samples in another process: it {raised(error)}") from None
+        reply = self._answer(limit_s)
+        if isinstance(reply, Fault):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+            self._process = self._pipe = None
+
+    def start(self) -> None:
+        """Start the process, unless it is there; ``Fault`` where the functions cannot be made."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._pipe, theirs = Pipe()
+        end = theirs.fileno()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from dschat.reward_programs.worker import serve; serve({end})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[end]
+        )
+        theirs.close()
+        try:
+            self._pipe.send(self._recipes)
+        except OSError:
+            raise self._died() from None
+        problem = self._answer(START_S)
+        if problem is not None:
+            self.close()
+            raise Fault(problem)
+
+    def _answer(self, limit_s: float) -> Any:
+        try:
+            if not self._pipe.poll(limit_s):
+                self.close()
+                raise Fault(f"did not return within {limit_s:.3g} s", timed_out=True)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def _died(self) -> Fault:
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:  # it closed our pipe, and lives
+            self._process.kill()
+            code = self._process.wait()
+        self.close()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return Fault(f"ended its process ({how})")
+
+
+def serve(descriptor: int) -> NoReturn:
+    """The process: make the functions, then call them until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.set_inheritable(descriptor, False)
+    pipe = Connection(descriptor)
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
+    try:
+        functions = [made(recipe) for recipe in messages.get()]
+    except UserError as error:
+        pipe.send(str(error))
+    except (Exception, SystemExit) as error:
+        pipe.send(f"cannot be made in another process: it {raised(error)}")
+    else:
+        pipe.send(None)
+    while True:
+        message = messages.get()
+        try:
+            if isinstance(message, Fault):
+                raise message
+            number, kwargs, lengths = message
+            reply: Any = call(functions[number], kwargs, lengths)
+        except Fault as fault:
+            reply = fault
+        pipe.send(reply)
+
+
+def _listen(pipe: Connection, messages: "queue.SimpleQueue[Any]") -> None:
+    """Hand over what comes; a parent that is gone ends the process, in the middle of a call too."""
+    while True:
+        try:
+            messages.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+        except Exception as error:  # unpickling raises nearly anything
+            messages.put(Fault(f"cannot read its samples in its process: it {raised(error)}"))

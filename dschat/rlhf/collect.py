@@ -1,0 +1,353 @@
+"""From prompts to scored answers: generation, the sources of rewards beside it, dynamic sampling.
+
+Prompts of this rank come in, an `Experience` with scores goes out, and what it took. It must not
+know log-probs, advantages or how the actor learns.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat import dist
+from dschat.config import RLHFConfig, UserError
+from dschat.losses import group_has_variance, group_stats
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import Experience, from_rollout, joined
+from dschat.rlhf.reporting import generation_metrics
+from dschat.rlhf.rewards import (
+    REWARD_MODEL,
+    Pending,
+    RewardPrograms,
+    RunningScale,
+    Samples,
+    SourceScores,
+    combine,
+)
+from dschat.rlhf.scoring import reward_model_scores
+from dschat.rollout import Generator, Rollout, SamplingParams, prompt_problem
+
+PromptBatch = list[list[int]] | Mapping[str, Tensor]
+
+
+@dataclass
+class Prompts:
+    """Prompts of this rank and what belongs to them; lists of one length, or None."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    sources: list[Any] | None = None  # text or messages
+    texts: list[str] | None = None
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: PromptBatch) -> "Prompts":
+        """From whichever form a user has; ``UserError`` where it is none."""
+        return cls(
+            prompt_lists(batch),
+            getattr(batch, "sources", None),
+            getattr(batch, "texts", None),
+            getattr(batch, "columns", None) or {},
+        )
+
+    def repeated(self, n: int) -> "Prompts":
+        """Each prompt ``n`` times in a row."""
+        rows = [row for row in range(len(self.ids)) for _ in range(n)]
+        return self.pick(rows)
+
+    def pick(self, rows: list[int]) -> "Prompts":
+        def picked(values: list[Any] | None) -> list[Any] | None:
+            return None if values is None else [values[row] for row in rows]
+
+        return Prompts(
+            picked(self.ids),
+            picked(self.sources),
+            picked(self.texts),
+            {name: picked(values) for name, values in self.columns.items()},
+        )
+
+    def and_then(self, other: "Prompts") -> "Prompts":
+        if not self.ids or not other.ids:
+            return self if self.ids else other
+        both = set(self.columns) & set(other.columns)
+        return Prompts(
+            self.ids + other.ids,
+            self.sources + other.sources if self.sources and other.sources else None,
+            self.texts + other.texts if self.texts and other.texts else None,
+            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
+        )
+
+
+@dataclass
+class Collected:
+    """A rollout on its way: its answers, and the calls of reward programs that have begun."""
+
+    experience: Experience
+    num_prompts: int  # over all ranks
+    metrics: dict[str, float] = field(default_factory=dict)
+    pending: list[Pending] | None = None  # None: scored already
+
+
+class Collector:
+    """Fills rollouts. One for the whole run: it keeps the statistics that rewards are scaled by."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedRLHFEngine,
+        args: RLHFConfig,
+        programs: RewardPrograms,
+        more_prompts: Iterator[PromptBatch] | None = None,
+    ) -> None:
+        """``more_prompts``: where dynamic sampling goes on; None: with the same prompts anew."""
+        if engine.reward is None and not programs.names:
+            raise UserError(
+                "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
+                "give --reward_fn, --reward_url or reward_fns=[...]"
+            )
+        self.scale = RunningScale()
+        self._engine = engine
+        self._args = args
+        self._programs = programs
+        self._more = more_prompts
+        self._left = Prompts()  # of all ranks, taken from there, but not asked yet
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether anything but a reward model scores."""
+        return bool(self._programs.names)
+
+    def collect(self, batch: PromptBatch, sampling: SamplingParams) -> Collected:
+        """Collective. Answers to ``batch``, ``sampling.n`` each; `score` comes next.
+
+        Other work may be done in between: reward programs that wait or run elsewhere go on.
+        """
+        prompts = Prompts.of(batch)
+        if self._args.dynamic_sampling:
+            return self._until_full(prompts, sampling)
+        total, first = _total_and_first(len(prompts.ids))
+        return self._answer(prompts, sampling, first, total)
+
+    def score(self, collected: Collected) -> None:
+        """Collective. Fill in the scores, from all sources; sequences without one are dropped.
+
+        Raises ``RewardError`` on all ranks where a program of one of them failed.
+        """
+        if collected.pending is None:
+            return
+        e, args = collected.experience, self._args
+        sources = self.sources_of(collected)
+        collected.metrics |= source_means("objective/scores", sources)
+        scores, of_tokens = combine(sources, args, self.scale)
+        e.scores = scores.float()
+        for row, values in enumerate(of_tokens or ()):
+            e.token_scores[row, : len(values)] = torch.tensor(values)
+        scored = torch.isfinite(e.scores)
+        (missing,) = dist.sum_floats([float((~scored).sum())])
+        if missing:
+            collected.metrics["rollout/unscored"] = missing
+            collected.experience = e.pick(scored.nonzero().flatten().tolist())
+
+    def sources_of(self, collected: Collected) -> list[SourceScores]:
+        """Collective. What every source says of these answers, once; programs are waited for."""
+        sources, args, pending = [], self._args, collected.pending
+        assert pending is not None, "scored already"
+        collected.pending = None
+        if self._engine.reward is not None:
+            size = args.per_device_training_batch_size
+            scores = reward_model_scores(self._engine, collected.experience, size)
+            sources.append(SourceScores(REWARD_MODEL, args.reward_model_weight, scores, None))
+        return sources + _joined_scores([self._programs.finish(part) for part in pending])
+
+    def answers_of(
+        self,
+        generator: Generator,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        first: int,
+        calls: int = 1,
+    ) -> Collected:
+        """Collective. Answers by ``generator``, in so many calls; programs begin to score them.
+
+        ``first``: the number of this rank's first prompt among those of all ranks.
+        """
+        parts, pending, pad_id = [], [], self._engine.tokenizer.pad_token_id
+        size = max(1, -(-len(prompts.ids) // calls))
+        for start in range(0, calls * size, size):
+            rows = list(range(len(prompts.ids)))[start : start + size]
+            part, numbers = prompts.pick(rows), [first + row for row in rows]
+            rollout = generator.generate(part.ids, sampling, numbers)
+            asked = part.repeated(sampling.n)
+            number = numbers[0] * sampling.n if numbers else 0
+            parts.append(from_rollout(asked.ids, rollout, pad_id, number, asked.sources))
+            if self._programs.names:
+                pending.append(self._programs.start(self._samples(asked, rollout)))
+        return Collected(joined(parts), len(prompts.ids), {}, pending)
+
+    def _answer(
+        self, prompts: Prompts, sampling: SamplingParams, first: int, total: int
+    ) -> Collected:
+        """Collective. The actor's answers; see `answers_of`."""
+        started = time.perf_counter()
+        # One call, unless programs work beside the next; as many on every rank: they may generate
+        # together.
+        calls = self._args.generation_batches if self._programs.overlaps else 1
+        with self._engine.rollout_mode() as generator:
+            collected = self.answers_of(generator, prompts, sampling, first, calls)
+            collected.metrics = generation_metrics(self._engine.rollout.last_refresh, generator)
+        collected.num_prompts = total
+        collected.metrics["time/generate_s"] = time.perf_counter() - started
+        return collected
+
+    def _samples(self, asked: Prompts, rollout: Rollout) -> Samples:
+        decode = self._engine.tokenizer.batch_decode
+        return Samples(
+            prompts=asked.texts or decode(asked.ids, skip_special_tokens=True),
+            answers=decode(rollout.token_ids, skip_special_tokens=True),
+            prompt_ids=asked.ids,
+            answer_ids=rollout.token_ids,
+            finish_reasons=list(rollout.finish_reasons),
+            columns=asked.columns,
+        )
+
+    # -- dynamic sampling --------------------------------------------------------------------------
+
+    def _until_full(self, prompts: Prompts, sampling: SamplingParams) -> Collected:
+        """Collective. Rounds until as many prompts as asked for have answers that score apart.
+
+        DAPO (arXiv 2503.14476, section 3.2). Kept are the first such prompts in the order of the
+        rounds, whichever rank has them; later rounds have as many prompts as are likely missing.
+        """
+        again, (wanted, _) = prompts, _total_and_first(len(prompts.ids))
+        kept: list[int] = []  # numbers, over all ranks
+        parts: list[Experience] = []
+        sums: dict[str, float] = {}
+        asked = rounds = 0
+        while rounds < self._args.max_sampling_rounds and len(kept) < wanted:
+            if rounds:
+                likely = math.ceil((wanted - len(kept)) * asked / max(len(kept), 1))
+                prompts = self._next_prompts(again, min(wanted, likely))
+            total, first = _total_and_first(len(prompts.ids))
+            collected = self._answer(prompts, sampling, asked + first, total)
+            self.score(collected)
+            kept += self._that_differ(collected.experience, asked, total, sampling.n)
+            parts.append(collected.experience)
+            _accumulate(sums, collected.metrics, weight=total)
+            asked, rounds = asked + total, rounds + 1
+        kept = kept[:wanted]
+        every = joined(parts)
+        total, number = dist.sum_floats(
+            [float(every.scores.double().sum()), float(every.num_sequences)]
+        )
+        e = _renumbered(every, kept, sampling.n)
+        metrics = _means(sums, asked) | {
+            "sampling/rounds": float(rounds),
+            "sampling/prompts": float(asked),
+            "sampling/kept_prompts": float(len(kept)),
+            "sampling/waste": 1 - len(kept) / max(asked, 1),
+            "sampling/scores": total / max(number, 1.0),
+        }
+        return Collected(e, len(kept), metrics)
+
+    def _that_differ(self, e: Experience, before: int, total: int, n: int) -> list[int]:
+        """Collective. Numbers of this round's prompts whose answers do not all score alike."""
+        groups = e.numbers // n - before
+        stats = dist.all_reduce_sum(group_stats(e.scores, groups, total))
+        return (before + group_has_variance(stats).nonzero().flatten()).tolist()
+
+    def _next_prompts(self, again: Prompts, size: int) -> Prompts:
+        """Collective. This rank's share of the next ``size`` prompts, the same on any number of
+        ranks; ``again``: what to ask anew where there are no more.
+        """
+        while len(self._left.ids) < size:
+            mine = again if self._more is None else Prompts.of(next(self._more))
+            for of_rank in dist.gather_objects(mine):
+                self._left = self._left.and_then(of_rank)
+        rows = list(range(len(self._left.ids)))
+        taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
+        return taken.pick(dist.my_share(rows[:size]))
+
+
+def _renumbered(e: Experience, kept: list[int], n: int) -> Experience:
+    """The sequences of these prompts, as if those had been all, in this order."""
+    places = {number: place for place, number in enumerate(kept)}
+    groups = (e.numbers // n).tolist()
+    e = e.pick([row for row, group in enumerate(groups) if group in places])
+    place = torch.tensor([places[g] for g in (e.numbers // n).tolist()], dtype=torch.int64)
+    e.numbers = place * n + e.numbers % n
+    # An experience is in the order of its numbers; a rank's rounds follow each other already.
+    assert bool((e.numbers[1:] > e.numbers[:-1]).all())
+    return e
+
+
+def _total_and_first(num_prompts: int) -> tuple[int, int]:
+    """Collective. Prompts over all ranks, and how many stand on ranks before this one."""
+    counts = dist.gather_objects(num_prompts)
+    return sum(counts), sum(counts[: dist.rank()])
+
+
+def _joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
+    """The same sources over one generation batch after the other."""
+    together = []
+    for same in zip(*parts, strict=True):
+        by_token = None
+        if any(source.token_scores is not None for source in same):
+            by_token = [
+                row
+                for source in same
+                for row in (source.token_scores or [[] for _ in source.scores])
+            ]
+        joined_fields = {"token_scores": by_token, "applies": None}
+        for name in ("scores", "applies"):
+            if getattr(same[0], name) is not None:
+                joined_fields[name] = torch.cat([getattr(source, name) for source in same])
+        together.append(replace(same[0], **joined_fields))
+    return together
+
+
+def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
+    """Collective. Mean score of each source, of the samples that it scored, as it gave them:
+    ``prefix/NAME``.
+    """
+    sums = []
+    for source in sources:
+        scored = torch.isfinite(source.scores)
+        sums += [float(source.scores[scored].double().sum()), float(scored.sum())]
+    totals = dist.sum_floats(sums)
+    return {
+        f"{prefix}/{source.name}": total / max(number, 1.0)
+        for source, total, number in zip(sources, totals[::2], totals[1::2], strict=True)
+    }
+
+
+def _accumulate(sums: dict[str, float], metrics: dict[str, float], weight: int) -> None:
+    """Seconds and counts add up; the rest is weighed by the prompts of the round."""
+    for name, value in metrics.items():
+        added = value if _adds_up(name) else value * weight
+        sums[name] = sums.get(name, 0.0) + added
+
+
+def _means(sums: dict[str, float], weight: int) -> dict[str, float]:
+    return {n: v if _adds_up(n) else v / max(weight, 1) for n, v in sums.items()}
+
+
+def _adds_up(name: str) -> bool:
+    return name.startswith("time/") or name in ("rollout/unscored", "rollout/preemptions")
+
+
+def prompt_lists(batch: PromptBatch) -> list[list[int]]:
+    """Prompts without padding, whichever form they came in; ``UserError`` where it is none."""
+    if not isinstance(batch, Mapping):
+        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
+        for problem in filter(None, map(prompt_problem, count(), prompts)):
+            raise UserError(problem)
+        return [list(map(int, prompt)) for prompt in prompts]
+    if "input_ids" not in batch:
+        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None:
+        return ids.tolist()
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

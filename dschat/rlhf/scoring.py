@@ -1,0 +1,101 @@
+"""What the models say of a rollout: log-probs, entropies, values, the reward model's scores.
+
+An engine and an experience come in; its fields are filled in, by as many forwards on every rank. It
+must not know where the sequences came from nor what is learned from the numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.config import RLHFConfig
+from dschat.losses import entropy_from_logits, token_entropy, token_logprobs
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import Experience, chunks, gather_actions
+
+
+def action_logprobs(
+    model: nn.Module,
+    batch: Experience,
+    temperature: float,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """One forward of ``model``: log-probs of the actions, and entropies; (B, A) fp32 each.
+
+    Entropies carry a gradient where log-probs do.
+    """
+    first = int(batch.prompt_lengths.min()) - 1  # no column before this predicts an action
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, first:-1]
+    num_actions = batch.answer_mask.shape[1]
+    logprobs = token_logprobs(logits, batch.input_ids[:, first + 1 :], temperature)
+    gathered = gather_actions(logprobs, batch.prompt_lengths, num_actions, first)
+    if not with_entropy:
+        return gathered, None
+    entropy_of = token_entropy if torch.is_grad_enabled() else entropy_from_logits
+    entropy = entropy_of(logits, temperature)
+    return gathered, gather_actions(entropy, batch.prompt_lengths, num_actions, first)
+
+
+def action_values(critic: nn.Module, batch: Experience) -> Tensor:
+    """The critic's value before each action: (B, A) fp32."""
+    return gather_actions(critic(batch.input_ids), batch.prompt_lengths, batch.answer_mask.shape[1])
+
+
+@torch.no_grad()
+def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
+    """Collective. Log-probs of actor and reference, entropies and values of ``e``.
+
+    With ``old_logprobs`` "rollout" the actor is not asked: the generator's stand for its own.
+    """
+    recompute = args.old_logprobs == "recompute"
+    if not recompute:
+        e.logprobs = e.rollout_logprobs.clone()
+    with _evaluating(engine.actor, engine.critic):
+        for part, batch in _pieces(e, args.per_device_training_batch_size):
+            filled: dict[str, Tensor] = {}
+            if recompute:
+                filled["logprobs"], filled["entropy"] = action_logprobs(
+                    engine.actor, batch, args.temperature, with_entropy=True
+                )
+            if engine.has_reference:
+                with engine.reference() as reference:
+                    filled["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
+            if engine.critic is not None:
+                filled["values"] = action_values(engine.critic, batch)
+            width = batch.answer_mask.shape[1]
+            for name, value in filled.items():
+                if part:
+                    masked = torch.where(batch.answer_mask, value, 0.0)
+                    getattr(e, name)[part, :width] = masked.cpu()
+
+
+@torch.no_grad()
+def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
+    """Collective. The reward model's score of every sequence, ``size`` at a time: (S,) fp32."""
+    scores = torch.zeros(e.num_sequences)
+    for part, batch in _pieces(e, size):
+        value = engine.score(batch)
+        if part:
+            scores[part] = value.cpu()
+    return scores
+
+
+def _pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
+    """Collective. Micro-batches on the device, as many on every rank, with their rows."""
+    rows = list(range(e.num_sequences))
+    for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
+        yield part, e.take(part, dist.device())
+
+
+@contextmanager
+def _evaluating(*models: nn.Module | None) -> Iterator[None]:
+    there = [model for model in models if model is not None]
+    modes = [model.training for model in there]
+    for model in there:
+        model.eval()
+    yield
+    for model, mode in zip(there, modes, strict=True):
+        model.train(mode)

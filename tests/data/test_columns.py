@@ -1,0 +1,162 @@
+"""The other columns of a row reach the reward functions of step 3 as they were."""
+
+import datetime
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dschat.builtin_model import tiny_tokenizer
+from dschat.config import RLHFConfig
+from dschat.data.batches import PromptBatches, prompt_columns, prompts_of
+from dschat.data.sources import load_examples
+from dschat.data.tokenize import prompt_dataset
+
+TOKENIZER = tiny_tokenizer()
+VALUES = {
+    "answer": "4",
+    "number": 4,
+    "share": 0.1,
+    "right": True,
+    "tests": ["f(1) == 2", {"input": [1, 2], "output": None}],
+    "unicode": "é日 \ud800",
+    "nothing": None,
+    "prompt_ids": "a name of ours",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write_rows
+
+
+def config_of(*paths, **knobs):
+    knobs = {"data_split": "0,0,1", "eval_fraction": 0.0, **knobs}
+    return RLHFConfig(data_path=list(paths), **knobs)
+
+
+def one_batch(config, size=64):
+    """All prompts of the first rollout, in the order of their texts."""
+    table = prompt_dataset(config, TOKENIZER)
+    batch = next(iter(PromptBatches(table, size, 0, 1, seed=0)))
+    order = sorted(range(len(batch)), key=batch.texts.__getitem__)
+    assert all(len(values) == len(batch) for values in batch.columns.values())
+    columns = {name: [values[i] for i in order] for name, values in batch.columns.items()}
+    return [batch.texts[i] for i in order], columns, prompt_columns(table)
+
+
+def test_values_come_back_as_they_were_whatever_the_names(write):
+    texts, columns, names = one_batch(config_of(write([{"prompt": "q", **VALUES}])))
+    assert texts == ["q"]
+    assert columns == {name: [value] for name, value in VALUES.items()}
+    assert names == set(VALUES)
+
+
+def test_prompts_alone_carry_nothing(write):
+    texts, columns, names = one_batch(config_of(write([{"prompt": "a"}, {"prompt": "b"}])))
+    assert (texts, columns, names) == (["a", "b"], {}, set())
+
+
+def test_columns_stay_beside_their_prompts_and_sources_fill_in_for_each_other(write):
+    first = write([{"prompt": f"p{i}", "reference": i} for i in range(9)], "a.jsonl")
+    second = write([{"question": f"q{i}", "tests": [i], "answer": i} for i in range(3)], "b.jsonl")
+    texts, columns, names = one_batch(config_of(first, second))
+    assert texts == [*(f"p{i}" for i in range(9)), "q0", "q1", "q2"]
+    assert columns == {
+        "reference": [*range(9), None, None, None],
+        "tests": [*[None] * 9, [0], [1], [2]],
+        "answer": [*[None] * 9, 0, 1, 2],
+    }
+    assert names == set(columns)
+
+
+def test_a_dialogue_goes_along_whole_and_its_text_is_what_the_user_said_last(write):
+    dialogue = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    texts, columns, _ = one_batch(config_of(write([{"messages": dialogue, "level": 1}])))
+    assert texts == ["2+2?"]
+    assert columns == {"messages": [dialogue], "level": [1]}
+    asked = [{"role": "system", "content": "s"}, *dialogue[:1]]
+    row = {"prompt": asked, "reward_model": {"ground_truth": "4"}}
+    texts, columns, _ = one_batch(config_of(write([row], "b.jsonl")))
+    assert (texts, columns) == (["2+2?"], {"reward_model": [{"ground_truth": "4"}]})
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_every_rank_has_every_column_even_without_a_prompt(write, world):
+    table = prompt_dataset(
+        config_of(write([{"prompt": f"p{i}", "n": i} for i in range(3)])), TOKENIZER
+    )
+    parts = [next(iter(PromptBatches(table, 3, r, world, seed=0))) for r in range(world)]
+    assert [list(part.columns) for part in parts] == [["n"]] * world
+    pairs = [pair for part in parts for pair in zip(part.texts, part.columns["n"], strict=True)]
+    assert sorted(pairs) == [("p0", 0), ("p1", 1), ("p2", 2)]
+
+
+def test_held_out_prompts_have_their_columns(write):
+    path, held = write([{"prompt": "a", "n": 1}]), write([{"prompt": "b", "m": 2}], "held.jsonl")
+    config = config_of(path, eval_data_path=[held])
+    for streaming in ({}, {"streaming": True, "max_steps": 1}):
+        config = config_of(path, eval_data_path=[held], **streaming)
+        _, held_out = prompt_dataset(config, TOKENIZER, "both")
+        columns = prompts_of([held_out[0]]).columns
+        assert columns["m"] == [2]
+        assert set(columns) == prompt_columns(held_out)
+
+
+def test_a_stream_carries_them_too(write):
+    first = write([{"prompt": f"p{i}", "n": i} for i in range(8)], "a.jsonl")
+    second = write([{"prompt": f"q{i}", "tests": [i]} for i in range(8)], "b.jsonl")
+    stream = prompt_dataset(config_of(first, second, streaming=True, max_steps=1), TOKENIZER)
+    assert prompt_columns(stream) == {"n", "tests"}
+    for batch in islice(PromptBatches(stream, 4, 0, 1, seed=0), 8):
+        for i, text in enumerate(batch.texts):
+            n, tests = batch.columns["n"][i], batch.columns["tests"][i]
+            assert (n, tests) == (
+                (int(text[1]), None) if text[0] == "p" else (None, [int(text[1])])
+            )
+
+
+def test_what_json_cannot_hold_becomes_text(tmp_path):
+    path = tmp_path / "rows.parquet"
+    row = {"prompt": "q", "day": datetime.date(2026, 1, 2), "scores": [0.5, 1.5]}
+    datasets.Dataset.from_list([row]).to_parquet(path)
+    _, columns, _ = one_batch(config_of(str(path)))
+    assert columns == {"day": ["2026-01-02"], "scores": [[0.5, 1.5]]}
+
+
+def test_a_line_that_cannot_be_read_carries_nothing_and_stops_nothing(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "n": 1}\nnot JSON\n{"prompt": "b", "n": 2}\n')
+    _, columns, _ = one_batch(config_of(str(path), on_bad_row="skip"))
+    assert columns == {"n": [1, 2]}
+
+
+def test_steps_that_call_no_reward_function_keep_no_copy(write):
+    path = write([{"prompt": "q", "chosen": "a", "rejected": "b", "tests": "t"}])
+    config = config_of(path, data_split="1,1,1")
+    for purpose, split in (("sft", "1,0,0"), ("reward", "0,1,0")):
+        config = config_of(path, data_split=split)
+        assert set(load_examples(config, purpose)[0].column_names) == {
+            "prompt",
+            "chosen",
+            "rejected",
+        }
+
+
+def test_what_the_page_shows_runs():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(snippet, {})

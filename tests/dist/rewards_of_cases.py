@@ -1,0 +1,7 @@
+"""Reward functions of the cases that run in two processes."""
+
+
+def mostly_alike(prompt_ids, answer_ids):
+    """Tells answers apart for every other prompt only."""
+    both = zip(prompt_ids, answer_ids, strict=True)
+    return [float(sum(a) % 2) if sum(p) % 2 else 0.0 for p, a in both]

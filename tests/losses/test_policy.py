@@ -1,0 +1,396 @@
+"""Policy losses, and how a step averages them, against float64 NumPy loops.
+
+Written from the papers, action by action, with gradients by hand; whole sequences of GSPO against
+float64 autograd of the paper's own form.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from loss_rows import (
+    SEEDS,
+    answer_lens,
+    as_np,
+    assert_close,
+    check_metrics,
+    in_fp32,
+    mask_of,
+    some_cuts,
+    with_garbage,
+)
+
+from dschat import losses
+
+NUM_ROWS, WIDTH = 8, 6
+
+
+def naive_ppo(new, old, advantages, low, high, dual_clip=None):
+    """One row: values, gradients, clipped or not (arXiv 1707.06347, eq. 7; 1912.09729, eq. 5)."""
+    out = []
+    for t, advantage in enumerate(advantages):
+        ratio = math.exp(new[t] - old[t])
+        near = min(max(ratio, 1 - low), 1 + high)
+        objective = min(ratio * advantage, near * advantage)
+        clipped = objective < ratio * advantage
+        if dual_clip is not None and advantage < 0 and dual_clip * advantage > objective:
+            objective, clipped = dual_clip * advantage, True
+        out.append((-objective, 0.0 if clipped else -ratio * advantage, clipped))
+    return out
+
+
+def naive_dual(new, old, advantages, low, high):
+    return naive_ppo(new, old, advantages, low, high, dual_clip=1.5)
+
+
+def naive_gspo(new, old, advantages, low, high):
+    """One row (arXiv 2507.18071, eq. 7, 13, 14): every action has the ratio of the sequence."""
+    mean_log_ratio = math.fsum(n - o for n, o in zip(new, old, strict=True)) / max(1, len(new))
+    ratio = math.exp(mean_log_ratio)
+    near = min(max(ratio, 1 - low), 1 + high)
+    out = []
+    for advantage in advantages:
+        clipped = near * advantage < ratio * advantage
+        objective = near * advantage if clipped else ratio * advantage
+        out.append((-objective, 0.0 if clipped else -ratio * advantage, clipped))
+    return out
+
+
+def naive_cispo(new, old, advantages, low, high):
+    """One row (arXiv 2506.13585, eq. 4-5): the clipped ratio is a constant beside log pi."""
+    out = []
+    for t, advantage in enumerate(advantages):
+        ratio = math.exp(new[t] - old[t])
+        near = min(max(ratio, 1 - low), 1 + high)
+        out.append((-near * advantage * new[t], -near * advantage, near != ratio))
+    return out
+
+
+def dual_loss(*args, **kwargs):
+    return losses.policy_loss(*args, **kwargs, dual_clip=1.5)
+
+
+# Name: ours, the loop, a range that clips some sequences or actions of `an_update` and not others.
+KINDS: dict[str, tuple[Callable, Callable, tuple[float, float]]] = {
+    "ppo": (losses.policy_loss, naive_ppo, (0.2, 0.28)),
+    "dual": (dual_loss, naive_dual, (0.2, 0.28)),
+    "gspo": (losses.gspo_loss, naive_gspo, (0.1, 0.15)),
+    "cispo": (losses.cispo_loss, naive_cispo, (0.3, 0.2)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def an_update(seed: int):
+    """(new, old, advantages, weights), lengths, mask, rng: float64 that fp32 holds exactly."""
+    rng = np.random.default_rng(seed)
+    lens = answer_lens(rng, NUM_ROWS, WIDTH)
+    shape = (NUM_ROWS, WIDTH)
+    old = in_fp32(rng.normal(-2, 1, shape))
+    # Sequences drift as a whole, so that GSPO's mean ratios leave their range too.
+    new = in_fp32(old + rng.normal(0, 0.25, shape) + rng.normal(0, 0.25, (NUM_ROWS, 1)))
+    advantages = in_fp32(rng.normal(0, 1, shape))
+    weights = in_fp32(rng.uniform(0, 2, shape))
+    return (new, old, advantages, weights), lens, mask_of(lens, WIDTH), rng
+
+
+def naive_update(naive, arrays, lens, sides):
+    """Loss, gradient and metrics of the whole update, row by row."""
+    new, old, advantages, weights = arrays
+    loss, grad = 0.0, np.zeros(new.shape)
+    metrics = dict.fromkeys(("clipped", "approxkl", "ratio", "ratio_abs_dev", "tokens"), 0.0)
+    for b, n in enumerate(lens):
+        for t, (value, slope, clipped) in enumerate(
+            naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
+        ):
+            loss += weights[b, t] * value
+            grad[b, t] = weights[b, t] * slope
+            metrics["clipped"] += clipped
+            difference = new[b, t] - old[b, t]
+            metrics["approxkl"] += 0.5 * difference**2
+            metrics["ratio"] += math.exp(difference)
+            metrics["ratio_abs_dev"] += abs(math.exp(difference) - 1)
+            metrics["tokens"] += 1
+    return loss, grad, metrics
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@every_kind
+def test_loss_gradient_and_metrics(kind, seed):
+    ours, naive, sides = KINDS[kind]
+    arrays, lens, mask, rng = an_update(seed)
+    loss, grad, metrics = naive_update(naive, arrays, lens, sides)
+    assert 0 < metrics["clipped"] < metrics["tokens"]  # both branches are exercised
+
+    new, old, advantages, weights = (with_garbage(x, mask, rng).requires_grad_() for x in arrays)
+    actual, actual_metrics = ours(new, old, advantages, mask, sides, weights=weights)
+    assert actual.ndim == 0
+    assert_close(actual, loss)
+    check_metrics(actual_metrics, metrics)
+    actual.backward()
+    assert_close(new.grad, grad)
+    for constant in (old, advantages, weights):
+        assert constant.grad is None or (constant.grad == 0).all()
+
+
+@every_kind
+def test_without_weights_actions_count_one_and_a_number_clips_both_sides(kind):
+    ours, naive, _ = KINDS[kind]
+    arrays, lens, mask, rng = an_update(5)
+    ones = np.ones((NUM_ROWS, WIDTH))
+    loss, grad, metrics = naive_update(naive, (*arrays[:3], ones), lens, (0.1, 0.1))
+    new, old, advantages = (with_garbage(x, mask, rng) for x in arrays[:3])
+    new.requires_grad_()
+    actual, actual_metrics = ours(new, old, advantages, mask, 0.1)
+    actual.backward()
+    assert_close(actual, loss)
+    assert_close(new.grad, grad)
+    check_metrics(actual_metrics, metrics)
+
+
+@every_kind
+def test_of_the_same_policy_the_gradient_is_reinforce(kind):
+    """On policy all ratios are 1: every loss has the gradient of -A log pi, and none is clipped."""
+    ours, _, sides = KINDS[kind]
+    mask = torch.tensor([[True, True], [True, False]])
+    new = torch.tensor([[-1.0, -3.0], [-0.5, math.nan]], requires_grad=True)
+    advantages = torch.tensor([[2.0, -0.5], [3.0, math.nan]])
+    weights = torch.tensor([[0.5, 1.0], [2.0, math.nan]])
+    loss, metrics = ours(new, new, advantages, mask, sides, weights=weights)
+    loss.backward()
+    assert_close(new.grad, [[-1.0, 0.5], [-6.0, 0.0]])
+    expected = {"clipped": 0.0, "approxkl": 0.0, "ratio": 3.0, "ratio_abs_dev": 0.0, "tokens": 3.0}
+    check_metrics(metrics, expected)
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (3, 0)])
+def test_without_actions_loss_and_gradient_are_zero(kind, shape):
+    ours, _, sides = KINDS[kind]
+    mask = torch.zeros(shape, dtype=torch.bool)
+    junk = torch.full(shape, math.nan)
+    new = junk.clone().requires_grad_()
+    loss, metrics = ours(new, junk, junk, mask, sides, weights=junk)
+    loss.backward()  # still connected: ranks without rows run their backward pass too
+    assert loss.item() == 0.0
+    assert (new.grad == 0).all()
+    check_metrics(metrics, dict.fromkeys(metrics, 0.0))
+
+
+@every_kind
+def test_bf16_is_computed_in_fp32(kind):
+    ours, naive, sides = KINDS[kind]
+    new, old, advantage = [-1.0078125, -2.015625], [-1.0, -2.0], [1.0, 1.0]  # exact in bf16
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    inputs = (torch.tensor([x]).bfloat16() for x in (new, old, advantage))
+    expected = sum(value for value, _, _ in naive(new, old, advantage, *sides))
+    assert_close(ours(*inputs, mask, sides)[0], expected)
+
+
+# ---- by hand
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "objective", "slope"),
+    [  # range 0.2 below, 0.28 above (DAPO's); the objective, and its derivative by log pi
+        (2.0, 1.27, 2.54, 2.54),
+        (2.0, 1.29, 2.56, 0.0),
+        (2.0, 0.1, 0.2, 0.2),  # a good action made rare is never clipped
+        (-2.0, 0.81, -1.62, -1.62),
+        (-2.0, 0.79, -1.6, 0.0),
+        (-2.0, 2.9, -5.8, -5.8),
+        (-2.0, 3.1, -6.0, 0.0),  # dual clip: never below 3 A
+        (-2.0, 50.0, -6.0, 0.0),
+        (2.0, 50.0, 2.56, 0.0),
+        (0.0, 50.0, 0.0, 0.0),
+    ],
+)
+def test_dual_clip_of_three_by_hand(advantage, ratio, objective, slope):
+    new = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    loss, metrics = losses.policy_loss(
+        new, torch.zeros(1, 1), torch.tensor([[advantage]]), mask, (0.2, 0.28), dual_clip=3.0
+    )
+    loss.backward()
+    assert_close(loss, -objective)
+    assert_close(new.grad, [[-slope]])
+    assert metrics["clipped"].item() == float(advantage != 0 and slope == 0)
+    without, _ = losses.policy_loss(
+        new, torch.zeros(1, 1), torch.tensor([[advantage]]), mask, (0.2, 0.28)
+    )
+    assert_close(without, -min(objective, advantage * ratio if advantage < 0 else objective))
+
+
+def test_gspo_of_the_paper_range_by_hand():
+    """Sec. 5.1 there: 3e-4 below, 4e-4 above. Two actions with log-ratios of 1e-3 and -3e-4 have a
+    sequence ratio of exp(3.5e-4), which is kept; 1e-3 and -1e-4 make exp(4.5e-4), clipped.
+    """
+    new = torch.tensor([[1e-3, -3e-4], [1e-3, -1e-4]], requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    loss, metrics = losses.gspo_loss(
+        new,
+        torch.zeros(2, 2),
+        torch.ones(2, 2),
+        mask,
+        (3e-4, 4e-4),
+        weights=torch.full((2, 2), 0.5),
+    )
+    loss.backward()
+    assert_close(loss, -math.exp(3.5e-4) - 1.0004, rtol=2e-7)
+    assert_close(new.grad, [[-0.5 * math.exp(3.5e-4)] * 2, [0.0, 0.0]], rtol=2e-7)
+    assert metrics["clipped"].item() == 2.0
+
+
+def test_cispo_keeps_a_gradient_beyond_the_range():
+    new = torch.tensor([[math.log(10.0), math.log(0.01), -0.5]], requires_grad=True)
+    old = torch.tensor([[0.0, 0.0, -0.5]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    loss, metrics = losses.cispo_loss(new, old, torch.tensor([[1.0, -2.0, 3.0]]), mask, (1.0, 4.0))
+    loss.backward()
+    # Weights 5, 0.01 (nothing is clipped below with a range of 1), 1.
+    assert_close(new.grad, [[-5.0, 0.02, -3.0]])
+    assert_close(loss, -5 * math.log(10) + 0.02 * math.log(0.01) + 1.5)
+    assert metrics["clipped"].item() == 1.0
+
+
+def test_cispo_of_a_ratio_beyond_fp32_is_the_clipped_weight():
+    new = torch.tensor([[100.0, -200.0]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = losses.cispo_loss(new, torch.zeros(1, 2), torch.ones(1, 2), mask, (1.0, 4.0))
+    loss.backward()
+    assert_close(loss, -500.0)
+    assert_close(new.grad, [[-5.0, 0.0]])
+
+
+# ---- GSPO's two forms
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("sides", [(3e-4, 4e-4), (0.1, 0.15)])
+def test_gspo_is_the_paper_objective_of_sequences(seed, sides):
+    """Eq. 5-7 in float64 autograd: min(s A, clip(s) A) summed over sequences, one A for each."""
+    (new, old, advantages, _), lens, mask, rng = an_update(seed)
+    if sides[0] < 1e-3:
+        new = in_fp32(old + (new - old) * 2e-3)
+    per_row = torch.tensor(advantages[:, :1])
+    exact_new = torch.tensor(new, requires_grad=True)
+    exact_old = torch.tensor(old)
+    objective = torch.zeros((), dtype=torch.float64)
+    for b, n in enumerate(lens):
+        if n:
+            s = (exact_new[b, :n].sum() - exact_old[b, :n].sum()).div(n).exp()
+            near = s.clamp(1 - sides[0], 1 + sides[1])
+            objective = objective + torch.minimum(s * per_row[b, 0], near * per_row[b, 0])
+    objective.backward()
+
+    dirty = with_garbage(new, mask, rng).requires_grad_()
+    by_row = np.broadcast_to(advantages[:, :1], new.shape)
+    loss, _ = losses.gspo_loss(
+        dirty,
+        with_garbage(old, mask, rng),
+        with_garbage(by_row, mask, rng),
+        mask,
+        sides,
+        weights=losses.aggregation_weights(mask, "sequence", WIDTH),
+    )
+    loss.backward()
+    assert_close(loss, -objective.item())
+    assert_close(dirty.grad, -exact_new.grad.numpy())
+
+
+def test_gspo_ratio_is_exact_beside_actions_far_off():
+    """Actions 10 nats off, their mean 1e-4: digits lost beside the 10 would count in 3e-4."""
+    new, mask = torch.tensor([[10.0, -9.999782]]), torch.ones(1, 2, dtype=torch.bool)
+    ratio = math.exp(math.fsum(as_np(new)[0]) / 2)
+    for weights in ([[1.0, 0.0]], [[0.0, 1.0]]):
+        loss, _ = losses.gspo_loss(
+            new, torch.zeros(1, 2), torch.ones(1, 2), mask, 3e-4, weights=torch.tensor(weights)
+        )
+        assert_close(loss, -ratio, rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_of_single_tokens_is_ppo(seed):
+    (new, old, advantages, weights), _, _, rng = an_update(seed)
+    mask = mask_of([1, 0, 1, 1, 1, 1, 0, 1], WIDTH)
+    results = []
+    for loss_of in (losses.gspo_loss, losses.policy_loss):
+        dirty = with_garbage(new, mask, np.random.default_rng(seed)).requires_grad_()
+        rest = (with_garbage(x, mask, rng) for x in (old, advantages))
+        loss, metrics = loss_of(
+            dirty, *rest, mask, (0.1, 0.15), weights=with_garbage(weights, mask, rng)
+        )
+        loss.backward()
+        results.append((loss.item(), as_np(dirty.grad), metrics))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+    check_metrics(results[0][2], {k: v.item() for k, v in results[1][2].items()})
+
+
+# ---- how a step averages
+
+
+def naive_mean(values, lens, how: str, max_len: int) -> float:
+    """token: over all tokens; sequence: over sequences of their means; constant: of sum / max."""
+    rows = [[values[b, t] for t in range(n)] for b, n in enumerate(lens) if n]
+    if how == "token":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if how == "sequence":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(sum(row) / max_len for row in rows) / len(rows)
+
+
+def test_aggregation_by_hand():
+    mask = mask_of([2, 0, 1, 4], 4)
+    ones = mask.numpy().astype(float)
+    expected = {
+        "token": (ones, 7),
+        "sequence": ([[0.5, 0.5, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0.25] * 4], 3),
+        "constant": (ones / 10, 3),
+    }
+    for how, (weights, count) in expected.items():
+        assert_close(losses.aggregation_weights(mask, how, 10), weights)
+        actual = losses.aggregation_count(mask, how)
+        assert actual.ndim == 0
+        assert actual.item() == count
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
+@every_kind
+def test_the_step_is_the_same_however_it_is_cut(kind, how, seed):
+    """Ranks, micro-batches, each as wide as its longest answer: the whole's loss and gradient."""
+    ours, naive, sides = KINDS[kind]
+    (new, old, advantages, _), lens, mask, rng = an_update(seed)
+    values, slopes, shares = (np.zeros(new.shape) for _ in range(3))
+    for b, n in enumerate(lens):
+        terms = naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
+        values[b, :n] = [value for value, _, _ in terms]
+        slopes[b, :n] = [slope for _, slope, _ in terms]
+        for t in range(n):  # the mean is linear: what it makes of a one is the action's share
+            one = np.zeros(new.shape)
+            one[b, t] = 1.0
+            shares[b, t] = naive_mean(one, lens, how, max_len=10)
+    expected = naive_mean(values, lens, how, max_len=10)
+
+    for cut in some_cuts(rng, NUM_ROWS):
+        dirty = with_garbage(new, mask, rng).requires_grad_()
+        total, count = torch.zeros(()), 0
+        for part in cut:
+            width = max(lens[part], default=0)
+            here = mask[part, :width]
+            loss, _ = ours(
+                dirty[part, :width],
+                with_garbage(old, mask, rng)[part, :width],
+                with_garbage(advantages, mask, rng)[part, :width],
+                here,
+                sides,
+                weights=losses.aggregation_weights(here, how, 10),
+            )
+            total = total + loss
+            count = count + losses.aggregation_count(here, how)
+        mean = total / count
+        assert_close(mean, expected)
+        mean.backward()
+        assert_close(dirty.grad, shares * slopes)

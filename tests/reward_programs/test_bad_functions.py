@@ -1,0 +1,151 @@
+"""Every kind of bad function: one line that names it, what it did and the prompt it did it on; and
+where failures may pass, the samples that cost nothing keep their scores.
+"""
+
+import math
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat.knobs import UserError
+from dschat.reward_programs.programs import RewardError
+
+FILE = Path(__file__).with_name("bad_functions.py")
+P2 = "on the prompt 'p2'"
+FIRST = "on 8 samples, the first on the prompt 'p0'"
+# Name, where it runs, and what the line says, in order. It ends with the remedy.
+BAD = [
+    ("raises", "none", "raised KeyError: 'no such\\nkey'", P2),
+    ("raises", "process", "raised KeyError: 'no such\\nkey'", P2),
+    ("raises_what_cannot_be_shown", "none", "raised Silent", "on the prompt 'p0'"),
+    ("raises_a_novel", "thread", "raised ValueError: word word", "on the prompt 'p0'"),
+    ("hangs", "none", "did not return within 0.4 s", P2),
+    ("hangs", "thread", "did not return within 0.4 s", P2),
+    ("hangs", "process", "did not return within 0.4 s", P2),
+    ("is_slow", "none", "did not return within 0.4 s", FIRST),
+    ("one_too_few", "none", "returned 0 values for 1 samples", "on the prompt 'p0'"),
+    ("one_number", "none", "returned 1.0, not a list", "on the prompt 'p0'"),
+    ("nothing", "none", "returned None, not a list", "on the prompt 'p0'"),
+    ("lazily", "none", "returned a generator, not a list", "on the prompt 'p0'"),
+    ("by_name", "none", "returned a dict, not a list", "on the prompt 'p0'"),
+    ("is_nan", "none", "returned nan", P2),
+    ("is_nan", "process", "returned nan", P2),
+    ("is_infinite", "none", "returned inf", P2),
+    ("beyond_floats", "none", "returned 1e+300, which is too large", P2),
+    ("is_text", "none", "returned '0.5', not a number", P2),
+    ("wrong_tokens", "none", "returned 9 values for an answer of 2 tokens", P2),
+    ("nan_token", "none", "returned nan for a token", "on the prompt 'p0'"),
+    ("forgets_await", "none", "returned a coroutine; declare", "async def", "on the prompt 'p0'"),
+    ("exits", "none", "called sys.exit(3)", P2),
+    ("exits", "process", "called sys.exit(3)", P2),
+    ("only_alone", "none", "raised RuntimeError: too many", "one sample at a time", FIRST),
+    ("recursive", "none", "raised RecursionError", "on the prompt 'p0'"),
+    ("with_signals", "none", "raised ValueError", "--reward_pool process", "on the prompt 'p0'"),
+    ("dies", "process", "ended its process (exit code 7)", P2),
+    ("is_killed", "process", "ended its process (SIGKILL)", P2),
+    ("keeps_the_interpreter", "process", "did not return within 0.4 s", P2),
+    ("waits_for_ever", "none", "did not return within 0.4 s", P2),
+    ("raises_later", "none", "raised KeyError", P2),
+    ("blocks", "none", "blocks the event loop", P2),
+    ("wants_more", "none", "needs the column tests", "(it has: none)", "@COLUMN"),
+]
+
+
+def ask(programs, samples, name, pool, **flags):
+    workers = 1 if pool == "process" else 2  # 2 cut the samples in two
+    asked = programs(
+        reward_fn=[f"{FILE}:{name}"],
+        reward_pool=pool,
+        reward_workers=workers,
+        reward_timeout_s=0.4,
+        **flags,
+    )
+    return asked.finish(asked.start(samples(8)))
+
+
+@pytest.mark.parametrize(("name", "pool", "words"), [(n, p, w) for n, p, *w in BAD])
+def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
+    started = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        ask(programs, samples, name, pool)
+    line, at = str(caught.value), 0
+    assert line.startswith(f"--reward_fn {FILE}:{name} ")
+    assert len(line.splitlines()) == 1
+    assert len(line) < 600
+    for piece in words:
+        assert piece in line[at:], line
+        at = line.index(piece, at) + len(piece)
+    if "@COLUMN" not in words:
+        assert re.search(r"mend it, or pass --on_reward_error skip$", line)
+        assert ("raise --reward_timeout_s 0.4" in line) == ("within" in line or name == "blocks")
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "lost"),
+    [
+        ("raises", "none", [4, 5]),
+        ("raises", "process", [4, 5]),
+        ("is_nan", "none", [4, 5]),
+        ("wrong_tokens", "none", [4, 5]),
+        ("dies", "process", [4, 5]),
+        ("only_alone", "none", []),  # asked for one at a time, it works
+        ("one_number", "none", range(8)),
+        ("hangs", "none", range(4, 8)),  # it took the time of all that follow
+        ("hangs", "thread", range(4, 8)),
+    ],
+)
+def test_what_may_pass_costs_only_its_samples(programs, samples, caplog, name, pool, lost):
+    (source,) = ask(programs, samples, name, pool, on_reward_error="skip")
+    expected = [math.nan if row in lost else 1.0 for row in range(8)]
+    assert source.scores.tolist() == pytest.approx(expected, nan_ok=True)
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = said or [f"{name} "]  # once, however many it cost
+    assert name in line
+    assert not lost or line.startswith(f"{len(lost)} of 8 samples have no score: --reward_fn")
+    assert "skip" not in line
+
+
+def test_what_a_function_does_to_its_arguments_stays_there(programs, samples):
+    def vandal(answers, answer_ids, finish_reasons, reference):
+        count = len(answers)
+        for values in (answers, finish_reasons, reference):
+            values.clear()
+        for ids in answer_ids:
+            ids.append(7)
+        return [0.0] * count
+
+    def honest(answers, answer_ids, reference):
+        rows = zip(answers, answer_ids, reference, strict=True)
+        return [float(len(ids) + (answer == right)) for answer, ids, right in rows]
+
+    given = samples(4, reference=["a0", "a1", "", "a3"])
+    asked = programs([vandal, honest])
+    scores = asked.finish(asked.start(given))[1].scores
+    assert scores.tolist() == [2, 3, 3, 2]
+    assert given.answer_ids == samples(4).answer_ids
+
+
+def test_keyboard_interrupt_passes_through(programs, samples):
+    """Ctrl-C reaches the main thread, whatever the function's thread is at."""
+    asked = programs([lambda prompts: time.sleep(5)])
+    main = threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        asked.start(samples(2))
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("function", [lambda answers: [0.0], len])
+def test_what_cannot_go_to_a_process_is_refused_at_once(programs, function):
+    if function is len:  # a builtin can, but takes its argument by position
+        with pytest.raises(UserError, match="takes obj by position"):
+            programs([function])
+        return
+    with pytest.raises(UserError, match="cannot go to another process .* file.py:name"):
+        programs([function], reward_pool="process")

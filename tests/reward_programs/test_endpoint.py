@@ -1,0 +1,170 @@
+"""An endpoint on this machine: what it is sent, how often, and every way its replies go wrong."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dschat.reward_programs import endpoint as module
+from dschat.reward_programs.programs import RewardError
+
+
+class Server:
+    """Answers with ``replies`` in turn, the last one for ever: (status, body, pause in s)."""
+
+    def __init__(self):
+        self.replies = [(200, None, 0)]
+        self.requests: list[dict] = []
+        self.times: list[float] = []
+        self.running = self.most_running = 0
+        lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(server.requests)
+                    server.requests.append(content)
+                    server.times.append(time.monotonic())
+                    server.running += 1
+                    server.most_running = max(server.most_running, server.running)
+                status, body, pause = server.replies[min(number, len(server.replies) - 1)]
+                time.sleep(pause)
+                with lock:
+                    server.running -= 1
+                if body is None:
+                    body = {"rewards": [float(a[1:]) for a in content["answers"]]}
+                raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(raw)))
+                    self.end_headers()
+                    self.wfile.write(raw)
+                except OSError:  # it did not wait for us
+                    pass
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/score"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    one = Server()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def ask(server, programs, samples, monkeypatch):
+    """``ask(n)``: what the endpoint says of n samples, with quick repetitions."""
+    make = module.Endpoint.__init__
+    monkeypatch.setattr(module.Endpoint, "__init__", lambda *a: make(*a, first_pause_s=0.05))
+
+    def finish(n, columns=None, **flags):
+        asked = programs(reward_url=server.url, **({"reward_timeout_s": 5.0} | flags))
+        return asked.finish(asked.start(samples(n, **(columns or {}))))[0]
+
+    return finish
+
+
+def test_samples_go_in_batches_side_by_side(server, ask):
+    server.replies = [(200, None, 0.2)]
+    source = ask(10, {"tests": list(range(10))}, reward_url_batch_size=4, reward_url_weight=2.0)
+    assert (source.name, source.weight) == ("http", 2)
+    assert source.scores.tolist() == list(range(10))
+    batches = sorted(server.requests, key=lambda content: content["tests"])
+    assert batches == [
+        {
+            "prompts": [f"p{i // 2}" for i in rows],
+            "answers": [f"a{i}" for i in rows],
+            "finish_reasons": ["stop" if i % 2 else "length" for i in rows],
+            "tests": list(rows),
+        }
+        for rows in (range(4), range(4, 8), range(8, 10))
+    ]
+    assert server.most_running == 3
+
+
+def test_no_more_requests_at_a_time_than_workers(server, ask):
+    server.replies = [(200, None, 0.05)]
+    ask(12, reward_url_batch_size=2, reward_workers=2)
+    assert len(server.requests) == 6
+    assert server.most_running == 2
+
+
+@pytest.mark.parametrize(
+    "body", [[1, 0.5], {"scores": [1, 0.5]}, {"rewards": [1, 0.5], "scores": [7, 7]}]
+)
+def test_the_list_may_stand_in_several_places(server, ask, body):
+    server.replies = [(200, body, 0)]
+    assert ask(2).scores.tolist() == [1, 0.5]
+
+
+def test_numbers_by_token_and_null(server, ask):
+    server.replies = [(200, {"rewards": [None, [0.5, 1.0], 2]}, 0)]  # of 1, 2 and 3 tokens
+    source = ask(3)
+    assert source.scores.tolist() == [0, 1.5, 2]
+    assert source.token_scores == [[0], [0.5, 1], [0, 0, 2]]
+    assert source.applies.tolist() == [False, True, True]
+
+
+def test_a_failure_that_passes_is_asked_again_after_growing_pauses(server, ask):
+    server.replies = [(503, b"", 0), (429, b"", 0), (200, None, 0)]
+    assert ask(2).scores.tolist() == [0, 1]
+    first, second, third = server.times
+    assert second - first >= 0.05
+    assert third - second >= 0.1
+
+
+def test_an_endpoint_that_is_not_there(server, ask):
+    server.close()
+    with pytest.raises(RewardError, match=r"cannot be reached: .*refused \(2 times\)"):
+        ask(1, reward_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "requests", "words"),
+    [
+        ((500, b"Traceback", 0), 3, r"answered 500 Internal Server Error \(3 times\)"),
+        ((200, None, 1.5), 3, r"did not answer within 0.3 s \(3 times\).*--reward_timeout_s 0.3"),
+        ((404, b"", 0), 1, "answered 404 Not Found"),
+        ((200, b"<html>oops", 0), 1, r"answered what is no JSON \('<html>oops'\)"),
+        ((200, b"", 0), 1, r"answered what is no JSON \(''\)"),
+        ((200, {"reward": [1]}, 0), 1, 'answered JSON without a list "rewards"'),
+        ((200, 3, 0), 1, 'answered JSON without a list "rewards"'),
+        ((200, [1.0], 0), 1, "returned 1 values for 2 samples"),
+        ((200, [1.0, "good"], 0), 1, "returned 'good', not a number"),
+        ((200, [1.0, float("nan")], 0), 1, "returned nan"),
+        ((200, [1.0, [1.0]], 0), 1, "returned 1 values for an answer of 2 tokens"),
+    ],
+)
+def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words):
+    server.replies = [reply]
+    with pytest.raises(RewardError, match=words) as caught:
+        ask(2, reward_retries=2, reward_timeout_s=0.3)
+    line = str(caught.value)
+    assert line.startswith(f"--reward_url {server.url} ")
+    assert "on the prompt 'p0'" in line or "the first on the prompt 'p0'" in line
+    assert line.endswith("mend it, or pass --on_reward_error skip")
+    assert len(line.splitlines()) == 1
+    assert len(server.requests) == requests
+
+
+def test_a_failure_that_may_pass_costs_its_batch(server, ask, caplog):
+    server.replies = [(400, b"", 0), (200, None, 0)]
+    source = ask(4, reward_url_batch_size=2, reward_workers=1, on_reward_error="skip")
+    assert source.scores.isnan().tolist() == [True, True, False, False]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 4 samples have no score: --reward_url http")

@@ -1,0 +1,208 @@
+"""Specs, callables and arguments become named, weighted programs; or one line says why not."""
+
+import functools
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from dschat.knobs import UserError
+from dschat.reward_programs.load import load_programs, made, portable
+from dschat.reward_programs.ready import ExactMatch, JsonSchema
+
+SCORES = """
+from dataclasses import dataclass
+from beside import BONUS
+
+def score(answers, bonus=0.0, pattern: str = ""):
+    return [BONUS + bonus] * len(answers)
+
+async def later(answers):
+    return [0.0] * len(answers)
+
+@dataclass
+class Longer:
+    than: int = 0
+    def __call__(self, answers):
+        return [float(len(a) > self.than) for a in answers]
+
+class NotCallable: pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory: reward files, good and bad."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    texts = {
+        "scores.py": SCORES,
+        "beside.py": "BONUS = 2",
+        "broken.py": "def f(:\n",
+        "fails.py": "import os\n\nos.environ['NO_SUCH_VARIABLE']\n",
+        "leaves.py": "raise SystemExit(1)",
+        "lacks.py": "import no_such_package",
+        "pack/__init__.py": "",
+        "pack/mod.py": "def f(answers): return [5] * len(answers)",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def load(*specs, given=(), args=()):
+    return load_programs(specs, given, args, {"reward_model"})
+
+
+def test_specs_names_and_weights(folder):
+    def score(answers):
+        return [0.0]
+
+    programs = load(
+        "scores.py:score",
+        f"{folder}/scores.py:score:0.5",
+        "pack.mod:f:-2",
+        "scores.py:later:0",
+        "exact_match:1e-1",
+        given=[score, (score, 3), "length:7", ("scores.py:Longer:2", 4), functools.partial(score)],
+        args=["length.target=64"],
+    )
+    assert [(p.name, p.weight) for p in programs] == [
+        ("score", 1),
+        ("score_2", 0.5),
+        ("f", -2),
+        ("later", 0),
+        ("exact_match", 0.1),
+        ("score_3", 1),
+        ("score_4", 3),
+        ("length", 7),
+        ("Longer", 8),
+        ("score_5", 1),
+    ]
+    assert [p.name for p in programs if p.is_async] == ["later"]
+    assert programs[0].function(answers=["a"]) == [2]  # the file beside it was found
+    assert programs[0].function is programs[1].function  # a file is imported once
+    assert programs[2].function(answers=["a", "b"]) == [5, 5]
+
+
+def test_names_that_metrics_can_have():
+    class ShortAnswers:
+        def __call__(self, answers):
+            return [0.0]
+
+    def reward_model(answers):
+        return [0.0]
+
+    async def wait(answers):
+        return [0.0]
+
+    class Waits:
+        async def __call__(self, answers):
+            return [0.0]
+
+    programs = load(given=[ShortAnswers(), reward_model, lambda answers: [0.0], wait, Waits()])
+    names = ["short_answers", "reward_model_2", "lambda", "wait", "waits"]
+    assert [p.name for p in programs] == names
+    assert [p.is_async for p in programs] == [False, False, False, True, True]
+
+
+def test_arguments(folder):
+    """Those of a function are bound, those of a class make it; YAML, unless declared str."""
+    first, second, longer = load(
+        "scores.py:score",
+        "scores.py:score",
+        "scores.py:Longer",
+        args=["score.bonus=1.5", "score_2.pattern=#### (\\d+): [1]", "Longer.than=1"],
+    )
+    assert first.bound == {"bonus": 1.5}
+    assert second.bound == {"pattern": "#### (\\d+): [1]"}
+    assert longer.function(answers=["a", "ab"]) == [0, 1]
+
+
+def test_arguments_from_columns():
+    (program,) = load("exact_match", args=["exact_match.reference=@gold"])
+    assert program.sources(["gold", "reference"]) == {"answers": "answers", "reference": "gold"}
+    with pytest.raises(UserError, match="needs the column gold, which the data lacks .*other"):
+        program.sources(["other"])
+
+
+def test_another_process_makes_the_same(folder):
+    given = [re.escape, JsonSchema({"type": "object"}), ExactMatch(pattern="a(b)")]
+    programs = load("scores.py:Longer", given=given, args=["Longer.than=1"])
+    longer, escape, schema, match = (made(portable(program)) for program in programs)
+    assert longer(answers=["a", "ab"]) == [0, 1]
+    assert escape is re.escape
+    assert schema(answers=["{}", "[]"]) == [1, 0]
+    assert match(answers=["ab", "b"], reference=["b", "b"]) == [1, 0]
+
+
+def abs_of(answers):
+    return [0.0] * len(answers)
+
+
+@dataclass
+class Needs:
+    what: int
+
+    def __call__(self, answers):
+        return [0.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "words"),
+    [
+        ("exact_mach", [], "--reward_fn exact_mach is no ready-made .*did you mean exact_match"),
+        ("nowhere.py:f", [], "--reward_fn nowhere.py:f is not there: no such file; check the path"),
+        ("scores.py:scor", [], "scores.py has no scor; did you mean score?"),
+        ("scores.py:", [], "scores.py has no name after the colon"),
+        ("scores.py", [], "is no ready-made function .* file.py:name"),
+        ("broken.py:f", [], "broken.py:f cannot be imported: .*SyntaxError.* in line 1; mend it"),
+        ("fails.py:f", [], "cannot be imported: it raised KeyError: 'NO_SUCH_.* in line 3"),
+        ("leaves.py:f", [], r"cannot be imported: it called sys.exit\(1\)"),
+        ("lacks.py:f", [], "cannot be imported: .*No module named 'no_such_package'"),
+        ("no.such.mod:f", [], "is not there: no module no; install it, or name a file"),
+        ("pack.nothing:f", [], "is not there: no module pack.nothing"),
+        ("scores.py:number", [], "--reward_fn scores.py:number is a int, not a function"),
+        ("scores.py:NotCallable", [], "whose instances are no functions; give it __call__"),
+        ("scores.py:score:nan", [], "the weight nan is not a finite number"),
+        ("scores.py:score", ["bonus=1"], "--reward_args bonus=1 is not NAME.KEY=VALUE"),
+        ("scores.py:score", ["scor.bonus=1"], r"no --reward_fn is called scor \(score\)"),
+        ("scores.py:score", ["score.bonu=1"], "it takes no bonu; it takes: bonus, pattern"),
+        ("scores.py:score", ["score.bonu=@x"], "it takes no bonu; it takes: answers, bonus"),
+        ("scores.py:score", ["score.answers=1"], "answers comes from the samples"),
+        ("scores.py:score", ["score.bonus=[1"], "score.bonus=.*the value is no YAML"),
+        ("length", [], "--reward_fn length: takes one of target and max, above 0"),
+        ("length", ["length.target=long"], "--reward_args length.target 'long' is not a whole"),
+        ("length", ["length.target=4", "length.max=4"], "takes one of target and max"),
+        ("regex_match", [], "is missing its pattern: --reward_args regex_match.pattern"),
+        ("regex_match", ["regex_match.pattern=(a"], r"pattern=\(a: no regular expression"),
+        ("exact_match", ["exact_match.pattern=(a"], r"pattern=\(a: no regular expression"),
+        ("json_schema", [], "is missing its schema: --reward_args json_schema.schema=FILE"),
+        ("json_schema", ["json_schema.schema=none.json"], "none.json: No such file.* check the"),
+        ("json_schema", ["json_schema.schema=beside.py"], "beside.py: broken JSON"),
+        ("json_schema", ["json_schema.schema={type: 3}"], "is no JSON schema: 3 is not valid"),
+        ("math_equal", ["math_equal.limit_s=0"], "math_equal.limit_s=0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(folder, spec, args, words):
+    with pytest.raises(UserError, match=words) as caught:
+        load(spec, args=args)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3, "reward_fns: 3 is no function, spec or"),
+        ((abs_of, "2"), "the weight '2' of .* is not a number"),
+        ((abs_of, float("inf")), "the weight inf is not a finite number"),
+        ("exact_mach", "reward_fns 'exact_mach' is no ready-made function"),
+        (Needs, "cannot be made: it raised TypeError: .*'what'; see --reward_args"),
+    ],
+)
+def test_what_python_gives_is_checked_too(given, words):
+    with pytest.raises(UserError, match=words):
+        load(given=[given])

@@ -1,0 +1,224 @@
+"""All programs of a run together: pools agree, slow ones overlap, and ranks fail together."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dschat.config import RLHFConfig
+from dschat.knobs import UserError
+from dschat.reward_programs.programs import RewardPrograms, SourceScores
+
+HERE = Path(__file__).parent
+SCORES = """
+import asyncio
+import os
+
+def number(answers):
+    return [float(a[1:]) for a in answers]
+
+def rank_in_group(prompts, answers):
+    return [float(prompts[:i].count(p)) + prompts.count(p) for i, p in enumerate(prompts)]
+
+def by_token(answer_ids):
+    return [[float(i) for i in ids] for ids in answer_ids]
+
+async def later(answers):
+    await asyncio.sleep(0.01)
+    return [None if a == "a1" else 1.0 for a in answers]
+
+def process_id(answers):
+    return [float(os.getpid()) for _ in answers]
+"""
+NAMES = ("number:2", "rank_in_group", "by_token", "later")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "pooled.py"
+    path.write_text(SCORES)
+    return path
+
+
+def plain(source: SourceScores) -> tuple:
+    applies = source.applies.tolist()
+    return source.name, source.weight, source.scores.tolist(), source.token_scores, applies
+
+
+@pytest.mark.parametrize("pool", ["none", "thread", "process"])
+def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file, pool):
+    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
+    assert asked.names == ["number", "rank_in_group", "by_token", "later"]
+    pending = [asked.start(samples(9)), asked.start(samples(1))]  # two rounds at a time
+    scores, few = (asked.finish(one) for one in pending)
+    ids = [[float(j) for j in range(i % 3 + 1)] for i in range(9)]
+    assert [plain(source) for source in scores] == [
+        ("number", 2, [float(i) for i in range(9)], None, [True] * 9),
+        # The answers to a prompt are never parted: the last has one, the others two.
+        ("rank_in_group", 1, [2, 3, 2, 3, 2, 3, 2, 3, 1], None, [True] * 9),
+        ("by_token", 1, [sum(row) for row in ids], ids, [True] * 9),
+        ("later", 1, [1, 0, *[1] * 7], None, [True, False, *[True] * 7]),
+    ]
+    assert [source.scores.tolist() for source in few] == [[0], [1], [0], [1]]
+
+
+def test_processes_are_others_and_stay(programs, samples, file):
+    asked = programs(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
+    first, second = (set(asked.finish(asked.start(samples(8)))[0].scores.tolist()) for _ in "ab")
+    assert len(first) == 2
+    assert first == second
+    assert float(os.getpid()) not in first
+
+
+def test_a_rank_without_samples(programs, samples, file):
+    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
+    for source in asked.finish(asked.start(samples(0))):
+        assert source.scores.shape == (0,)
+        assert source.token_scores is None
+
+
+def test_without_programs_there_is_nothing_to_wait_for(programs, samples):
+    asked = programs()
+    assert (asked.names, asked.overlaps) == ([], False)
+    assert asked.finish(asked.start(samples(3))) == []
+
+
+def constant(answers):
+    return [1.0] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("is_async", "pool", "overlaps"),
+    [(False, "none", False), (False, "thread", True), (True, "none", True)],
+)
+def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool, overlaps):
+    """They wait for what happens after `start`; without a pool that would never come."""
+    later = threading.Event()
+
+    def slow(answers):
+        assert later.wait(5 if overlaps else 0) == overlaps
+        return [1.0] * len(answers)
+
+    async def slow_one(answers):
+        while not later.is_set():
+            await asyncio.sleep(0.01)
+        return [1.0] * len(answers)
+
+    # The constant runs here and now, but holds up none of the others.
+    asked = programs([constant, slow_one if is_async else slow], reward_pool=pool)
+    pending = asked.start(samples(16))
+    later.set()
+    for source in asked.finish(pending):
+        assert source.scores.tolist() == [1] * 16
+    assert asked.overlaps == overlaps
+
+
+def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
+    together = threading.Barrier(4)
+
+    def meets(answers):
+        together.wait(5)
+        return [1.0] * len(answers)
+
+    asked = programs([meets], reward_pool="thread", reward_workers=4)
+    assert asked.finish(asked.start(samples(16)))[0].scores.tolist() == [1] * 16
+
+
+def test_a_loop_that_is_kept(programs, samples):
+    """What a coroutine opened in one call serves the next."""
+    loops = []
+
+    async def remembers(answers):
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(answers)
+
+    asked = programs([remembers])
+    for _ in range(2):
+        asked.finish(asked.start(samples(2)))
+    assert loops[0] is loops[1]
+
+
+def test_columns_are_checked_before_anything_runs(programs, file):
+    asked = programs(["exact_match:1"], reward_args=["exact_match.reference=@gold"])
+    asked.check_columns(["gold", "more"])
+    with pytest.raises(UserError, match="^reward_fns 'exact_match:1' needs the column gold") as e:
+        asked.check_columns(["solution", "level"])
+    assert "(it has: level, solution)" in str(e.value)
+
+
+def test_a_list_is_wanted():
+    with pytest.raises(UserError, match=r"give a list: \[\.\.\.\]"):
+        RewardPrograms.of(RLHFConfig(), constant)
+
+
+RANK = """
+import sys
+from dschat import dist
+from dschat.config import RLHFConfig
+from dschat.reward_programs.programs import RewardError, RewardPrograms
+from dschat.reward_programs.samples import Samples
+from dschat.reward_programs.total import RunningScale, combine
+import torch, logging
+logging.basicConfig(format="%(message)s")
+
+def fails(prompts):
+    assert "p3" not in prompts, "three"
+    return [float(prompt[1:]) for prompt in prompts]
+
+dist.init(timeout_minutes=1)
+mine = {0: ["p1", "p2"], 1: ["p3", "p4", "p5"]}[dist.rank()]
+def samples(prompts):
+    n = len(prompts)
+    return Samples(prompts, [""] * n, [[1]] * n, [[1]] * n, ["stop"] * n)
+
+programs = RewardPrograms.of(RLHFConfig(), [fails])
+for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
+    try:
+        programs.finish(programs.start(samples(prompts)))
+        print("fine")
+    except RewardError as error:
+        print(error)
+config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
+programs, scale = RewardPrograms.of(config, [fails]), RunningScale()
+total, _ = combine(programs.finish(programs.start(samples(mine))), config, scale)
+print(*(f"{x:.4f}" for x in total.tolist()))
+print(scale.state_dict()["fails"])
+dist.shutdown()
+"""
+
+
+@pytest.mark.dist
+def test_ranks_fail_together_and_scale_together(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
+        "WORLD_SIZE": "2",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "rank.py"],
+            cwd=tmp_path,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    done = [process.communicate(timeout=120) for process in ranks]
+    (first, said), (second, _) = done
+    line = "reward function fails raised AssertionError: three on the prompt 'p3'; mend it, or pass"
+    # Scores 1 and 2, 4 and 5: mean 3, variance 10 / 4; 3 has none.
+    state = "[4.0, 3.0, 10.0]"
+    of_rank = (["-1.2649", "-0.6325"], ["nan", "0.6325", "1.2649"])
+    for out, scores in zip((first, second), of_rank, strict=True):
+        error, fine, total, moments = out.splitlines()
+        assert error.startswith(line)
+        assert (fine, total.split(), moments) == ("fine", scores, state)
+    assert "1 of 5 samples have no score: reward function fails" in said

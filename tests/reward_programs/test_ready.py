@@ -1,0 +1,168 @@
+"""The ready-made functions, on answers as policies write them."""
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+from dschat.knobs import UserError
+from dschat.reward_programs import ready
+
+
+def one(function, answer, *reference):
+    (score,) = function([answer], *([r] for r in reference))
+    return score
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "reference", "score"),
+    [
+        ({}, " Paris\n", "Paris", 1),
+        ({}, "paris", "Paris", 0),
+        ({"ignore_case": True}, "STRASSE", "straße", 1),
+        ({}, "", "Paris", 0),
+        ({}, "", "", 1),
+        ({}, "72", 72, 1),
+        ({}, "72", 72.0, 1),  # as a column of numbers with gaps has it
+        ({}, "72.5", 72.5, 1),
+        ({}, "b", ["a", "b"], 1),
+        ({}, "c", ["a", "b"], 0),
+        ({}, "anything", None, None),
+        ({"pattern": r"#### (.+)"}, "so\n#### 72", "they are 9 times 8\n#### 72", 1),
+        ({"pattern": r"#### (.+)"}, "#### 7\n#### 72", "72", 1),  # the last one counts
+        ({"pattern": r"#### (.+)"}, "72", "72", 0),
+        ({"pattern": r"-?\d+"}, "it is -4.", "-4", 1),
+        ({"pattern": r"a(b)?"}, "a", "x", 0),
+    ],
+)
+def test_exact_match(settings, answer, reference, score):
+    assert one(ready.ExactMatch(**settings), answer, reference) == score
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "score"),
+    [
+        ("1/2", "0.5", 1),
+        ("\\frac{1}{2}", "The answer is \\boxed{0.5}.", 1),
+        ("72", "So she has 72 apples.", 1),
+        ("72", "72 or 73", 0),
+        ("72", "\\boxed{71} or \\boxed{72}", 0),  # naming several is no answer
+        ("(1, 2)", "(1,2)", 1),
+        ("(1, 2)", "2", 0),
+        ("x^2 + 2x + 1", "$(x+1)^2$", 1),
+        ("\\{1, 2\\}", "\\boxed{\\{2, 1\\}}", 1),
+        ("1,000", "1000", 1),
+        (12, "12", 1),
+        ("Monday", "Monday", 1),
+        ("Monday", "Tuesday", 0),
+        ("7", "", 0),
+        ("", "7", 0),
+        (None, "7", None),
+    ],
+)
+def test_math_equal(reference, answer, score):
+    assert one(ready.MathEqual(), answer, reference) == score
+
+
+def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
+    """A tower of powers keeps SymPy in C code; in a thread, as a pool calls it."""
+    scores = []
+
+    def work():
+        scores.extend(ready.MathEqual(limit_s=0.3)(["$9^{9^{9^9}}+1$", "0.5"], ["3", "1/2"]))
+
+    ready.MathEqual()(["1/2"], ["0.5"])  # starts the process
+    started = time.monotonic()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert scores == [0, 1]
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "score"),
+    [
+        ({"pattern": r"\d"}, "a1", 1),
+        ({"pattern": r"\d"}, "a", 0),
+        ({"pattern": r"\d", "full": True}, "a1", 0),
+        ({"pattern": r"(?s).*end", "full": True}, "a\nend", 1),
+    ],
+)
+def test_regex_match(settings, answer, score):
+    assert one(ready.RegexMatch(**settings), answer) == score
+
+
+def test_a_wild_pattern_ends(monkeypatch):
+    monkeypatch.setattr(ready, "_PATTERN_S", 0.1)
+    function = ready.RegexMatch(pattern=r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$")
+    with pytest.raises(TimeoutError):
+        one(function, "a" * 5000 + "b" + "a" * 5000)
+
+
+def test_length():
+    ids = [[0] * n for n in (0, 4, 8, 12, 16, 40)]
+    assert ready.Length(target=8)(ids) == [0, 0.5, 1, 0.5, 0, 0]
+    assert ready.Length(max=8)(ids) == [0, 0, 0, -0.5, -1, -1]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ('{"n": 3}', 1),
+        ('\n {"n": 3, "m": [1]} ', 1),
+        ('{"n": 3.5}', 0),
+        ('{"m": 3}', 0),
+        ("3", 0),
+        ("", 0),
+        ('{"n": 3', 0),
+        ('{"n": 3} and so on', 0),
+        ('{"n": NaN}', 0),
+        ('```json\n{"n": 3}\n```', 1),
+        ('```\n{"n": 3}\n```\n', 1),
+        ('Here: ```json\n{"n": 3}\n```', 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_json_schema(tmp_path, answer, score):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    for schema in (SCHEMA, str(tmp_path / "schema.json")):
+        assert one(ready.JsonSchema(schema), answer) == score
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "score"),
+    [
+        ({}, "<think>so</think><answer>4</answer>", 1),
+        ({}, "\n<think>\nso\n</think>\n<answer>4</answer>\n", 1),
+        ({}, "<think>so</think> it is <answer>4</answer>", 0),
+        ({}, "<think>so</think><answer>4</answer> done", 0),
+        ({}, "Well <think>so</think><answer>4</answer>", 0),
+        ({}, "<think>so</think><answer></answer>", 0),
+        ({}, "<think> </think><answer>4</answer>", 0),
+        ({}, "<answer>4</answer><think>so</think>", 0),
+        ({}, "<think>so<answer>4</answer></think>", 0),
+        ({}, "<think>a</think><think>b</think><answer>4</answer>", 0),
+        ({}, "<think>so</think><answer>4", 0),
+        ({}, "4", 0),
+        ({"opened": True}, "so</think><answer>4</answer>", 1),
+        ({"opened": True}, "<think>so</think><answer>4</answer>", 0),  # it is there twice
+        ({"opened": True}, "</think><answer>4</answer>", 0),
+        ({"tags": ["a"]}, "<a>x</a>", 1),
+    ],
+)
+def test_format_tags(settings, answer, score):
+    assert one(ready.FormatTags(**settings), answer) == score
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    for make in (ready.MathEqual, lambda: ready.JsonSchema(SCHEMA)):
+        with pytest.raises(UserError, match=r"pip install dschat\[rewards\]"):
+            make()

@@ -1,0 +1,69 @@
+"""The weighted sum of sources, scaled by what they have scored so far, against NumPy."""
+
+import numpy as np
+import pytest
+import torch
+
+from dschat.config import RLHFConfig
+from dschat.reward_programs.programs import SourceScores
+from dschat.reward_programs.total import RunningScale, combine
+
+
+def source(name, weight, scores, **more):
+    return SourceScores(name, weight, torch.tensor(scores), **more)
+
+
+def test_sources_add_up_by_their_weights():
+    sources = [
+        source("reward_model", 2.0, [1.0, -3.0, 0.5, 1.0]),
+        source("rule", -0.5, [4.0, float("nan"), 0.0, 0.0]),
+        source("steps", 3.0, [0.5, 1.0, 2.0, 0.0], token_scores=[[0.5], [1, 0], [1, 1], []]),
+        source("more", 1.0, [1.0, 0.0, 0.0, 0.0], token_scores=[[0, 1], [], [0], [0]]),
+    ]
+    scores, by_token = combine(sources, RLHFConfig(), None)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == pytest.approx([2 - 2 + 1.5 + 1, float("nan"), 7, 2], nan_ok=True)
+    assert by_token == [[1.5, 1], [3, 0], [3, 3], [0]]
+    assert combine(sources[:2], RLHFConfig(), RunningScale())[1] is None
+
+
+def test_normalised_scores_against_numpy():
+    """Each source by the mean and deviation of all its scores so far, these included."""
+    rng = np.random.default_rng(0)
+    rounds = [rng.normal(1e4, 3, 7), rng.normal(1e4, 5, 2), rng.normal(0, 1, 5)]
+    config, scale = RLHFConfig(normalize_reward=True), RunningScale()
+    for number, values in enumerate(rounds):
+        seen = np.concatenate(rounds[: number + 1]).astype(np.float32).astype(np.float64)
+        steps = [[float(v) / 2] * 2 for v in values]
+        sources = [
+            source("a", 2.0, values.tolist()),
+            source("b", 1.0, values.tolist(), token_scores=steps),
+            source("constant", 5.0, [0.1] * len(values)),
+        ]
+        scores, by_token = combine(sources, config, scale)
+        normal = (values.astype(np.float32) - seen.mean()) / seen.std()
+        np.testing.assert_allclose(scores.numpy(), 3 * normal, rtol=1e-5, atol=1e-6)
+        # Tokens are scaled; the shift belongs to the answer.
+        np.testing.assert_allclose(by_token, np.array(steps) / seen.std(), rtol=1e-6)
+
+
+def test_what_a_source_does_not_score_moves_nothing():
+    config, scale = RLHFConfig(normalize_reward=True), RunningScale()
+    applies = torch.tensor([True, False, True, True])
+    scores, _ = combine([source("a", 1.0, [1.0, 0.0, 3.0, np.nan], applies=applies)], config, scale)
+    assert scores.tolist() == pytest.approx([-1, 0, 1, np.nan], nan_ok=True)
+    assert scale.state_dict() == {"a": [2, 2, 2]}
+
+
+def test_statistics_go_on_where_they_were_saved():
+    config, scale, resumed = RLHFConfig(normalize_reward=True), RunningScale(), RunningScale()
+    combine([source("a", 1.0, [1.0, 5.0])], config, scale)
+    state = scale.state_dict()
+    assert state == {"a": [2, 3, 8]}
+    resumed.load_state_dict(state)
+    later = [combine([source("a", 1.0, [7.0, 2.0])], config, one)[0] for one in (scale, resumed)]
+    assert later[0].tolist() == later[1].tolist()
+    assert scale.state_dict() == resumed.state_dict() != state
+    nothing = source("a", 1.0, [])
+    assert combine([nothing], config, scale)[0].shape == (0,)
+    assert scale.state_dict() == resumed.state_dict()

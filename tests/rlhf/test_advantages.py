@@ -1,0 +1,219 @@
+"""Rewards and advantages of an experience, per estimator, against NumPy written as loops."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from dschat import dist
+from dschat.config import RLHFConfig
+from dschat.rlhf.advantages import fill_in_advantages, token_rewards
+from dschat.rlhf.experience import Experience, from_rollout
+from dschat.rollout import Rollout
+
+WIDTH, PROMPTS, SAMPLES = 6, 4, 3
+ESTIMATORS = (
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+)
+
+
+def experience(seed: int = 0) -> Experience:
+    """4 prompts x 3 samples; lengths 1 to 6, one group that scores alike."""
+    rng = np.random.default_rng(seed)
+    count = PROMPTS * SAMPLES
+    lengths = [1, WIDTH, *rng.integers(1, WIDTH + 1, count - 2)]
+    ends = ["stop" if n < WIDTH else "length" for n in lengths]
+    logprobs = [(-rng.exponential(1.0, n)).tolist() for n in lengths]
+    rollout = Rollout([[5] * n for n in lengths], logprobs, ends)
+    e = from_rollout([[1, 2]] * count, rollout, pad_id=0)
+    for name in ("logprobs", "ref_logprobs", "values"):
+        noise = torch.tensor(rng.normal(-1, 0.5, e.answer_mask.shape), dtype=torch.float32)
+        setattr(e, name, torch.where(e.answer_mask, noise, 0.0))
+    e.scores = torch.tensor(rng.normal(0, 2, count), dtype=torch.float32)
+    e.scores[3:6] = 0.5
+    return e
+
+
+def config(estimator: str, **options) -> RLHFConfig:
+    defaults = {"kl_in_loss": False, "kl_estimator": "k1", "num_samples_per_prompt": SAMPLES}
+    defaults |= {"max_answer_seq_len": WIDTH, "gamma": 0.9, "lam": 0.8, "clip_reward": 3.0}
+    return RLHFConfig(advantage_estimator=estimator, **(defaults | options))
+
+
+def rewards_by_hand(e: Experience, kl_coef: float, penalty: float = 0.0, clip: float = 3.0):
+    """A list of float64 rewards per sequence."""
+    rows = []
+    for i in range(e.num_sequences):
+        n = int(e.answer_mask[i].sum())
+        difference = (e.logprobs[i, :n] - e.ref_logprobs[i, :n]).double().numpy()
+        row = -kl_coef * difference
+        score = float(e.scores[i]) - (0.0 if e.finished[i] else penalty)
+        row[-1] += min(max(score, -clip), clip)
+        rows.append(row)
+    return rows
+
+
+def to_go(row, gamma):
+    steps = range(len(row))
+    return np.array([sum(gamma ** (k - t) * row[k] for k in steps if k >= t) for t in steps])
+
+
+def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
+    rewards = rewards_by_hand(e, kl_coef)
+    totals = [row.sum() for row in rewards]
+    groups = [totals[g * SAMPLES : (g + 1) * SAMPLES] for g in range(PROMPTS)]
+    out = []
+    for i, row in enumerate(rewards):
+        group, own = groups[i // SAMPLES], totals[i]
+        if estimator == "grpo":
+            a = (own - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
+        elif estimator == "dr_grpo":
+            a = own - np.mean(group)
+        elif estimator == "rloo":
+            a = own - (sum(group) - own) / (SAMPLES - 1)
+        elif estimator == "reinforce_pp_baseline":
+            plain = [r.sum() for r in rewards_by_hand(e, 0.0)]
+            mean = np.mean(plain[i // SAMPLES * SAMPLES : (i // SAMPLES + 1) * SAMPLES])
+            less = row.copy()
+            less[-1] -= mean
+            a = to_go(less, 0.9)
+        elif estimator == "gae":
+            values = np.append(e.values[i, : len(row)].double().numpy(), 0.0)
+            a, running = np.zeros(len(row)), 0.0
+            for t in reversed(range(len(row))):
+                running = row[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * running
+                a[t] = running
+        else:
+            a = to_go(row, 0.9)
+        out.append(np.broadcast_to(a, len(row)))
+    flat = np.concatenate(out)
+    if estimator in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+        flat = (flat - flat.mean()) / np.sqrt(flat.var() + 1e-8)
+    return flat
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_by_hand(estimator):
+    e = experience()
+    rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS)
+    mask = e.answer_mask
+    np.testing.assert_allclose(
+        rewards[mask].numpy(), np.concatenate(rewards_by_hand(e, 0.2)), atol=1e-5
+    )
+    np.testing.assert_allclose(e.advantages[mask].numpy(), by_hand(estimator, e, 0.2), atol=2e-5)
+    assert not e.advantages[~mask].any()
+    assert torch.equal(e.loss_mask, mask)
+
+
+class TwoRanks:
+    """Two threads in the place of two processes: `all_reduce_sum` waits for both and adds."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._brought: dict[int, torch.Tensor] = {}
+        self._rank = threading.local()
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._brought[self._rank.number] = tensor
+        self._barrier.wait(10)
+        total = self._brought[0] + self._brought[1]
+        self._barrier.wait(10)
+        return total
+
+    def run(self, function):
+        def on(rank):
+            self._rank.number = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(on, range(2)))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("cut", [0, 1, 4, 6])
+def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
+    whole, ranks = experience(1), TwoRanks()
+    fill_in_advantages(whole, config(estimator), 0.1, PROMPTS)
+    rows = [list(range(cut)), list(range(cut, whole.num_sequences))]
+    monkeypatch.setattr(dist, "all_reduce_sum", ranks.all_reduce_sum)
+
+    def on_rank(rank):
+        e = experience(1).pick(rows[rank])
+        fill_in_advantages(e, config(estimator), 0.1, PROMPTS)
+        return e.advantages[e.answer_mask]
+
+    got = torch.cat(ranks.run(on_rank))
+    torch.testing.assert_close(got, whole.advantages[whole.answer_mask], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("penalty", [0.0, 2.5])
+def test_rewards(estimator, penalty):
+    e = experience(2)
+    e.scores[0], e.scores[1], e.scores[2] = -9.0, 7.0, 4.0
+    options = {"kl_estimator": estimator, "missing_eos_penalty": penalty}
+    rewards = token_rewards(e, config("gae", **options), 0.1)
+    d = (e.logprobs - e.ref_logprobs).double().numpy()
+    kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator] * e.answer_mask.numpy()
+    expected = -0.1 * kl
+    for i, row in enumerate(rewards_by_hand(e, 0.0, penalty)):
+        expected[i, len(row) - 1] += row[-1]
+    np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
+
+
+def test_scores_of_tokens_stand_at_their_tokens():
+    e = experience(3)
+    e.token_scores = torch.where(e.answer_mask, 0.25, 0.0)
+    e.token_scores[1, 2] = 8.0  # clipped to 3
+    rest = e.scores.clone()
+    e.scores = rest + e.token_scores.sum(dim=1)
+    got = token_rewards(e, config("grpo"), 0.0)
+    for i in range(e.num_sequences):
+        n = int(e.answer_mask[i].sum())
+        expected = [0.25] * n
+        if i == 1:
+            expected[2] = 3.0
+        expected[-1] += min(max(float(rest[i]), -3), 3)
+        assert got[i, :n].tolist() == pytest.approx(expected, abs=1e-5)
+        assert not got[i, n:].any()
+
+
+def test_overlong_answers_cost_and_teach_nothing():
+    e = experience(4)
+    options = {"overlong_buffer_len": 4, "overlong_penalty": 2.0, "overlong_filter": True}
+    plain = token_rewards(e, config("grpo", clip_reward=100.0), 0.0).sum(dim=1)
+    rewards, _ = fill_in_advantages(e, config("grpo", clip_reward=100.0, **options), 0.0, PROMPTS)
+    lengths = e.answer_mask.sum(dim=1).tolist()
+    cost = {1: 0.0, 2: 0.0, 3: 0.5, 4: 1.0, 5: 1.5, 6: 2.0}
+    assert (plain - rewards.sum(dim=1)).tolist() == pytest.approx([cost[n] for n in lengths])
+    assert torch.equal(e.loss_mask.any(dim=1), e.finished)
+    assert torch.equal(e.loss_mask[e.finished], e.answer_mask[e.finished])
+
+
+@pytest.mark.parametrize(("how", "low", "high"), [("tis", 0.0, 2.0), ("icepop", 0.5, 5.0)])
+def test_the_gap_to_the_rollout_is_weighed(how, low, high):
+    e = experience(5)
+    _, sums = fill_in_advantages(e, config("grpo", rollout_is=how), 0.0, PROMPTS)
+    ratio = np.exp((e.logprobs - e.rollout_logprobs).double().numpy())
+    kept = (ratio >= low) & (ratio <= high)
+    expected = np.minimum(ratio, high) if how == "tis" else np.where(kept, ratio, 0.0)
+    expected = expected * e.answer_mask.numpy()
+    np.testing.assert_allclose(e.weights.numpy(), expected, rtol=1e-5)
+    assert sums["is_weight"] == pytest.approx(expected.sum(), rel=1e-5)
+    assert sums["is_cut"] == (~kept & e.answer_mask.numpy()).sum() > 0
+
+
+def test_a_missing_sample_leaves_its_group_smaller():
+    e = experience(6).pick([0, 2, *range(3, 12)])  # sample 1 of prompt 0 has no score
+    fill_in_advantages(e, config("rloo"), 0.0, PROMPTS)
+    a, b = (rewards.sum() for rewards in rewards_by_hand(e, 0.0)[:2])
+    assert float(e.advantages[0, 0]) == pytest.approx(a - b, abs=1e-5)
+    assert float(e.advantages[1, 0]) == pytest.approx(b - a, abs=1e-5)

@@ -1,0 +1,194 @@
+"""Rollouts with rewards that are programs: what they get, dynamic sampling, dropped samples."""
+
+import numpy as np
+import pytest
+import torch
+from program_cases import parity, sums_of, trainer_of
+from step_cases import PROMPTS, Case, build_trainer, ppo_config
+
+from dschat.config import UserError
+from dschat.data.batches import Prompts
+
+
+def test_programs_alone_need_no_other_model(models_folder):
+    trainer = trainer_of(models_folder)
+    engine = trainer.engine
+    assert (engine.critic, engine.reward) == (None, None)
+    assert engine.ref is not None
+    e = trainer.generate_experience(PROMPTS[:8])
+    assert torch.equal(e.scores, (sums_of(e) % 2 == 0).float())
+    before = [p.detach().clone() for p in engine.actor.module.parameters()]
+    actor_loss, critic_loss = trainer.train_rlhf(e)
+    assert critic_loss is None
+    assert np.isfinite(actor_loss)
+    assert not all(map(torch.equal, before, engine.actor.module.parameters()))
+    metrics = trainer.metrics
+    assert not [name for name in metrics if name.startswith(("val/v", "loss/value"))]
+    assert metrics["objective/scores/parity"] == metrics["objective/scores"] == e.scores.mean()
+    assert metrics["loss/kl_avg"] >= 0  # grpo has the KL in the loss, by k3
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_without_weight_of_the_kl_there_is_no_reference(models_folder):
+    trainer = trainer_of(models_folder, kl_coef=0.0)
+    assert trainer.engine.ref is None
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
+    assert "objective/kl" not in trainer.metrics
+
+
+def test_without_reward_model_gae_has_a_critic_that_starts_as_the_actor(models_folder):
+    trainer = trainer_of(models_folder, advantage_estimator="gae")
+    engine = trainer.engine
+    assert engine.reward is None
+    assert engine.checkpoints.critic == engine.checkpoints.actor
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
+    assert trainer.metrics["loss/value_avg"] > 0
+
+
+def test_nothing_that_scores_is_an_error(models_folder):
+    with pytest.raises(UserError, match="nothing scores the answers"):
+        trainer_of(models_folder, reward_fns=())
+
+
+def test_what_a_function_gets(models_folder):
+    seen = []
+
+    def record(prompts, answers, prompt_ids, answer_ids, finish_reasons, difficulty):
+        seen.append((prompts, answers, prompt_ids, answer_ids, finish_reasons, difficulty))
+        return [0.0] * len(prompts)
+
+    trainer = trainer_of(models_folder, reward_fns=[record])
+    batch = Prompts(PROMPTS[:3], texts=["a", "b", "c"], columns={"difficulty": [1, 2, 3]})
+    e = trainer.generate_experience(batch)
+    ((prompts, answers, prompt_ids, answer_ids, reasons, difficulty),) = seen
+    assert prompts == ["a", "a", "b", "b", "c", "c"]
+    assert difficulty == [1, 1, 2, 2, 3, 3]
+    assert prompt_ids == [PROMPTS[i // 2] for i in range(6)]
+    for i in range(6):
+        n, p = int(e.lengths[i]), int(e.prompt_lengths[i])
+        assert answer_ids[i] == e.input_ids[i, p:n].tolist()
+        assert (reasons[i] == "stop") == bool(e.finished[i])
+    decode = trainer.engine.tokenizer.decode
+    assert answers == [decode(ids, skip_special_tokens=True) for ids in answer_ids]
+
+
+def test_weights_and_a_reward_model_add_up(models_folder):
+    model = str(models_folder / "llama_reward")
+    trainer = trainer_of(
+        models_folder,
+        [(parity, 3.0)],
+        reward_model_name_or_path=model,
+        reward_model_weight=0.5,
+        clip_reward=100.0,
+    )
+    assert trainer.engine.critic is None
+    e = trainer.generate_experience(PROMPTS[:8])
+    even = (sums_of(e) % 2 == 0).float()
+    alone = build_trainer(ppo_config(Case("ppo"), models_folder))
+    expected = alone.generate_experience(PROMPTS[:8])
+    assert torch.equal(e.input_ids, expected.input_ids)
+    torch.testing.assert_close(e.scores, 0.5 * expected.scores + 3 * even)
+    mean = trainer.metrics["objective/scores/reward_model"]
+    assert mean == pytest.approx(float(expected.scores.mean()), rel=1e-5)
+
+
+def token_values(answer_ids):
+    return [[0.1 * j for j in range(len(ids))] for ids in answer_ids]
+
+
+def test_a_function_may_score_every_token(models_folder):
+    trainer = trainer_of(
+        models_folder, [token_values], kl_coef=0.0, advantage_estimator="reinforce"
+    )
+    trainer.args.missing_eos_penalty = 0.0
+    e = trainer.generate_experience(PROMPTS[:8])
+    for row, mask in zip(e.advantages, e.answer_mask, strict=True):
+        n = int(mask.sum())
+        expected = [sum(0.1 * k for k in range(j, n)) for j in range(n)]
+        assert row[:n].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_groups_that_score_alike_are_sampled_on(models_folder):
+    """Half of the prompts can differ; more come until 8 groups do, in order, and no more."""
+    later = iter([PROMPTS[8:12], PROMPTS[4:12], PROMPTS[:8]] * 20)
+    calls = []
+
+    def of_long_prompts(prompt_ids, answer_ids):
+        calls.append(len(prompt_ids))
+        both = zip(prompt_ids, answer_ids, strict=True)
+        return [sum(a) % 2 if len(p) > 3 else 7.0 for p, a in both]
+
+    options = {"dynamic_sampling": True, "num_samples_per_prompt": 4, "max_sampling_rounds": 40}
+    options |= {"per_device_generation_batch_size": 4, "overlong_buffer_len": 3}
+    trainer = trainer_of(models_folder, [of_long_prompts], later, **options)
+    e = trainer.generate_experience(PROMPTS[:8])
+    assert e.num_sequences == 8 * 4
+    assert e.numbers.tolist() == list(range(32))
+    groups = e.scores.reshape(8, 4)
+    assert (groups.max(1).values > groups.min(1).values).all()
+    assert (e.prompt_lengths > 3).all()
+    metrics = trainer.metrics
+    assert metrics["sampling/rounds"] == len(calls) > 1
+    assert metrics["sampling/prompts"] * 4 == sum(calls)
+    assert metrics["sampling/waste"] == pytest.approx(1 - 8 * 4 / sum(calls))
+    trainer.train_rlhf(e)
+    assert metrics["policy/grad_norm"] > 0
+    assert all(np.isfinite(value) for value in trainer.metrics.values())
+
+
+def test_sampling_on_ends(models_folder):
+    trainer = trainer_of(
+        models_folder, [lambda answers: [1.0] * len(answers)], dynamic_sampling=True
+    )
+    before = [p.detach().clone() for p in trainer.engine.actor.module.parameters()]
+    e = trainer.generate_experience(PROMPTS[:8])
+    assert e.num_sequences == 0
+    assert trainer.metrics["sampling/rounds"] == trainer.args.max_sampling_rounds
+    assert trainer.metrics["sampling/waste"] == 1
+    trainer.train_rlhf(e)  # nothing to learn
+    assert all(map(torch.equal, before, trainer.engine.actor.module.parameters()))
+
+
+def test_samples_without_a_score_are_left_out(models_folder):
+    def moody(answer_ids):
+        if len(answer_ids) != 1:
+            raise ValueError("one at a time")
+        if sum(answer_ids[0]) % 2:
+            raise ValueError("odd")
+        return [1.0]
+
+    trainer = trainer_of(models_folder, [moody], on_reward_error="skip")
+    e = trainer.generate_experience(PROMPTS[:8])
+    assert 0 < e.num_sequences < 16
+    assert (sums_of(e) % 2 == 0).all()
+    assert trainer.metrics["rollout/unscored"] == 16 - e.num_sequences
+    trainer.train_rlhf(e)
+
+
+OPTIONS = {
+    "gspo": {"policy_loss": "gspo"},
+    "cispo": {"policy_loss": "cispo"},
+    "dual": {"dual_clip": 3.0, "cliprange_low": 0.1, "cliprange_high": 0.3},
+    "sequence": {"loss_aggregation": "sequence", "entropy_coef": 0.01},
+    "tis": {"rollout_is": "tis"},
+    "icepop": {"rollout_is": "icepop"},
+    "rollout": {"old_logprobs": "rollout"},
+    "dr_grpo": {"advantage_estimator": "dr_grpo"},
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce": {"advantage_estimator": "reinforce"},
+    "pp": {"advantage_estimator": "reinforce_pp"},
+    "pp_baseline": {"advantage_estimator": "reinforce_pp_baseline"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_learns(options, models_folder):
+    """Each takes its steps; and the gap to the rollout is measured, whatever is done about it."""
+    trainer = trainer_of(models_folder, **options)
+    for _ in range(2):
+        e = trainer.generate_experience(PROMPTS[:8])
+        trainer.train_rlhf(e)
+        assert all(np.isfinite(value) for value in trainer.metrics.values())
+        assert 0 < trainer.metrics["rollout/logprob_gap"] < 1e-5
+        assert trainer.metrics["policy/grad_norm"] > 0
+    assert trainer.engine.version == 8
