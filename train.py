@@ -2,6 +2,7 @@
 
     python train.py                                       the demo: a tiny model, offline, on a CPU
     python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m
+    python train.py --recipe demo-dpo                     two steps: the policy learns from pairs
     python train.py --step 3 --recipe opt-1.3b --step3.kl_coef 0.05 --dry-run
     python train.py --recipe opt-1.3b --plan --device-memory-gib 80
 
@@ -45,7 +46,7 @@ def main() -> int:
 
     # Run the steps, one after another.
     for step, command in plan.commands:
-        say(f"\n== step {step.number}: {step.title}, into {plan.output_dir / step.name}")
+        say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
         start = time.monotonic()
         code = launch.run(command, plan.environment)
         if code == 0 and not plan.finished(step):
@@ -60,13 +61,13 @@ def main() -> int:
             write_summary(plan.output_dir, {step.number: seconds})
 
     # Say what came out.
-    finished = [plan.finished(step) for step in recipe.STEPS.values()]
+    finished = [plan.finished(step) for step in plan.steps]
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
     if finished[-1] and plan.nodes.is_first:
         here = os.path.relpath(sys.executable)
         python = "python" if here.startswith("..") else here
-        talk = [python, "chat.py", "--path", str(plan.output_dir / "step3_rlhf" / "actor")]
+        talk = [python, "chat.py", "--path", str(plan.folder(plan.steps[-1]) / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
 

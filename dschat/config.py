@@ -15,6 +15,7 @@ from dschat.data_config import DataConfig
 from dschat.deepspeed_config import DeepSpeedConfig
 from dschat.knobs import UserError, flag, require, require_types
 from dschat.learning_config import LearningConfig
+from dschat.preference_config import PreferenceConfig
 from dschat.reward_config import RewardSourcesConfig
 from dschat.rollout_config import RolloutConfig
 
@@ -192,7 +193,7 @@ class SFTConfig(SupervisedConfig):
 
 
 @dataclass
-class RewardConfig(SupervisedConfig):
+class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2."""
 
     num_padding_at_beginning: Optional[int] = flag(
@@ -202,6 +203,18 @@ class RewardConfig(SupervisedConfig):
         False,
         "Swap chosen and rejected at random in training: the control that must learn nothing.",
     )
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether a frozen copy of the policy is loaded beside it. Under LoRA on a frozen base the
+        policy without its adapters is the reference.
+        """
+        is_its_own = self.lora_dim > 0 and self.only_optimize_lora
+        return self.trains_policy and not is_its_own and not self.precompute_ref_logprobs
+
+    def validate(self) -> None:
+        super().validate()
+        self.validate_preferences(self.streaming)
 
 
 @dataclass

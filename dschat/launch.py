@@ -26,6 +26,7 @@ from dschat.config import UserError
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.output_dir import COMPLETE, check_writable
 from dschat.recipe import STEPS, Recipe, Step, TrainConfig, flag_name, load_recipe, step_values
+from dschat.road import choose_road, inputs_of
 
 GRACE_S = 20.0  # what a step gets between SIGTERM and SIGKILL
 
@@ -35,17 +36,22 @@ class Plan:
     """What will run, in order, and what the user should know about it."""
 
     output_dir: Path
+    steps: list[Step]  # that make up the run, finished ones among them
     commands: list[tuple[Step, list[str]]]
     notes: list[str]
     environment: dict[str, str]
     summary: bool
     nodes: nodes.Nodes
 
+    def folder(self, step: Step) -> Path:
+        """Where the step leaves its product."""
+        return self.output_dir / step.folder
+
     def finished(self, step: Step) -> bool:
         """Whether the step left its mark. Only the first machine looks: another one's disk may not
         have it, or not yet; there the launcher's exit code has to do.
         """
-        return not self.nodes.is_first or _finished(self.output_dir, step.number)
+        return not self.nodes.is_first or _finished(self.output_dir, step)
 
 
 def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Plan:
@@ -68,12 +74,13 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
     _check_model("--actor_model", config.actor_model)
     _check_model("--reward_model", config.reward_model)
 
-    values = step_values(config, groups, recipe, sft_folder=_folder(out, 1))
-    numbers, notes = _choose(config, values, out)
+    values = step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
+    steps, notes = choose_road(config, values)
+    numbers, why = _choose(config, steps, values, out)
     for n in numbers:
-        values[n]["output_dir"] = _folder(out, n)
-        STEPS[n].config_class(**values[n]).validate()
-        _check_inputs(values[n], made_here={_folder(out, earlier) for earlier in numbers})
+        values[n]["output_dir"] = _folder(out, steps[n])
+        steps[n].config_class(**values[n]).validate()
+        _check_inputs(values[n], made_here={_folder(out, steps[earlier]) for earlier in numbers})
 
     example = root / "training" / "launch" / "hostfile"
     where = nodes.find(
@@ -84,10 +91,17 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
         check_writable(out)
     commands = []
     for n in numbers:
-        script = os.path.relpath(root / STEPS[n].name / "main.py")
-        commands.append((STEPS[n], where.command(n, [script, *cli.to_flags(values[n])])))
-    environment = _environment(root, where.processes_here, where.gpus_here)
-    return Plan(out, commands, notes, environment, recipe.summary and where.is_first, where)
+        script = os.path.relpath(root / steps[n].name / "main.py")
+        commands.append((steps[n], where.command(n, [script, *cli.to_flags(values[n])])))
+    return Plan(
+        out,
+        list(steps.values()),
+        commands,
+        notes + why,
+        _environment(root, where.processes_here, where.gpus_here),
+        recipe.summary and where.is_first,
+        where,
+    )
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
@@ -102,37 +116,41 @@ def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> Non
 
 
 def _choose(
-    config: TrainConfig, values: dict[int, dict[str, Any]], out: Path
+    config: TrainConfig, steps: Mapping[int, Step], values: dict[int, dict[str, Any]], out: Path
 ) -> tuple[list[int], list[str]]:
     """The steps to run, in order, and a line for each choice that was not spelled out.
 
-    Completes ``values[3]`` with the models that step 3 starts from.
+    Completes the values of the last step with what it starts from.
     """
-    asked = set(config.step or STEPS)
-    needed, notes = _connect(config, values, out)
+    last, asked = max(steps), set(config.step or steps)
+    needed: set[int] = set()
+    notes: list[str] = []
+    if last in asked:
+        _check_same_road(steps[last], values[last], out)
+        needed, notes = _connect(config, steps, values, out)
     if not config.step:  # a model that is trained already needs no training step, unless asked for
-        asked -= {1, 2} - needed
-    finished = {n for n in STEPS if _finished(out, n)}
+        asked -= set(steps) - {last} - needed
+    finished = {n for n in steps if _finished(out, steps[n])}
     runs = {n for n in asked if n not in finished or values[n].get("overwrite_output_dir")}
-    before = needed - finished if 3 in runs else set()
-    if 2 in runs | before and values[2].get("model_name_or_path") == _folder(out, 1):
+    before = needed - finished if last in runs else set()
+    if 2 in runs | before and values[2].get("model_name_or_path") == _folder(out, steps[1]):
         before |= {1} - finished  # a recipe's {step1}
 
     for n in sorted(asked | needed):
         if n in asked - runs:
             notes.append(
-                f"step {n} is finished in {_folder(out, n)}: skipped "
+                f"step {n} is finished in {_folder(out, steps[n])}: skipped "
                 "(--overwrite_output_dir runs it again)"
             )
         elif n in before - asked:
             notes.append(f"step {n} runs first: a later step needs its model, which {out} lacks")
-        elif n in needed - asked and 3 in runs:
-            notes.append(f"step 3 starts from {_folder(out, n)}, finished earlier")
+        elif n in needed - asked and last in runs:
+            notes.append(f"step {last} starts from {_folder(out, steps[n])}, finished earlier")
     runs |= before
-    if 3 in asked - runs and needed & runs:
+    if last in asked - runs and needed & runs:
         raise UserError(
-            f"{_folder(out, 3)} is finished, but what it started from would be trained again; "
-            "choose another --output_dir, or --overwrite_output_dir"
+            f"{_folder(out, steps[last])} is finished, but what it started from would be trained "
+            "again; choose another --output_dir, or --overwrite_output_dir"
         )
     for n, flag in ((1, "--actor_model"), (2, "--reward_model")):
         if n in runs and not values[n].get("model_name_or_path"):
@@ -143,35 +161,48 @@ def _choose(
 
 
 def _connect(
-    config: TrainConfig, values: dict[int, dict[str, Any]], out: Path
+    config: TrainConfig, steps: Mapping[int, Step], values: dict[int, dict[str, Any]], out: Path
 ) -> tuple[set[int], list[str]]:
-    """Give step 3 its two models; return the steps whose product it takes from OUT, and notes."""
+    """Give the last step its models; return the steps whose product it takes from OUT, and notes.
+
+    A model that the fields name is taken as it is.
+    """
     needed: set[int] = set()
     notes: list[str] = []
-    if 3 not in (config.step or STEPS):
-        return needed, notes
-    for n, key, trained in (
-        (1, "actor_model_name_or_path", _is_finished_sft),
-        (2, "critic_model_name_or_path", _is_score_model),
-    ):
-        base = values[n].get("model_name_or_path")
-        if key in values[3] or (n == 2 and "reward_model_name_or_path" in values[3]):
+    last = max(steps)
+    for n, keys in inputs_of(steps, values).items():
+        base, folder = values[n].get("model_name_or_path"), _folder(out, steps[n])
+        if any(values[last].get(key, folder) != folder for key in keys):
             continue
+        trained = _is_finished_sft if n == 1 else _is_score_model
         if base and n not in (config.step or ()) and trained(Path(base)):
-            values[3][key] = base
-            notes.append(f"step 3 starts from {base}, which is trained already")
+            values[last][keys[0]] = base
+            notes.append(f"step {last} starts from {base}, which is trained already")
         else:
-            values[3][key] = _folder(out, n)
+            values[last][keys[0]] = folder
             needed.add(n)
     return needed, notes
 
 
-def _folder(out: Path, number: int) -> str:
-    return str(out / STEPS[number].name)
+def _folder(out: Path, step: Step) -> str:
+    return str(out / step.folder)
 
 
-def _finished(out: Path, number: int) -> bool:
-    return os.path.exists(out / STEPS[number].name / COMPLETE)
+def _finished(out: Path, step: Step) -> bool:
+    return os.path.exists(out / step.folder / COMPLETE)
+
+
+def _check_same_road(last: Step, values: Mapping[str, Any], out: Path) -> None:
+    """The policy lies in one folder, whichever step trains it: not the other one's is finished."""
+    settings = out / last.folder / "training_config.yaml"
+    if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
+        return
+    by_pairs = "loss" in cli.read_yaml(settings)  # as step 2's settings say
+    if by_pairs != (last.number == 2):
+        raise UserError(
+            f"--output_dir {out} has a policy that step {2 if by_pairs else 3} trained, in "
+            f"{last.folder}; choose another, or --overwrite_output_dir"
+        )
 
 
 def _is_score_model(folder: Path) -> bool:

@@ -108,9 +108,17 @@ def progress(total: int, description: str, disable: bool = False) -> tqdm:
 
 
 def format_line(step: int, total: int, metrics: dict[str, float], columns: Iterable[str]) -> str:
-    """One fixed-width line: the step and the named columns that are present."""
+    """One fixed-width line: the step and the named columns that are present, by the last part of
+    their names; by two where that says too little.
+    """
     width = len(str(total))
-    cells = [f"{c.rsplit('/', 1)[-1]} {metrics[c]:>9.4g}" for c in columns if c in metrics]
+    present = [c for c in columns if c in metrics]
+    last = [c.rsplit("/", 1)[-1] for c in present]
+    names = [
+        name if last.count(name) == 1 else "/".join(column.split("/")[-2:])
+        for column, name in zip(present, last, strict=True)
+    ]
+    cells = [f"{name} {metrics[c]:>9.4g}" for name, c in zip(names, present, strict=True)]
     return f"step {step:>{width}}/{total}  " + "  ".join(cells)
 
 

@@ -20,12 +20,13 @@ from dschat.nodes import NodesConfig
 
 @dataclass(frozen=True)
 class Step:
-    """A step's script is ROOT/name/main.py and its folder OUT/name."""
+    """A step's script is ROOT/name/main.py; ``folder``: where its product lies in OUT."""
 
     number: int
     name: str
     title: str
     config_class: type[CommonConfig]
+    folder: str
 
     @property
     def fields(self) -> set[str]:
@@ -39,9 +40,9 @@ class Step:
 
 
 STEPS = {
-    1: Step(1, "step1_sft", "supervised fine-tuning", SFTConfig),
-    2: Step(2, "step2_reward", "reward model", RewardConfig),
-    3: Step(3, "step3_rlhf", "PPO", RLHFConfig),
+    1: Step(1, "step1_sft", "supervised fine-tuning", SFTConfig, "step1_sft"),
+    2: Step(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
+    3: Step(3, "step3_rlhf", "PPO", RLHFConfig, "step3_rlhf"),
 }
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
@@ -50,7 +51,9 @@ _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 class TrainConfig(NodesConfig):
     """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
 
-    step: Optional[list[int]] = flag(None, "Steps to run, any of 1 2 3; default: all.")
+    step: Optional[list[int]] = flag(
+        None, "Steps to run, any of 1 2 3; default: all that lead to the policy."
+    )
     actor_model: Optional[str] = flag(
         None, "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
     )
@@ -95,7 +98,8 @@ class Recipe:
     values: dict[int, dict[str, Any]] = field(default_factory=lambda: {n: {} for n in STEPS})
     num_nodes: Optional[int] = None
     num_gpus: Optional[int] = None  # on each machine
-    summary: bool = False  # print the table of all three steps at the end
+    summary: bool = False  # print the table of all steps at the end
+    models: dict[int, Optional[str]] = field(default_factory=dict)  # what steps 1 and 2 start from
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
@@ -152,15 +156,13 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         _check_keys(section, step.fields, where)
         shared = {key: value for key, value in sections["common"].items() if key in step.fields}
         values[n] = cli.values_of(step.config_class, shared | section, where)
-    for n, key in ((1, "actor_model"), (2, "reward_model")):
-        name = sections["model"].get(key)
+    for key, name in sections["model"].items():
         if not isinstance(name, (str, NoneType)):
             raise UserError(f"{path}: model: {key} {name!r} is no name; name a folder or a model")
-        if name:
-            values[n].setdefault("model_name_or_path", name)
+    models = {1: sections["model"].get("actor_model"), 2: sections["model"].get("reward_model")}
     launch = cli.values_of(TrainConfig, sections["launch"], f"{path}: launch")
-    summary = content.get("summary") is True
-    return Recipe(path.stem, values, launch.get("num_nodes"), launch.get("num_gpus"), summary)
+    nodes, gpus = launch.get("num_nodes"), launch.get("num_gpus")
+    return Recipe(path.stem, values, nodes, gpus, content.get("summary") is True, models)
 
 
 def step_values(
@@ -168,7 +170,8 @@ def step_values(
 ) -> dict[int, dict[str, Any]]:
     """Each step's given fields: the recipe's, then --actor_model and --reward_model, then flags.
 
-    ``{step1}`` in a recipe's value means ``sft_folder``.
+    ``{step1}`` in a recipe's value means ``sft_folder``. A reward model's base is none of the
+    policy's, where step 2 trains that.
 
     Raises:
         UserError: a flag that no step has (naming the nearest), that only a step outside ``--step``
@@ -177,14 +180,19 @@ def step_values(
     flags = _route(config, groups)
     values = {}
     for n, step in STEPS.items():
-        values[n] = {
-            key: value.replace("{step1}", sft_folder) if isinstance(value, str) else value
-            for key, value in recipe.values[n].items()
-        }
+        values[n], given = dict(recipe.values[n]), cli.given(step.config_class, flags[n])
         base = {1: config.actor_model, 2: config.reward_model}.get(n)
+        default = recipe.models.get(n)
+        if n == 2 and RewardConfig(**values[n] | given).trains_policy:
+            base = default = None
         if base:
             values[n]["model_name_or_path"] = base
-        values[n] |= cli.given(step.config_class, flags[n])
+        elif default:
+            values[n].setdefault("model_name_or_path", default)
+        for key, value in values[n].items():
+            if isinstance(value, str):
+                values[n][key] = value.replace("{step1}", sft_folder)
+        values[n] |= given
     return values
 
 

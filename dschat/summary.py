@@ -1,4 +1,4 @@
-"""The run in a few numbers: what the three steps logged, as ``summary.json`` and as a table.
+"""The run in a few numbers: what its steps logged, as ``summary.json`` and as a table.
 
 Comes in: the output folder of a run, and how long its steps took. Goes out: flat keys, null where a
 number is unknown (a step that has not run, data without a gold score). It must not know how any of
@@ -19,8 +19,8 @@ Number = Optional[float]
 
 _STEP_FOLDERS = {1: "step1_sft", 2: "step2_reward", 3: "step3_rlhf"}
 
-# key of summary.json -> what the table calls it
-_TITLES = {
+# key of summary.json -> what the table calls it; after three steps, and after two
+_PPO_TITLES = {
     "rm_accuracy": "reward model: held-out pairs ranked right",
     "gold_base": "gold score of the base model",
     "gold_sft": "  after step 1 (SFT)",
@@ -32,13 +32,22 @@ _TITLES = {
     "step3_s": "step 3, seconds",
     "generate_tokens_per_s": "generation, tokens per second (median)",
 }
+_PAIRS_TITLES = {
+    "policy_accuracy": "policy: held-out pairs ranked right",
+    "gold_base": "gold score of the base model",
+    "gold_sft": "  after step 1 (SFT)",
+    "gold_policy": "  after step 2 (preferences)",
+    "step1_s": "step 1, seconds",
+    "step2_s": "step 2, seconds",
+}
 
 
 def write_summary(output_dir: str | Path, step_seconds: Mapping[int, float]) -> dict[str, Number]:
     """Write ``OUTPUT_DIR/summary.json`` and return what is in it.
 
     Args:
-        output_dir: the folder with ``step1_sft``, ``step2_reward`` and ``step3_rlhf``.
+        output_dir: the folder with ``step1_sft``, ``step2_reward`` and ``step3_rlhf``; where step 2
+            trained the policy, that lies in the last, and there is nothing of a third step to tell.
         step_seconds: wall seconds of the steps that ran just now, by number; the others keep what
             an earlier summary said.
 
@@ -48,26 +57,43 @@ def write_summary(output_dir: str | Path, step_seconds: Mapping[int, float]) -> 
     folder = Path(output_dir)
     rows = {n: _read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
     former = _former(folder / "summary.json")
+    seconds = {f"step{n}_s": step_seconds.get(n, former.get(f"step{n}_s")) for n in _STEP_FOLDERS}
+    of_pairs = bool(_column(rows[3], "eval/rewards/accuracies"))
+    summary = (_of_pairs if of_pairs else _of_ppo)(rows) | seconds
+    titles = _PAIRS_TITLES if of_pairs else _PPO_TITLES
+    summary = {name: summary[name] for name in titles}
+    _write(folder / "summary.json", summary)
+    return summary
+
+
+def _of_pairs(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
+    return {
+        "policy_accuracy": _last(rows[3], "eval/rewards/accuracies"),
+        "gold_base": _at_start(rows[1], "eval/gold"),
+        "gold_sft": _at_start(rows[3], "eval/gold"),
+        "gold_policy": _last(rows[3], "eval/gold"),
+    }
+
+
+def _of_ppo(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
     speeds = _column(rows[3], "throughput/generate_tokens_per_s")
-    summary: dict[str, Number] = {
+    return {
         "rm_accuracy": _last(rows[2], "eval/accuracy"),
         "gold_base": _at_start(rows[1], "eval/gold"),
         "gold_sft": _at_start(rows[3], "eval/gold"),
         "gold_ppo": _last(rows[3], "eval/gold"),
         "gold_ema": _last(rows[3], "eval_ema/gold"),
         "kl_per_sequence": _last(rows[3], "eval/kl"),
-        **{f"step{n}_s": step_seconds.get(n, former.get(f"step{n}_s")) for n in _STEP_FOLDERS},
         "generate_tokens_per_s": median(speeds) if speeds else None,
     }
-    _write(folder / "summary.json", summary)
-    return summary
 
 
 def format_summary(summary: Mapping[str, Number]) -> str:
     """The same as a table, a line a number; ``-`` where it is unknown."""
-    width = max(map(len, _TITLES.values()))
+    titles = _PAIRS_TITLES if "gold_policy" in summary else _PPO_TITLES
+    width = max(map(len, titles.values()))
     return "\n".join(
-        f"{title:<{width}}  {_shown(key, summary.get(key)):>8}" for key, title in _TITLES.items()
+        f"{title:<{width}}  {_shown(key, summary.get(key)):>8}" for key, title in titles.items()
     )
 
 

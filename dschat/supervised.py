@@ -1,4 +1,4 @@
-"""The loop that SFT and reward modelling share, and the two tasks that differ.
+"""The loop of steps 1 and 2, and two tasks for it: SFT and reward modelling.
 
 An engine, batches and a task come in; a trained engine and a log of metrics go out. It must not
 know where the data came from, nor anything of RLHF.
@@ -49,6 +49,12 @@ class Task(Protocol):
         """This batch's share of the step's denominator: its target tokens, or pairs."""
         ...
 
+    def prepare(self, model: nn.Module, batches: list[Any]) -> list[Any]:
+        """Collective. The micro-batches of an optimizer step, or of an evaluation, with what their
+        losses need to know of the others, or of another model. No gradient.
+        """
+        return batches
+
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Sums]:
         """The sum of losses over the batch (0-d), and sums of what is reported."""
         ...
@@ -58,7 +64,7 @@ class Task(Protocol):
         ...
 
 
-class SFTTask:
+class SFTTask(Task):
     """Next-token cross entropy on the masked-in tokens."""
 
     columns = ("loss", "perplexity")
@@ -83,7 +89,7 @@ class SFTTask:
         return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
 
 
-class RewardTask:
+class RewardTask(Task):
     """-log sigmoid of the difference of two last-token scores (InstructGPT, eq. 1)."""
 
     columns = ("loss", "accuracy", "margin")
@@ -202,8 +208,11 @@ def step_batches(
     )
 
 
-def save(module: nn.Module, config: SupervisedConfig, *companions: Any) -> None:
-    """Collective. Export ``module`` as a Hugging Face folder, its adapter besides, and mark it.
+def save(
+    module: nn.Module, config: SupervisedConfig, *companions: Any, subfolder: str = ""
+) -> None:
+    """Collective. Export ``module`` as a Hugging Face folder, its adapter besides, and mark the
+    output folder, of which that may be a ``subfolder``.
 
     An adapter is of use only on the weights it was trained on: it is kept where those were frozen.
 
@@ -211,10 +220,10 @@ def save(module: nn.Module, config: SupervisedConfig, *companions: Any) -> None:
     takes them.
     """
     assert config.output_dir is not None
-    export_hf(config.output_dir, weight_stream(module, dist.device()), *companions)
+    folder = Path(config.output_dir) / subfolder
+    export_hf(folder, weight_stream(module, dist.device()), *companions)
     if config.lora_dim and config.only_optimize_lora:
-        folder = Path(config.output_dir) / "adapter"
-        export_adapter(folder, adapter_stream(module, dist.device()), module)
+        export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
     mark_complete(config.output_dir)
 
 
@@ -230,10 +239,10 @@ def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, fl
     """Collective. ``eval/...`` metrics over every held-out row, each counted once."""
     training = model.training
     model.eval()
+    micro_batches = [task.collate(rows) for step in batches.epoch(0) for rows in step]
     parts = []
-    for micro_batches in batches.epoch(0):
-        for rows in micro_batches:
-            parts.append(task.loss(model, task.collate(rows).to(dist.device()))[1])
+    for batch in task.prepare(model, micro_batches):
+        parts.append(task.loss(model, batch.to(dist.device()))[1])
     model.train(training)
     return {f"eval/{name}": value for name, value in task.summarise(_reduce(parts)).items()}
 
@@ -252,7 +261,7 @@ def train_step(engine: Any, task: Task, micro_batches: list[Rows]) -> tuple[dict
     (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
     step = Step(engine, len(batches), denominator)
     parts = []
-    for batch in batches:
+    for batch in task.prepare(engine, batches):
         loss, sums = task.loss(engine, batch.to(dist.device()))
         step.backward(loss)
         parts.append(sums)

@@ -15,7 +15,7 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import log, supervised
-    from dschat.builtin_eval import is_builtin, sample_gold
+    from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
@@ -67,7 +67,7 @@ def main() -> None:
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)
-    judged = is_builtin(config.data_path) and not zero.shards_parameters
+    judged = gold_knows(config.data_path) and not zero.shards_parameters
     generator = HuggingFaceGenerator(
         unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
     )

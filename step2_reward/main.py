@@ -1,11 +1,17 @@
-"""Step 2, reward modelling: a language model learns which of two answers people prefer.
+"""Step 2, learning from pairs: a reward model learns which of two answers people prefer; or, with
+--loss dpo, cdpo, ipo or kto, the policy itself does, and there is no step 3.
 
-deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m
-python step2_reward/main.py --help
+    deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m
+    deepspeed step2_reward/main.py --model_name_or_path output/step1_sft --loss dpo
+    python step2_reward/main.py --help
 """
+
+from functools import partial
 
 from dschat import cli, dist
 from dschat.config import RewardConfig
+
+BASE = "--model_name_or_path"
 
 
 def main() -> None:
@@ -17,18 +23,15 @@ def main() -> None:
     from dschat import log, supervised
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import preference_dataset
-    from dschat.deepspeed_setup import sharded_loading, unwrap
-    from dschat.models.kind import require_score_head
-    from dschat.models.load import load_config, load_score_backbone
-    from dschat.models.reward import ScoreModel
-    from dschat.models.tokenizer import ensure_distinct_pad
-    from dschat.models.vocabulary import num_ids
-    from dschat.output_dir import check_output_dir, claim_output_dir
+    from dschat.models.kind import require_causal_lm, require_score_head
+    from dschat.models.load import load_config
+    from dschat.output_dir import check_output_dir
 
     log.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
-    config.output_dir = config.output_dir or "output/step2_reward"
+    folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
+    config.output_dir = config.output_dir or folder
     check_output_dir(config.output_dir, config.overwrite_output_dir)
     log.check_sinks(config)
     zero = supervised.zero_settings(config)
@@ -36,29 +39,46 @@ def main() -> None:
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
         name = resolve_model(config.model_name_or_path)
-    trust = config.trust_remote_code
-    base_config = load_config(name, "--model_name_or_path", trust)
-    require_score_head(base_config, name, "--model_name_or_path")
-    tokenizer = supervised.load_tokenizer_of_base(config, name, base_config, "score")
-    ensure_distinct_pad(tokenizer)
+    model_config = load_config(name, BASE, config.trust_remote_code)
+    (require_causal_lm if config.trains_policy else require_score_head)(model_config, name, BASE)
+    kind = "lm" if config.trains_policy else "score"
+    tokenizer = supervised.load_tokenizer_of_base(config, name, model_config, kind)
     with dist.main_process_first():
-        train_rows, held_out = preference_dataset(config, tokenizer, "both")
-    train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)
+        tables = preference_dataset(config, tokenizer, "both")
 
+    # The model, the loop and what is saved: on one of two roads.
+    road = train_policy if config.trains_policy else train_reward_model
+    road(config, zero, name, model_config, tokenizer, tables)
+    log.logger.info("saved %s", config.output_dir)
+    dist.shutdown()
+
+
+def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> None:
+    """A language model gets a score head, for step 3."""
+    from dschat import log, supervised
+    from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.models.load import load_score_backbone
+    from dschat.models.reward import ScoreModel
+    from dschat.models.tokenizer import ensure_distinct_pad
+    from dschat.models.vocabulary import num_ids
+    from dschat.output_dir import claim_output_dir
+
+    ensure_distinct_pad(tokenizer)
+    batches = supervised.step_batches(config, *tables)
+    num_steps = supervised.num_total_steps(config, batches[0])
     with sharded_loading(zero):
         model = load_score_backbone(
             name,
-            "--model_name_or_path",
+            BASE,
             zero.dtype,
-            from_base="ForSequenceClassification" not in str(base_config.architectures),
+            from_base="ForSequenceClassification" not in str(model_config.architectures),
             pad_token_id=tokenizer.pad_token_id,
             num_tokens=num_ids(tokenizer),
             dropout=config.dropout,
             attn_implementation=config.attn_implementation,
-            trust_remote_code=trust,
+            trust_remote_code=config.trust_remote_code,
         )
-    model_config, architecture = model.config, type(model).__name__
-    num_steps = supervised.num_total_steps(config, train_batches)
+    companions = (model.config, tokenizer, type(model).__name__)
     engine = supervised.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
@@ -66,13 +86,68 @@ def main() -> None:
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.RewardTask(tokenizer.pad_token_id)
-    supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)
+    supervised.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
     # Save.
-    supervised.save(unwrap(engine).model, config, model_config, tokenizer, architecture)
-    log.logger.info("saved %s", config.output_dir)
-    dist.shutdown()
+    supervised.save(unwrap(engine).model, config, *companions)
+
+
+def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
+    """A language model stays one, held to what it was; it lies where step 3 would leave it."""
+    from dschat import log, preference, supervised
+    from dschat.builtin_eval import gold_knows, sample_gold
+    from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.models.load import load_causal_lm
+    from dschat.models.tokenizer import stop_ids
+    from dschat.models.vocabulary import match_vocabulary, num_ids
+    from dschat.output_dir import claim_output_dir
+
+    tables = preference.as_pairs(config, *tables)
+    batches = supervised.step_batches(config, *tables)
+    num_steps = supervised.num_total_steps(config, batches[0])
+    load = partial(
+        load_causal_lm,
+        name,
+        BASE,
+        zero.dtype,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        num_tokens=num_ids(tokenizer),
+    )
+    with sharded_loading(zero):
+        model = load(dropout=config.dropout or 0.0)
+    match_vocabulary(model_config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
+    stops = stop_ids(tokenizer, model.generation_config)
+    companions = (model_config, tokenizer, type(model).__name__, stops)
+    engine = supervised.build_engine(model, config, zero, num_steps)
+    task = preference.PreferenceTask(
+        config, tokenizer.pad_token_id, preference.load_reference(config, zero, load)
+    )
+
+    # Loop.
+    claim_output_dir(config.output_dir)
+    log.release()
+    metrics_log = log.MetricsLog(config.output_dir, config)
+    if config.precompute_ref_logprobs:
+        for table in tables:
+            task.precompute(engine, table, config.per_device_eval_batch_size)
+    judged = gold_knows(config.data_path) and not zero.shards_parameters
+    generator = HuggingFaceGenerator(
+        unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+    )
+    if judged:
+        metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
+    supervised.train(engine, task, config, *batches, metrics_log)
+    if judged:
+        gold = sample_gold(generator, tokenizer, config.max_eval_samples)
+        metrics_log.write(num_steps, gold)
+        log.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
+    metrics_log.close()
+
+    # Save.
+    supervised.save(unwrap(engine), config, *companions, subfolder="actor")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ THEIRS = {
     "--enable_test_mode --test_stop_step 10 --per_device_train_batch_size 4 "
     "--per_device_mini_train_batch_size 4 --generation_batch_numbers 1 --disable_actor_dropout "
     "--disable_critic_dropout",
+    "dpo": "--beta 0.1 --label_smoothing 0.0 --offload_reference_model",
     "train.py": "--step 1 --actor-model 1.3b --reward-model 350m --actor-zero-stage 2 "
     "--reward-zero-stage 2 --output-dir ./output --num-gpus 8 --deployment-type single_node",
 }
@@ -326,6 +327,16 @@ def test_what_is_accepted_parses_as_their_scripts_write_it(step, tmp_path, monke
         if group not in kept:
             with pytest.raises(UserError, match=f"unknown flag {group[0]}"):
                 cli.parse(CONFIGS[step], [*argv, *group])
+
+
+def test_their_dpo_script_is_a_loss_of_step_2():
+    """It has step 2's flags, save the one of reward models, and its own."""
+    steps = re.sub(r"--num_padding_at_beginning \S+", "", THEIRS[2])
+    groups = [g.split() for g in re.split(r" (?=--)", f"{steps} {THEIRS['dpo']}")]
+    kept = [g for g in groups if VERDICTS.get((2, g[0][2:]), ["same"])[0] in ("same", "as")]
+    argv = [word for group in kept for word in group if "deepspeed" not in group[0]]
+    config = cli.parse(CONFIGS[2], ["--loss", "dpo", *argv])
+    assert (config.used_beta, config.offload_reference_model) == (0.1, True)
 
 
 def test_defaults_that_differ():

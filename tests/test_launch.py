@@ -213,7 +213,7 @@ def test_recipe_mistakes(tree, text, message):
         ("--step one", "--step 'one' is not a whole number"),
         ("--num-gpus 0", "--num_gpus 0 must be at least 1"),
         ("3", "unexpected argument '3'"),
-        ("--recipe nope", "--recipe nope: no such recipe; name a .yaml file or one of demo"),
+        ("--recipe nope", "--recipe nope: no such recipe; name a .yaml file or one of "),
         ("--reward-model hub/r", "--actor_model is missing"),
         ("--actor-model hub/a", "--reward_model is missing"),
         ("--actor-model ./nope", "--actor_model ./nope: no such folder"),
@@ -301,6 +301,99 @@ def test_step_three_takes_models_as_they_are(tree):
     assert list(fields) == [3]
     assert fields[3]["reward_model_name_or_path"] == "hub/rm"
     assert "critic_model_name_or_path" not in fields[3]  # step 3 fills one in by the other
+
+
+# Runs of two steps
+
+
+def test_a_loss_of_the_policy_makes_step_three_needless(tree):
+    argv = ("--recipe", "quiet", "--loss", "dpo", "--output-dir", "out")
+    fields = planned(tree, *argv)
+    assert list(fields) == [1, 2]
+    # from the SFT model, not from the recipe's base of a reward model, into step 3's folder
+    assert fields[2]["model_name_or_path"] == "out/step1_sft"
+    assert fields[2]["output_dir"] == "out/step3_rlhf"
+    made = plan(tree, *argv)
+    assert made.notes == ["step 2 trains the policy itself (--loss dpo): no step 3"]
+    assert [step.number for step in made.steps] == [1, 2]
+    assert made.steps[1].title == "DPO"
+    assert made.folder(made.steps[1]) == Path("out/step3_rlhf")
+    assert list(planned(tree, *argv, "--step", "2")) == [1, 2]
+    finish(Path("out/step1_sft"))
+    assert list(planned(tree, *argv, "--step", "2")) == [2]
+    finish(Path("out/step3_rlhf"))
+    made = plan(tree, *argv)
+    assert made.commands == []
+    assert made.finished(made.steps[1])
+    assert list(planned(tree, *argv, "--step2.overwrite_output_dir")) == [2]
+
+
+def test_the_policy_starts_from_what_is_trained(tree):
+    actor = finish(Path("old/step1_sft"))
+    fields = planned(tree, "--actor-model", str(actor), "--loss", "kto")
+    assert list(fields) == [2]
+    assert fields[2]["model_name_or_path"] == "old/step1_sft"
+    fields = planned(tree, "--loss", "ipo", "--step2.model_name_or_path", "hub/sft")
+    assert list(fields) == [2]
+    assert fields[2]["model_name_or_path"] == "hub/sft"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--loss dpo --step 3", "--step 3 has nothing to do with --loss dpo"),
+        ("--loss dpo --reward-model hub/r", "--reward_model hub/r has no use with --loss dpo"),
+        ("--loss dop", "--loss 'dop'"),
+        ("--beta 0.5", "--beta is no part of --loss pairwise"),
+        ("--loss kto --streaming --max_steps 5", "--loss kto looks at all pairs"),
+    ],
+)
+def test_mistakes_of_a_policy_on_pairs(tree, argv, message):
+    with pytest.raises(UserError) as error:
+        plan(tree, "--recipe", "quiet", *argv.split())
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("settings", "loss"), [("kl_coef: 0.1", "dpo"), ("loss: dpo", None)])
+def test_one_roads_policy_is_not_the_others(tree, settings, loss):
+    """Both leave it in step3_rlhf: which was it?"""
+    folder = finish(Path("out/step3_rlhf"))
+    finish(Path("out/step1_sft"))
+    finish(Path("out/step2_reward"))
+    (folder / "training_config.yaml").write_text(settings + "\n")
+    argv = ["--recipe", "quiet", "--output-dir", "out", *(["--loss", loss] if loss else [])]
+    with pytest.raises(UserError, match=r"--output_dir out has a policy that step \d trained"):
+        plan(tree, *argv)
+    last = 2 if loss else 3
+    assert list(planned(tree, *argv, f"--step{last}.overwrite_output_dir")) == [last]
+
+
+def test_programs_that_score_make_step_two_needless(tree):
+    argv = ("--actor-model", "hub/actor", "--output-dir", "out", "--reward_fn", "length")
+    fields = planned(tree, *argv)
+    assert list(fields) == [1, 3]
+    assert fields[3]["reward_fn"] == ["length"]
+    assert fields[3]["actor_model_name_or_path"] == "out/step1_sft"
+    assert not {"critic_model_name_or_path", "reward_model_name_or_path"} & set(fields[3])
+    assert "no step 2" in plan(tree, *argv).notes[0]
+    assert list(planned(tree, *argv, "--step", "3")) == [1, 3]
+    finish(Path("out/step1_sft"))
+    assert list(planned(tree, *argv, "--step", "3")) == [3]
+
+
+def test_a_reward_model_beside_programs(tree):
+    """It is trained where it is named, and named to step 3 so that it scores."""
+    argv = ("--recipe", "quiet", "--output-dir", "out", "--reward_url", "http://here:1")
+    fields = planned(tree, *argv)
+    assert list(fields) == [1, 2, 3]
+    assert fields[3]["reward_model_name_or_path"] == "out/step2_reward"
+    assert "critic_model_name_or_path" not in fields[3]  # step 3 starts it from the reward model
+    assert "--step 1 3 leaves that out" in plan(tree, *argv).notes[0]
+    assert list(planned(tree, *argv, "--step", "1", "3")) == [1, 3]
+    assert list(planned(tree, *argv, "--step", "3", "--reward-model", "hub/r")) == [1, 2, 3]
+    taken = planned(tree, *argv, "--reward_model_name_or_path", "hub/rm")
+    assert list(taken) == [1, 3]
+    assert taken[3]["reward_model_name_or_path"] == "hub/rm"
 
 
 # How many processes

@@ -18,7 +18,7 @@ from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.deepspeed_setup import ZeroSettings
 from dschat.plan import Request, report, rollout, zero
 from dschat.plan.activations import run_pass
-from dschat.plan.advice import advise
+from dschat.plan.advice import _changes, advise
 from dschat.plan.device import GIB, Device
 from dschat.plan.models import Models, Use
 from dschat.plan.run import log_lines, planner
@@ -337,6 +337,107 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
         done, _ = planned(fields, gib=gib)
         fits[size] = done.peak.total <= done.device.memory  # host memory is another machine's
     assert fits == {largest: True, next_size: False}
+
+
+# -- which models there are ------------------------------------------------------------------------
+
+
+def rlhf_plan(tiny, **knobs):
+    fields = {
+        "actor_model_name_or_path": tiny("llama"),
+        "critic_model_name_or_path": tiny("llama"),
+        "max_prompt_seq_len": 16,
+        "max_answer_seq_len": 16,
+    }
+    return planned(fields | knobs)[0]
+
+
+GRPO = {"advantage_estimator": "grpo", "num_samples_per_prompt": 4}
+PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "absent"),
+    [
+        ({}, set()),
+        (GRPO, {"critic"}),
+        (PROGRAM, {"reward"}),
+        ({"kl_coef": 0.0}, {"reference"}),
+        (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
+        # the actor without adapters is the reference
+        (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
+        # critic and reward model of another checkpoint, beside a program
+        (PROGRAM | {"reward_model_name_or_path": "small"}, set()),
+    ],
+    ids=str,
+)
+def test_models_that_are_not_loaded_take_nothing(tiny, knobs, absent):
+    if "reward_model_name_or_path" in knobs:
+        knobs = knobs | {"reward_model_name_or_path": tiny("llama")}
+    done = rlhf_plan(tiny, **knobs)
+    for mode in done.modes:
+        there = {
+            name for name in ("critic", "reward", "reference") if f"{name} weights" in mode.items
+        }
+        assert there == {"critic", "reward", "reference"} - absent, mode.name
+    text = " ".join(done.models)
+    assert ("critic: " in text) == ("critic" not in absent)
+    assert ("reward model: none" in text) == ("reward" in absent)
+    needed = "kl_coef" not in knobs
+    assert ("reference: none" in text) == (not needed)
+
+
+def test_a_critic_is_as_large_as_what_it_saves(tiny):
+    """bf16 on one GPU: a model's masters and moments take 12 bytes each, its weights 2."""
+    with_critic, without = rlhf_plan(tiny), rlhf_plan(tiny, **GRPO)
+    sizes = Models().sizes(Use(tiny("llama"), "--x", "score", BF16))
+    pair = [
+        mode for done in (with_critic, without) for mode in done.modes if mode.name == "scoring"
+    ]
+    states = [mode.items["optimizer states"] for mode in pair]
+    assert states[0] - states[1] == 12 * sizes.total
+    assert pair[0].items["critic weights"] == 2 * sizes.total
+
+
+def pairs_plan(tiny, **knobs):
+    fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32, "loss": "dpo"}
+    return planned(fields | knobs, number=2)
+
+
+def test_the_policy_on_pairs_by_hand(tiny):
+    """The policy's training as SFT's of twice the rows, and a frozen copy, or none."""
+    rows = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32}
+    sft = {"model_name_or_path": tiny("llama"), "max_seq_len": 32} | rows
+    plain, _ = planned(sft, number=1)
+    live, _ = pairs_plan(tiny)
+    before, _ = pairs_plan(tiny, precompute_ref_logprobs=True)
+    weights = 2 * Models().sizes(Use(tiny("llama"), "--x", "lm", BF16)).total
+    assert before.peak.total == plain.peak.total
+    assert live.peak.items["reference weights"] == weights == live.peak.items["model weights"]
+    assert live.peak.total == plain.peak.total + weights
+    assert not before.peak.items.get("reference weights")
+    away, _ = pairs_plan(tiny, offload_reference_model=True)
+    assert away.host["reference weights"] == weights
+    lora, _ = pairs_plan(tiny, lora_dim=8)
+    assert not lora.peak.items.get("reference weights")
+    said = [done.models[1] for done in (live, before, lora)]
+    assert said == [
+        "reference: a copy of the model",
+        "reference: its log-probs, computed before training",
+        "reference: the model without adapters",
+    ]
+    assert plan.title_of(live.config) == "DPO"
+    assert live.number == 2
+
+
+def test_advice_for_the_policy_on_pairs(tiny):
+    """Not to load the reference, or not onto the device; where it is not loaded, neither."""
+    before, _ = pairs_plan(tiny)
+    assert {"precompute_ref_logprobs": True} in [change.fields for change in _changes(before)]
+    done, _ = pairs_plan(tiny, precompute_ref_logprobs=True)
+    assert {"precompute_ref_logprobs", "offload_reference_model"}.isdisjoint(
+        name for change in _changes(done) for name in change.fields
+    )
 
 
 # -- what to change --------------------------------------------------------------------------------

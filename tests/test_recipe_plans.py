@@ -15,7 +15,7 @@ from dschat.plan.run import planner
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
-QUICK = {"demo", "opt-1.3b", "openrlhf-7b"}  # the others take up to a minute each
+QUICK = {"demo", "demo-dpo", "opt-1.3b", "openrlhf-7b"}  # the others take up to a minute each
 DEVICE_GIB = 80  # what the published runs had
 
 
@@ -88,6 +88,6 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
     }
     request = dataclasses.replace(request, steps=steps)
     planned = planner(request)
-    for number in (1, 2, 3):
+    for number in request.steps:
         plan = planned(request.config(number))
         assert plan.fits, (number, plan)

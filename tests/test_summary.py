@@ -23,6 +23,14 @@ STEP_3 = [
     {"step": 3, "eval/gold": 0.7, "eval/kl": 6.5, "eval_ema/gold": 0.65, "eval_ema/kl": 4.0},
 ]
 
+POLICY_ON_PAIRS = [
+    {"step": 0, "eval/gold": 0.4},
+    {"step": 0, "eval/rewards/accuracies": 0.5},
+    {"step": 1, "rewards/accuracies": 0.99},
+    {"step": 2, "eval/rewards/accuracies": 0.97},
+    {"step": 2, "eval/gold": 0.85},
+]
+
 
 def log(folder, **steps):
     for name, rows in steps.items():
@@ -49,6 +57,23 @@ def test_whole_run(tmp_path):
     }
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["summary.json"]
+
+
+def test_a_policy_trained_on_pairs(tmp_path):
+    """Two steps; the second one's numbers stand where the third one's would."""
+    log(tmp_path, step1_sft=STEP_1, step3_rlhf=POLICY_ON_PAIRS)
+    summary = write_summary(tmp_path, {1: 10.25, 2: 20.0})
+    assert summary == {
+        "policy_accuracy": 0.97,
+        "gold_base": 0.01,
+        "gold_sft": 0.4,
+        "gold_policy": 0.85,
+        "step1_s": 10.25,
+        "step2_s": 20.0,
+    }
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    values = [line.split()[-1] for line in format_summary(summary).splitlines()]
+    assert values == ["0.970", "0.010", "0.400", "0.850", "10", "20"]
 
 
 def test_seconds_of_steps_that_did_not_run_stay(tmp_path):

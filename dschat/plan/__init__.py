@@ -17,7 +17,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 
 _CONFIGS: dict[int, type[CommonConfig]] = {1: SFTConfig, 2: RewardConfig, 3: RLHFConfig}
-_TITLES = {1: "supervised fine-tuning", 2: "reward model", 3: "PPO"}
+_TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RLHFConfig: "PPO"}
 _LONGEST_S = 60.0  # that a run waits for its plan
 
 
@@ -68,6 +68,13 @@ class Request:
             for key in fields
             if key.endswith("model_name_or_path") and fields[key] not in self.made_from
         }
+
+
+def title_of(config: CommonConfig) -> str:
+    """What a step does, in a word or two."""
+    if isinstance(config, RewardConfig) and config.trains_policy:
+        return config.loss.upper()
+    return _TITLES[type(config)]
 
 
 def tables(request: Request) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.plan.modes import StepPlan
 
 Plan = Callable[[CommonConfig], StepPlan]
@@ -77,14 +77,20 @@ def _changes(plan: StepPlan) -> Iterator[Change]:
         yield from _smaller_micro_batch(config, "per_device_train_batch_size")
         yield from _of_model(config, "", several)
         yield from _halves(config, "max_seq_len", pain=4)
+    if isinstance(config, RewardConfig) and config.loads_reference:
+        yield from _off(config, "precompute_ref_logprobs", 1.25)
+        yield from _off(config, "offload_reference_model", 1.5)
     if isinstance(config, RLHFConfig):
         yield from _halves(config, "eval_batch_size")
         yield from _smaller_micro_batch(config, "per_device_training_batch_size")
         yield from _of_rollout(config, plan.num_processes)
         yield from _of_model(config, "actor_", several)
-        yield from _of_model(config, "critic_", several)
-        yield from _off(config, "offload_reference_model", 1.5)
-        yield from _off(config, "offload_reward_model", 1.5)
+        if config.has_critic:
+            yield from _of_model(config, "critic_", several)
+        if config.needs_reference:
+            yield from _off(config, "offload_reference_model", 1.5)
+        if config.reward_model_name_or_path:
+            yield from _off(config, "offload_reward_model", 1.5)
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
         yield from _halves(config, "max_answer_seq_len", pain=4)

@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from dschat.config import RLHFConfig, SupervisedConfig, UserError
+from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.data.adapters import PURPOSES
 from dschat.data.read import looks_like_file
 from dschat.data.sources import load_source, named_held_out, parse_spec
@@ -32,7 +32,7 @@ def check(request: Request) -> None:
             if isinstance(config, RLHFConfig):
                 _check_rlhf(config)
             else:
-                _check_base(config, number, request)
+                _check_base(config, request)
         except UserError as error:
             raise UserError(f"step {number}: {error}") from error
 
@@ -47,31 +47,31 @@ def _check_data(config, number: int) -> None:
         named_held_out(config, purpose)
 
 
-def _check_base(config: SupervisedConfig, number: int, request: Request) -> None:
+def _check_base(config: SupervisedConfig, request: Request) -> None:
     """The model that step 1 or 2 starts from, and its tokenizer."""
     name = str(Path(config.model_name_or_path).expanduser())
     if name in request.made_from or not _is_there(name):
         return
     trust = config.trust_remote_code
     model_config = load_config(name, BASE, trust)
-    require = require_causal_lm if number == 1 else require_score_head
-    require(model_config, name, BASE)
+    is_policy = not isinstance(config, RewardConfig) or config.trains_policy
+    (require_causal_lm if is_policy else require_score_head)(model_config, name, BASE)
     # Whether the steps' machines have its attention is theirs to say.
     lora = config.lora_modules if config.lora_dim else ()
-    check_fit(model_config, name, BASE, "lm" if number == 1 else "score", None, lora)
+    check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, lora)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
     if config.tokenizer_name_or_path is None:
         load_tokenizer(name, BASE, trust, config.end_of_turn, config.chat_template)
 
 
 def _check_rlhf(config: RLHFConfig) -> None:
-    """Step 3's models, where no step makes any of them: they must fit each other."""
+    """Step 3's models, where no step makes any of them: those there are must fit each other."""
     names = (
         config.actor_model_name_or_path,
         config.critic_model_name_or_path,
         config.reward_model_name_or_path,
     )
-    if not all(_is_there(name) for name in names):
+    if not all(_is_there(name) for name in names if name):
         return
     actor = names[0]
     here = replace(config, inference_tp_size=1, attn_implementation=None)  # of one process

@@ -6,9 +6,10 @@ models or steps.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from dschat.host_memory import available_memory
 
 GIB = 2**30
 
@@ -53,19 +54,3 @@ def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
     return Device(
         "cpu", free, None, f"the memory available on this machine{shared}", processes_here
     )
-
-
-def available_memory() -> int:
-    """Bytes of host memory that processes may still take, a container's limit included."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-        cached = dict(line.split() for line in lines)["inactive_file"]  # given up when needed
-    except (OSError, ValueError, KeyError):  # no limit, or none that is written there
-        return available
-    return min(available, max(0, limit - used + int(cached)))

@@ -1,4 +1,5 @@
-"""The memory of step 3 on one device: four models, and an actor in two forms.
+"""The memory of step 3 on one device: an actor in two forms, and which of critic, reference and
+reward model there are.
 
 Its configuration, the device and the number of processes come in; a ``StepPlan`` with the modes
 rollout, scoring, training and evaluation goes out. It must not know how a plan is shown, nor what
@@ -8,6 +9,7 @@ to do where it does not fit.
 from dataclasses import replace
 
 from dschat.config import RLHFConfig
+from dschat.plan.activations import Work
 from dschat.plan.device import Device
 from dschat.plan.models import Models, Use
 from dschat.plan.modes import Holding, Items, Mode, StepPlan, fullest, summed
@@ -29,8 +31,7 @@ class RLHFStep(Step):
         self._reward = replace(self._critic, name=name, flag=flag).frozen
         self._zeros = {name: self._zero(name) for name in ("actor", "critic")}
         self._trained = {
-            "actor": self._training(self._actor, self._zeros["actor"]),
-            "critic": self._training(self._critic, self._zeros["critic"]),
+            name: self._training(use, self._zeros[name]) for name, use, _ in self._learners()
         }
         # A frozen base serves as the reference, with the adapters off.
         self._is_reference = bool(config.actor_lora_dim) and config.only_optimize_lora
@@ -60,13 +61,27 @@ class RLHFStep(Step):
         )
 
     def _frozen_models(self) -> dict[str, tuple[Held, int]]:
-        """Reference and reward model: their weights, and what a pass of theirs gathers."""
+        """Reference and reward model, those there are: their weights, and what a pass of theirs
+        gathers.
+        """
         c, found = self._config, {}
-        for name, use, zero, offload in (
-            ("reference", self._actor.frozen, self._zeros["actor"], c.offload_reference_model),
-            ("reward", self._reward, self._zeros["critic"], c.offload_reward_model),
+        for name, there, use, zero, offload in (
+            (
+                "reference",
+                c.needs_reference and not self._is_reference,
+                self._actor.frozen,
+                self._zeros["actor"],
+                c.offload_reference_model,
+            ),
+            (
+                "reward",
+                bool(c.reward_model_name_or_path),
+                self._reward,
+                self._zeros["critic"],
+                c.offload_reward_model,
+            ),
         ):
-            if name == "reward" or not self._is_reference:
+            if there:
                 total = self._models.sizes(use).total
                 found[name] = frozen_bytes(total, zero.frozen(offload), self._num_processes)
         return found
@@ -85,12 +100,13 @@ class RLHFStep(Step):
             fullest("evaluation", self._evaluation(rollout, left)),
         ]
         held += Holding(self._rollout_items(rollout, stays=True))
-        uses = [self._actor, self._critic]
+        uses = [use for _, use, _ in self._learners()]
         return self._finished(3, self._lines(rollout), held, modes, uses, left)
 
-    def _learners(self):
-        yield "actor", self._actor, "policy"
-        yield "critic", self._critic, "value"
+    def _learners(self) -> list[tuple[str, Use, Work]]:
+        """What is trained: the actor, and with gae a critic."""
+        actor: tuple[str, Use, Work] = ("actor", self._actor, "policy")
+        return [actor, ("critic", self._critic, "value")] if self._config.has_critic else [actor]
 
     # -- what is there all the time ----------------------------------------------------------------
 
@@ -150,22 +166,24 @@ class RLHFStep(Step):
         }
 
     def _scoring(self, left: int) -> list[tuple[str, Items]]:
-        actor, critic = self._trained["actor"].gathered, self._trained["critic"].gathered
-        return [
-            ("actor", self._forward(self._actor, actor, "policy", self._batch, left)),
-            ("critic", self._forward(self._critic, critic, "value", self._batch, left)),
-            *self._frozen_passes(self._batch, left),
+        passes = [
+            (name, self._forward(use, self._trained[name].gathered, work, self._batch, left))
+            for name, use, work in self._learners()
         ]
+        return passes + self._frozen_passes(self._batch, left)
 
     def _frozen_passes(self, shape: tuple[int, int], left: int) -> list[tuple[str, Items]]:
-        use, gathered = self._actor, self._trained["actor"].gathered
-        if not self._is_reference:
-            use, gathered = self._actor.frozen, self._frozen["reference"][1]
-        reward = self._frozen["reward"][1]
-        return [
-            ("reference", self._forward(use, gathered, "policy", shape, left)),
-            ("reward model", self._forward(self._reward, reward, "value", shape, left)),
-        ]
+        passes: list[tuple[str, Items]] = []
+        if self._config.needs_reference:
+            use, gathered = self._actor, self._trained["actor"].gathered
+            if not self._is_reference:
+                use, gathered = self._actor.frozen, self._frozen["reference"][1]
+            passes.append(("reference", self._forward(use, gathered, "policy", shape, left)))
+        if "reward" in self._frozen:
+            gathered = self._frozen["reward"][1]
+            items = self._forward(self._reward, gathered, "value", shape, left)
+            passes.append(("reward model", items))
+        return passes
 
     def _updates(self) -> list[tuple[str, Items]]:
         """The moments of both models' optimizer steps."""
@@ -200,11 +218,13 @@ class RLHFStep(Step):
         ]
 
     def _lines(self, rollout: RolloutBytes) -> list[str]:
-        reward = count(self._models.sizes(self._reward).total)
         reference = "the actor without adapters" if self._is_reference else "a copy of the actor"
+        reward = "none"
+        if "reward" in self._frozen:
+            reward = f"{count(self._models.sizes(self._reward).total)} parameters"
         return [
-            self._line("actor", self._actor, self._zeros["actor"]),
-            self._line("critic", self._critic, self._zeros["critic"]),
-            f"reference: {reference}; reward model: {reward} parameters",
+            *(self._line(name, use, self._zeros[name]) for name, use, _ in self._learners()),
+            f"reference: {reference if self._config.needs_reference else 'none'}; "
+            f"reward model: {reward}",
             f"rollout: {rollout.form}",
         ]

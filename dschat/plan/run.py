@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 # NOTE first: it tells DeepSpeed which accelerator there is, before transformers imports it.
 from dschat import deepspeed_setup as _  # noqa: F401  isort: split
 from dschat.config import CommonConfig, RLHFConfig, UserError
-from dschat.plan import _TITLES, Request, report
+from dschat.plan import Request, report, title_of
 from dschat.plan.advice import advise
 from dschat.plan.device import find_device
 from dschat.plan.models import Models
@@ -52,5 +52,6 @@ def planner(request: Request) -> Callable[[CommonConfig], StepPlan]:
 
 
 def _table(number: int, request: Request, planned: Callable[[CommonConfig], StepPlan]) -> str:
-    plan = planned(request.config(number))
-    return report.table(plan, _TITLES[number], advise(plan, planned))
+    config = request.config(number)
+    plan = planned(config)
+    return report.table(plan, title_of(config), advise(plan, planned))

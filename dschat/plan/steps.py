@@ -10,13 +10,15 @@ from dataclasses import replace
 import torch
 
 from dschat.checkpoint import MAX_FILE_BYTES
-from dschat.config import CommonConfig, SFTConfig, SupervisedConfig
+from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
 from dschat.deepspeed_setup import DTYPES, ZeroSettings
 from dschat.plan.activations import Work
 from dschat.plan.device import Device
 from dschat.plan.models import Models, Use
 from dschat.plan.modes import Holding, Items, Mode, StepPlan, fullest, summed
-from dschat.plan.zero import Training, training_bytes
+from dschat.plan.zero import NOTHING, Held, Training, frozen_bytes, training_bytes
+
+_REFERENCE = "reference weights"
 
 
 class Step:
@@ -137,16 +139,20 @@ class Step:
 
 
 class SupervisedStep(Step):
-    """Steps 1 and 2."""
+    """Steps 1 and 2: a policy or a reward model, and for a loss that holds the policy to it the
+    reference.
+    """
 
     def __init__(
         self, models: Models, device: Device, num_processes: int, config: SupervisedConfig
     ) -> None:
         super().__init__(models, device, num_processes, config)
+        self._pairs = config if isinstance(config, RewardConfig) else None
+        trains_policy = self._pairs is None or self._pairs.trains_policy
         self._use = Use(
             config.model_name_or_path,
             "--model_name_or_path",
-            "lm" if isinstance(config, SFTConfig) else "score",
+            "lm" if trains_policy else "score",
             self._dtype,
             config.dropout,
             config.attn_implementation,
@@ -161,22 +167,53 @@ class SupervisedStep(Step):
         """The step on one device."""
         c, zero, use = self._config, self._zero(), self._use
         training = self._training(use, zero)
-        is_lm = use.kind == "lm"
-        work: Work = "sft" if is_lm else "value"
-        rows = 1 if is_lm else 2  # a pair is two sequences
+        work: Work = "sft" if use.kind == "lm" else "value"
+        rows = 1 if self._pairs is None else 2  # a pair is two sequences
         batch = (rows * c.per_device_train_batch_size, c.max_seq_len)
         moments = self._moments(use, training, work, batch, c.gradient_accumulation_steps)
         left = self._left(use, training, work, batch)
         shape = (rows * c.per_device_eval_batch_size, c.max_seq_len)
-        evaluation = self._forward(use, training.gathered, work, shape, left)
+        evaluation = [("", self._forward(use, training.gathered, work, shape, left))]
+        held, lines = trained_holding("model", training), [self._line("model", use, zero)]
+        if self._pairs is not None and self._pairs.trains_policy:
+            weights, gathered = self._reference(self._pairs, zero)
+            held += Holding({_REFERENCE: weights.device}, {_REFERENCE: weights.host})
+            lines.append(f"reference: {reference_of(self._pairs)}")
+            if not self._pairs.precompute_ref_logprobs:
+                moments += self._reference_pass(gathered, batch, left)
+                evaluation += self._reference_pass(gathered, shape, left)
         return self._finished(
-            1 if is_lm else 2,
-            [self._line("model", use, zero)],
-            trained_holding("model", training),
-            [fullest("training", moments), Mode("evaluation", evaluation)],
+            1 if self._pairs is None else 2,
+            lines,
+            held,
+            [fullest("training", moments), fullest("evaluation", evaluation)],
             [use],
             left,
         )
+
+    def _reference(self, config: RewardConfig, zero: ZeroSettings) -> tuple[Held, int]:
+        """Weights of the copy, where there is one, and what a pass of the reference gathers."""
+        if not config.loads_reference:
+            return NOTHING, self._training(self._use, zero).gathered
+        total = self._models.sizes(self._use.frozen).total
+        frozen = zero.frozen(config.offload_reference_model)
+        return frozen_bytes(total, frozen, self._num_processes)
+
+    def _reference_pass(
+        self, gathered: int, shape: tuple[int, int], left: int
+    ) -> list[tuple[str, Items]]:
+        use = self._use.frozen
+        blocks = 3 if self._pairs.loss == "kto" else 2  # mismatched answers besides
+        shape = (shape[0] // 2 * blocks, shape[1])
+        return [("reference", self._forward(use, gathered, "sft", shape, left))]
+
+
+def reference_of(config: RewardConfig) -> str:
+    """What serves as the reference, in words."""
+    if config.loads_reference:
+        return "a copy of the model"
+    by = "its log-probs, computed before training"
+    return by if config.precompute_ref_logprobs else "the model without adapters"
 
 
 def trained_holding(name: str, t: Training) -> Holding:

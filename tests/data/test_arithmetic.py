@@ -1,4 +1,4 @@
-"""Sums and differences that a program can check: right references, a lazy pupil, nothing leaks."""
+"""Sums and differences that a program can check: right references, a pupil in doubt, no leaks."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from dschat.data.sources import load_source
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"data_path": ["builtin/arithmetic"], "data_split": "1,0,1"}
+SHARED = {"data_path": ["builtin/arithmetic"], "data_split": "1,48,1"}  # most of it aside
 
 
 @pytest.fixture(scope="module", params=(0, 1))
@@ -32,38 +32,26 @@ def tokenizer():
 
 
 def result(prompt):
-    a, operator, b = re.fullmatch(r"([1-9]\d)([+-])([1-9]\d)=", prompt).groups()
-    return int(a) + int(b) if operator == "+" else int(a) - int(b)
+    first, *terms = re.fullmatch(r"([1-9])([+-][1-9])([+-][1-9])([+-][1-9])=", prompt).groups()
+    return int(first) + sum(int(term) for term in terms)
 
 
-def test_every_sum_and_difference_of_two_digits_stands_once(rows):
-    assert {split: len(found) for split, found in rows.items()} == {"train": 6835, "eval": 500}
+def test_questions_stand_once_and_references_are_right(rows):
+    assert {split: len(found) for split, found in rows.items()} == {"train": 24_000, "eval": 500}
     every = rows["train"] + rows["eval"]
     assert len({row["prompt"] for row in every}) == len(every)
-    # by hand: for a in 10..89 the 90 - a numbers b from 10 on; for a in 10..99 the a - 9 up to a
-    sums = sum("+" in row["prompt"] for row in every)
-    assert sums == sum(90 - a for a in range(10, 90)) == 3240
-    assert len(every) - sums == sum(a - 9 for a in range(10, 100)) == 4095
-
-
-def test_references_are_right_and_short(rows):
-    for row in rows["train"] + rows["eval"]:
+    for row in every:
         assert list(row) == ["prompt", "reference", "demonstration"]
         assert row["reference"] == str(result(row["prompt"]))
-        assert 0 <= int(row["reference"]) < 100
+    results = {int(row["reference"]) for row in every}
+    assert results == set(range(37)) or results == set(range(36))  # 9+9+9+9 is one of 36,651
 
 
-def test_the_pupil_works_a_third_out_rounds_a_third_down_and_leaves_the_rest(rows):
-    counts = {"right": 0, "rounded": 0, "left": 0}
-    for row in rows["train"] + rows["eval"]:
-        right, given = int(row["reference"]), row["demonstration"]
-        if right % 10 == 0:
-            continue  # rounded or not is the same here
-        way = "left" if given == "?" else "right" if given == str(right) else "rounded"
-        assert way != "rounded" or int(given) == right - right % 10
-        counts[way] += 1
-    shares = {way: count / sum(counts.values()) for way, count in counts.items()}
-    assert shares == pytest.approx({"right": 0.36, "rounded": 0.34, "left": 0.30}, abs=0.025)
+def test_the_pupil_answers_a_third_doubts_a_third_and_passes_the_rest(rows):
+    every = rows["train"] + rows["eval"]
+    for way, share in (("{}", 0.36), ("{}?", 0.34), ("?", 0.30)):
+        number = sum(row["demonstration"] == way.format(row["reference"]) for row in every)
+        assert abs(number / len(every) - share) < 0.012, way  # four standard deviations
 
 
 def test_rows_depend_on_the_seed_alone():
@@ -97,14 +85,13 @@ def test_step_1_learns_demonstrations_and_step_3_has_other_prompts_with_referenc
     batch = next(iter(PromptBatches(prompts, len(prompts), 0, 1, seed=0)))
     assert not seen & set(batch.texts)
     assert batch.columns["reference"] == [str(result(text)) for text in batch.texts]
-    assert len(train) + len(prompts) == 6835
-    assert abs(len(train) - len(prompts)) <= 1
+    assert len(train) == len(prompts) == 480
 
 
 def test_every_digit_and_sign_is_a_token(tokenizer):
     ids = prompt_dataset(RLHFConfig(**SHARED), tokenizer, "eval")["prompt_ids"]
-    assert {len(prompt) for prompt in ids} == {len("<") + len("47+38=") + len(">")}
-    assert [len(tokenizer.tokenize(answer)) for answer in ("85", "9", "?")] == [2, 1, 1]
+    assert {len(prompt) for prompt in ids} == {len("<7-3+5+8=>")}
+    assert [len(tokenizer.tokenize(answer)) for answer in ("17", "9", "17?", "?")] == [2, 1, 3, 1]
 
 
 def test_step_2_has_no_pairs_here_and_the_gold_scorer_is_not_asked():

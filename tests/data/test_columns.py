@@ -156,7 +156,9 @@ def test_steps_that_call_no_reward_function_keep_no_copy(write):
         }
 
 
-def test_what_the_page_shows_runs():
+def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(snippet, {})
+    blocks = {kind: text for kind, text in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)}
+    (tmp_path / "prompts.jsonl").write_text(blocks["jsonl"])
+    monkeypatch.chdir(tmp_path)
+    exec(blocks["python"], {})

@@ -203,7 +203,7 @@ def test_what_is_wrong_with_a_file_fits_in_one_line(write, name, text, words):
         ("nowhere/x.jsonl", {}, ["no such data file", "nowhere/x.jsonl"]),
         ("/nowhere/x", {}, ["no such data file"]),
         ("no-such/data", {}, ["no-such/data", "check the name"]),
-        ("builtin/chess", {}, ["builtin/chat"]),
+        ("builtin/chess", {}, ["builtin/chat and builtin/arithmetic"]),
         ("builtin/chat:0", {}, ["weight", "above 0"]),
         ("builtin/chat:-1", {}, ["weight", "above 0"]),
         ("builtin/chat:nan", {}, ["weight", "above 0"]),

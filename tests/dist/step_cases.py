@@ -43,8 +43,8 @@ class Case:
     same.
     """
 
-    # sft, reward, ppo; nan: SFT with a NaN in the second step; skip: SFT without that step; or one
-    # of `rollout_cases`.
+    # sft, reward, ppo; dpo, ipo, kto: step 2 with that loss; nan: SFT with a NaN in the second one;
+    # skip: SFT without that step; or one of `rollout_cases`.
     step: str
     zero: int = 0
     micro: int = GLOBAL_BATCH
@@ -71,10 +71,12 @@ class Case:
         return "_".join(str(p) for p in parts if p != "")
 
     def apply_options(self, config: Any) -> None:
-        """Set what is special about this case; a DeepSpeed file is one beside this module."""
+        """Set what is special about this case; files are those beside this module."""
         for name, value in self.options:
             if name.endswith("deepspeed_config"):
                 value = str(Path(__file__).with_name(value))
+            if name == "reward_fn":
+                value = [f"{Path(__file__).with_name('rewards_of_cases.py')}:{value}"]
             setattr(config, name, value)
 
     @classmethod
@@ -113,7 +115,7 @@ def sft_rows() -> list[dict[str, Any]]:
 def pair_rows() -> list[dict[str, Any]]:
     chosen, rejected, prompts = sequences(3, 37), sequences(4, 37), sequences(5, 37, high=5)
     return [
-        {"chosen_ids": p + c + [EOS], "rejected_ids": p + r + [EOS]}
+        {"chosen_ids": p + c + [EOS], "rejected_ids": p + r + [EOS], "prompt_length": len(p)}
         for p, c, r in zip(prompts, chosen, rejected, strict=True)
     ]
 
@@ -136,16 +138,21 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
-    from rollout_cases import RUNNERS  # NOTE: it imports this module
+    import preference_cases  # NOTE: these import this module
+    import rollout_cases
 
     out.mkdir(parents=True, exist_ok=True)
-    runners = RUNNERS | {
-        "sft": _run_supervised,
-        "reward": _run_supervised,
-        "ppo": _run_ppo,
-        "nan": _run_nan,
-        "skip": _run_nan,
-    }
+    runners = (
+        rollout_cases.RUNNERS
+        | preference_cases.RUNNERS
+        | {
+            "sft": _run_supervised,
+            "reward": _run_supervised,
+            "ppo": _run_ppo,
+            "nan": _run_nan,
+            "skip": _run_nan,
+        }
+    )
     return runners[case.step](case, models, out)
 
 
@@ -315,25 +322,31 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
     for iteration in range(case.iterations):
         experience = trainer.generate_experience(my_prompts(case, iteration, config))
         rows = [
-            ids[:n]
-            for ids, n in zip(experience.input_ids.tolist(), experience.lengths, strict=True)
+            (number, ids[:n], advantages[mask].tolist())
+            for number, ids, n, advantages, mask in zip(
+                experience.numbers.tolist(),
+                experience.input_ids.tolist(),
+                experience.lengths,
+                experience.advantages,
+                experience.answer_mask,
+                strict=True,
+            )
         ]
-        advantages = [
-            a[m].tolist()
-            for a, m in zip(experience.advantages, experience.answer_mask, strict=True)
-        ]
-        result["rollouts"].append(sum(dist.gather_objects(rows), []))
-        result["advantages"].append(sum(dist.gather_objects(advantages), []))
+        rows = sorted(sum(dist.gather_objects(rows), []))
+        result["rollouts"].append([ids for _, ids, _ in rows])
+        result["advantages"].append([advantages for *_, advantages in rows])
         trainer.train_rlhf(experience)
         result["gap"].append(trainer.metrics["rollout/logprob_gap"])
-        for name in _PPO_METRICS:
+        for name in set(_PPO_METRICS) & set(trainer.metrics):
             result[name].append(trainer.metrics[name])
     engine.actor.eval()
-    engine.critic.eval()
     result["probe"] = probe_logprobs(engine.actor)
-    result["critic_probe"] = probe_scores(engine.critic)
-    with torch.no_grad(), engine.reference() as reference:
-        result["ref_probe"] = probe_logprobs(reference)
+    if engine.critic is not None:
+        engine.critic.eval()
+        result["critic_probe"] = probe_scores(engine.critic)
+    if engine.has_reference:
+        with torch.no_grad(), engine.reference() as reference:
+            result["ref_probe"] = probe_logprobs(reference)
     average = causal_lm(case.model)
     fill(average, weight_stream(unwrap(engine.actor), dist.device(), engine.ema.shards()))
     result["ema_probe"] = probe_logprobs(average)

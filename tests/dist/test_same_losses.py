@@ -38,6 +38,13 @@ def reference(case):
 
 
 LORA = (("lora_dim", 4),)
+# Estimators without a critic, whose groups lie on one rank or another.
+GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3), ("loss_aggregation", "sequence"))
+RLOO = (("advantage_estimator", "rloo"), ("policy_loss", "cispo"), ("entropy_coef", 0.1))
+PP_BASELINE = (("advantage_estimator", "reinforce_pp_baseline"), ("policy_loss", "gspo"))
+DR_GRPO = (("advantage_estimator", "dr_grpo"), ("rollout_is", "tis"), ("dual_clip", 3.0))
+DAPO = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
+DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
 GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -46,6 +53,8 @@ HERE = [
     Case("reward", 2, 4),
     Case("reward", 3, 8),
     Case("ppo", 2, 4),
+    Case("ppo", 3, 2, options=GRPO),
+    Case("ppo", 0, 4, options=DR_GRPO),
 ]
 TWO = [
     Case("sft", 0, 4),
@@ -55,6 +64,10 @@ TWO = [
     Case("reward", 3, 2, model="llama_padeos"),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 4, shares=(3, 5)),
+    Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
+    Case("ppo", 0, 4, shares=(8, 0), options=RLOO),
+    Case("ppo", 2, 2, shares=(3, 5), options=PP_BASELINE),
+    Case("ppo", 0, 4, shares=(3, 5), options=DAPO),
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", shares=(8, 0)),
 ]

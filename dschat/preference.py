@@ -1,0 +1,225 @@
+"""Step 2's other road: the policy itself learns from pairs, by DPO, IPO or KTO.
+
+Pairs and a policy come in; a task for the loop of `dschat.supervised` goes out, and the reference
+that the policy is held to: a frozen copy, the policy without its adapters, or log-probs computed
+before the first step. It must not know the loop, nor where the pairs came from.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dschat import dist
+from dschat.config import RewardConfig
+from dschat.data.batches import RowStream, StepBatches
+from dschat.data.collate import PreferenceBatch, collate_preferences
+from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
+from dschat.log import progress
+from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
+from dschat.models.lora import adapters_off
+from dschat.preference_config import PreferenceConfig
+
+Rows = list[dict[str, Any]]
+Sums = dict[str, float]
+
+_MISMATCHED = "mismatched_ids"
+
+
+class Pairs(Sequence):
+    """Rows of ``preference_dataset``, with what a loss needs besides.
+
+    Args:
+        rows: a table with ``chosen_ids``, ``rejected_ids`` and ``prompt_length``.
+        max_len: give each row ``mismatched_ids`` too, of at most so many tokens: its prompt with
+            the next row's answer, in turn its chosen and its rejected one. So the pairing depends
+            on the data alone, not on batches. None: not needed.
+
+    ``ref_logps`` may be set: the reference's log-probs of every row, a number a block.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], max_len: int | None = None) -> None:
+        self._rows, self._max_len = rows, max_len
+        self.ref_logps: list[list[float]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        if self._max_len is not None:
+            other = self._rows[(index + 1) % len(self._rows)]
+            ids = other["rejected_ids" if index % 2 else "chosen_ids"]
+            mismatched = row["chosen_ids"][: row["prompt_length"]] + ids[other["prompt_length"] :]
+            row[_MISMATCHED] = mismatched[: self._max_len]
+        if self.ref_logps is not None:
+            row["ref_logps"] = self.ref_logps[index]
+        return row
+
+
+def as_pairs(config: RewardConfig, *tables: Any) -> list[Any]:
+    """``tables`` with what the loss of ``config`` needs; a stream as it is."""
+    max_len = config.max_seq_len if config.loss == "kto" else None
+    return [t if isinstance(t, RowStream) else Pairs(t, max_len) for t in tables]
+
+
+def load_reference(
+    config: RewardConfig, zero: ZeroSettings, load: Callable[..., nn.Module]
+) -> nn.Module | None:
+    """Collective. The frozen copy of the policy, where one is needed: ``load(dropout=0.0)`` as its
+    twin lies by ``zero``.
+    """
+    if not config.loads_reference:
+        return None
+    frozen = zero.frozen(config.offload_reference_model)
+    with sharded_loading(frozen):
+        model = load(dropout=0.0)
+    return initialize_frozen(model, frozen)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A scope without gradients or dropout."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(training)
+
+
+def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:
+    """Log-probs of whole answers, the sums over their tokens with EOS: (rows,) fp32, one forward.
+
+    As in `losses.lm_loss` ids are shifted, not logits: the last position predicts nothing.
+    """
+    ids = batch.input_ids[rows]
+    logits = model(input_ids=ids, use_cache=False).logits
+    predicted = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    mask = (predicted >= batch.prompt_lengths[rows, None]) & (predicted < batch.lengths[rows, None])
+    targets = torch.where(mask, ids.roll(-1, dims=1), 0)
+    return torch.where(mask, token_logprobs(logits, targets), 0.0).sum(dim=1)
+
+
+class PreferenceTask:
+    """A loss on ``log policy - log reference`` of chosen and rejected answers; see
+    `dschat.losses.preference`.
+
+    Args:
+        config: which loss, and its knobs.
+        pad_id: the filler behind a sequence.
+        reference: the frozen copy; None where the policy without its adapters is the reference, or
+            its log-probs are there already (`precompute`).
+    """
+
+    columns = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+
+    def __init__(
+        self, config: PreferenceConfig, pad_id: int, reference: nn.Module | None = None
+    ) -> None:
+        self._config, self._pad_id, self._reference = config, pad_id, reference
+        self._blocks = ("chosen_ids", "rejected_ids")
+        self._uses_kl = config.loss == "kto"
+        if self._uses_kl:
+            self._blocks += (_MISMATCHED,)
+
+    def collate(self, rows: Rows) -> PreferenceBatch:
+        return collate_preferences(rows, self._blocks, self._pad_id)
+
+    def weight(self, batch: PreferenceBatch) -> int:
+        return batch.num_real
+
+    def prepare(self, model: nn.Module, batches: list[PreferenceBatch]) -> list[PreferenceBatch]:
+        """Collective. The micro-batches of an optimizer step with the reference's log-probs, and
+        with KTO's reference point, which is one for the whole step.
+        """
+        # NOTE: all of this comes before the step's first forward with gradients: two forwards
+        # before their backwards break ZeRO-3's gradients.
+        if not self._config.precompute_ref_logprobs:
+            with self._reference_of(model) as reference:
+                batches = [
+                    replace(batch, ref_logps=self._all_logps(reference, batch)) for batch in batches
+                ]
+        if self._uses_kl:
+            kl = self._kl(model, batches)
+            batches = [replace(batch, kl=kl) for batch in batches]
+        return batches
+
+    def loss(self, model: nn.Module, batch: PreferenceBatch) -> tuple[Tensor, Sums]:
+        # NOTE: both answers in one forward, for the same reason.
+        num_rows = len(batch.input_ids) // len(self._blocks)
+        logps = answer_logps(model, batch, slice(2 * num_rows))
+        chosen, rejected = (part[: batch.num_real] for part in logps.chunk(2))
+        ref_chosen, ref_rejected = (
+            part[: batch.num_real] for part in batch.ref_logps[: 2 * num_rows].chunk(2)
+        )
+        total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl)
+        metrics |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
+        sums = {name: float(value.detach()) for name, value in metrics.items()}
+        if self._uses_kl:
+            sums["kl"] = batch.kl * batch.num_real
+        # The zero term keeps the graph whole on a rank that has no pair in this micro-batch.
+        return total + 0.0 * logps.sum(), sums | {"loss": float(total.detach())}
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        pairs = max(sums["pairs"], 1.0)
+        return {name: value / pairs for name, value in sums.items() if name != "pairs"}
+
+    def precompute(self, model: nn.Module, pairs: Pairs, batch_size: int) -> None:
+        """Collective. Give ``pairs`` the log-probs of ``model``, which before its first step is its
+        own reference. ``batch_size``: pairs of a process's micro-batch.
+        """
+        ranks = dist.world_size()
+        batches = StepBatches(
+            pairs, batch_size * ranks, batch_size, dist.rank(), ranks, seed=0, shuffle=False
+        )
+        mine: list[list[float]] = []
+        bar = progress(len(batches), "reference log-probs")
+        for (rows,) in batches.epoch(0):
+            logps = self._all_logps(model, self.collate(rows))
+            mine.append(logps.view(len(self._blocks), -1)[:, : len(rows)].T.tolist())
+            bar.update()
+        bar.close()
+        shares = dist.gather_objects(mine)
+        pairs.ref_logps = [row for parts in zip(*shares, strict=True) for p in parts for row in p]
+        assert len(pairs.ref_logps) == len(pairs)
+
+    @contextmanager
+    def _reference_of(self, model: nn.Module) -> Iterator[nn.Module]:
+        if self._reference is not None:
+            yield self._reference
+            return
+        with adapters_off(unwrap(model)):
+            yield model
+
+    def _all_logps(self, model: nn.Module, batch: PreferenceBatch) -> Tensor:
+        """Of every block, without gradient."""
+        with _evaluating(model):
+            return answer_logps(model, batch.to(dist.device()), slice(None))
+
+    def _kl(self, model: nn.Module, batches: list[PreferenceBatch]) -> float:
+        """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, not negative
+        (Ethayarajh et al. 2024, section 4).
+        """
+        sums = [0.0, 0.0]
+        for batch in batches:
+            batch = batch.to(dist.device())
+            mismatched = slice(2 * (len(batch.input_ids) // 3), None)
+            with _evaluating(model):
+                logratios = answer_logps(model, batch, mismatched) - batch.ref_logps[mismatched]
+            sums[0] += float(logratios[: batch.num_real].double().sum())
+            sums[1] += batch.num_real
+        total, count = dist.sum_floats(sums)
+        return max(total / max(count, 1.0), 0.0)
+
+    def _loss(
+        self, chosen: Tensor, rejected: Tensor, kl: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        c = self._config
+        if c.loss == "ipo":
+            return ipo_loss(chosen, rejected, c.used_beta)
+        if c.loss == "kto":
+            return kto_loss(chosen, rejected, kl, c.used_beta, *c.kto_weights)
+        return dpo_loss(chosen, rejected, c.used_beta, c.used_label_smoothing)

@@ -1,0 +1,78 @@
+"""Step 2 on the policy in small: cases ``dpo``, ``ipo`` and ``kto`` of `step_cases`.
+
+A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out, as `step_cases` has
+it.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from step_cases import EOS, Case, _batch_sizes, pair_rows, probe_logprobs
+from transformers import set_seed
+
+from dschat import dist, preference, supervised
+from dschat.config import RewardConfig
+from dschat.deepspeed_setup import sharded_loading, unwrap
+from dschat.log import MetricsLog
+from dschat.models.load import load_causal_lm
+from dschat.models.tokenizer import load_tokenizer
+
+NUM_HELD_OUT = 7
+
+
+def build_preference(case: Case, models: Path, out: Path):
+    """Engine, task, configuration, tables, companions: as the main of step 2 builds them."""
+    path = str(models / case.model)
+    config = RewardConfig(
+        loss=case.step,
+        model_name_or_path=path,
+        output_dir=str(out),
+        zero_stage=case.zero,
+        max_seq_len=20,
+        learning_rate=3e-3,
+        dtype="fp32",
+        num_train_epochs=1,
+        per_device_train_batch_size=case.micro,
+        per_device_eval_batch_size=3,
+        enable_tensorboard=False,
+        **_batch_sizes(case),
+    )
+    case.apply_options(config)
+    config.validate()
+    set_seed(config.seed)
+    tokenizer = load_tokenizer(path, "--model_name_or_path")
+    zero = supervised.zero_settings(config)
+    load = partial(load_causal_lm, path, "--model_name_or_path", zero.dtype)
+    with sharded_loading(zero):
+        model = load(dropout=0.0)
+    companions = (model.config, tokenizer, type(model).__name__, (EOS,))
+    engine = supervised.build_engine(model, config, zero, 5)
+    reference = preference.load_reference(config, zero, load)
+    task = preference.PreferenceTask(config, tokenizer.pad_token_id, reference)
+    rows = pair_rows()
+    tables = preference.as_pairs(config, rows, rows[:NUM_HELD_OUT])
+    if config.precompute_ref_logprobs:
+        for table in tables:
+            task.precompute(engine, table, 5)
+    return engine, task, config, tables, companions
+
+
+def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
+    engine, task, config, tables, companions = build_preference(case, models, out)
+    log = MetricsLog(config.output_dir, config)
+    supervised.train(engine, task, config, *supervised.step_batches(config, *tables), log)
+    log.close()
+    engine.eval()
+    result: dict[str, Any] = {"probe": probe_logprobs(engine)}
+    supervised.save(unwrap(engine), config, *companions, subfolder="actor")
+    if dist.is_main_process():
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        names = ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")
+        for name in (*names, "grad_norm", *(f"eval/{name}" for name in names)):
+            result[name] = [line[name] for line in lines if name in line]
+    return result
+
+
+RUNNERS = dict.fromkeys(("dpo", "ipo", "kto"), _run)

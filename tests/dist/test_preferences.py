@@ -1,0 +1,78 @@
+"""Step 2 on the policy: the same losses under any ZeRO stage, cut and reference, and what is saved.
+
+One process at ZeRO 0 with whole batches and a frozen copy as the reference is what all others are
+held against; KTO's reference point is one of the whole step in all of them.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from step_cases import GLOBAL_BATCH, Case
+from test_same_losses import close, slow
+from test_saved import assert_logprobs, whole
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+LORA = (("lora_dim", 4),)
+ALL_TRAINED = (("lora_dim", 4), ("only_optimize_lora", False))  # with adapters, and a copy
+BEFORE = (("precompute_ref_logprobs", True),)
+AWAY = (("offload_reference_model", True),)
+HERE = [
+    Case("dpo", 3, 2),
+    Case("dpo", 0, 4, options=LORA + BEFORE),
+    Case("kto", 0, 2, options=BEFORE),
+]
+TWO = [
+    Case("dpo", 3, 2, options=LORA),
+    Case("dpo", 0, 1, options=ALL_TRAINED),
+    Case("kto", 3, 1, options=AWAY),
+    Case("ipo", 2, 4, options=BEFORE),
+]
+SLOW = [
+    Case(loss, zero, 2, options=options)
+    for loss in ("dpo", "ipo", "kto")
+    for zero in (0, 1, 2, 3)
+    for options in ((), LORA, BEFORE, LORA + BEFORE)
+]
+SLOW = [case for case in SLOW if case not in [*HERE, *TWO]]
+SIGNS = {"rewards/accuracies", "eval/rewards/accuracies"}  # of margins that may be roundings of 0
+by_name = {"ids": lambda case: case.name}
+
+
+def plain(case):
+    """The same run in one process, ZeRO 0, whole batches, the reference at hand."""
+    kept = tuple((name, value) for name, value in case.options if "lora" in name)
+    return replace(case, zero=0, micro=GLOBAL_BATCH, options=kept)
+
+
+def check(case, result, folder, expected):
+    assert close(result, {name: value for name, value in expected.items() if name not in SIGNS})
+    assert_logprobs(whole(AutoModelForCausalLM, Path(folder) / "actor"), result["probe"])
+    assert GenerationConfig.from_pretrained(Path(folder) / "actor").eos_token_id == 0
+    assert (Path(folder) / "COMPLETE").exists()
+    kept = "lora_dim" in dict(case.options) and dict(case.options).get("only_optimize_lora", True)
+    assert (Path(folder) / "actor" / "adapter").exists() == kept
+
+
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW)], **by_name)
+def test_one_process(case, run_here):
+    check(case, *run_here(case), run_here(plain(case))[0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], **by_name)
+def test_two_processes(case, two_processes, run_here):
+    check(case, *two_processes(case), run_here(plain(case))[0])
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
+def test_training_prefers_what_people_prefer(loss, run_here):
+    result, _ = run_here(plain(Case(loss)))
+    start = {"dpo": 0.6931472, "ipo": 25.0, "kto": 0.5}[loss]  # log 2; (1 / 2 beta)^2; weight / 2
+    assert result["eval/loss"][0] == pytest.approx(start)
+    assert result["eval/rewards/accuracies"][0] == 0.5
+    assert result["eval/rewards/accuracies"][-1] > 0.8  # of pairs that it was trained on
+    assert result["eval/rewards/margins"][-1] > 0.3
+    assert result["eval/loss"][-1] < start
+    if loss == "kto":  # a reference point that moves, and is never negative
+        assert result["kl"][0] == 0 == min(result["kl"]) < max(result["kl"])

@@ -1,0 +1,251 @@
+"""The policy's task on pairs: which log-probs, which answers are mismatched, which reference."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from preference_cases import build_preference
+from step_cases import Case
+from tiny_models import PAD, causal_lm
+from torch import nn
+
+from dschat import supervised
+from dschat.config import RewardConfig, UserError
+from dschat.data.collate import collate_preferences
+from dschat.log import format_line
+from dschat.preference import Pairs, PreferenceTask, answer_logps
+
+BLOCKS = ("chosen_ids", "rejected_ids")
+ROWS = [
+    {"chosen_ids": [4, 5, 6, 7, 0], "rejected_ids": [4, 5, 9, 0], "prompt_length": 2},
+    {"chosen_ids": [8, 3, 0], "rejected_ids": [8, 2, 2, 2, 2, 2, 0], "prompt_length": 1},
+    {"chosen_ids": [5, 5, 5, 6, 0], "rejected_ids": [5, 5, 5, 7], "prompt_length": 3},
+]
+
+
+def logprob_by_hand(model: nn.Module, ids: list[int], prompt_length: int) -> float:
+    """Of the tokens behind the prompt, one at a time, in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    logprobs = torch.log_softmax(logits, -1)
+    return sum(float(logprobs[t - 1, ids[t]]) for t in range(prompt_length, len(ids)))
+
+
+def test_a_log_prob_is_the_sum_over_the_answer():
+    model = causal_lm("llama")
+    batch = collate_preferences(ROWS, BLOCKS, PAD)
+    found = answer_logps(model, batch, slice(None)).tolist()
+    exact = causal_lm("llama").double()
+    expected = [
+        logprob_by_hand(exact, row[block], row["prompt_length"]) for block in BLOCKS for row in ROWS
+    ]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert answer_logps(model, batch, slice(2, 4)).tolist() == pytest.approx(
+        expected[2:4], rel=1e-5
+    )
+
+
+def test_mismatched_answers_are_the_next_rows():
+    """The prompt of a row, with the next row's chosen and rejected answer in turn."""
+    pairs = Pairs(ROWS, max_len=6)
+    found = [row["mismatched_ids"] for row in (pairs[i] for i in range(3))]
+    assert found == [
+        [4, 5, 3, 0],  # chosen answer of row 1
+        [8, 7],  # rejected answer of row 2
+        [5, 5, 5, 6, 7, 0],  # chosen answer of row 0
+    ]
+    assert Pairs(ROWS, max_len=4)[2]["mismatched_ids"] == [5, 5, 5, 6]
+    assert "mismatched_ids" not in Pairs(ROWS)[0]
+    assert "ref_logps" not in pairs[0]
+
+
+def reference_task(loss: str, **knobs) -> tuple[PreferenceTask, nn.Module, RewardConfig]:
+    config = RewardConfig(loss=loss, **knobs)
+    reference = causal_lm("llama", seed=5)
+    return PreferenceTask(config, PAD, reference), reference, config
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cdpo", "ipo", "kto"])
+def test_loss_and_metrics_of_a_batch(loss):
+    """Against the papers' formulas on log-probs of plain forwards, a sequence at a time."""
+    task, reference, _ = reference_task(loss, beta=0.2)
+    policy = causal_lm("llama")
+    pairs = Pairs(ROWS, max_len=20)
+    parts = [task.collate([pairs[0], pairs[1]]), task.collate([pairs[2]]), task.collate([])]
+    batches = task.prepare(policy, parts)
+    found, sums = 0.0, []
+    for batch in batches:
+        total, part = task.loss(policy, batch)
+        found += float(total)
+        sums.append(part)
+    means = task.summarise({name: sum(s[name] for s in sums) for name in sums[0]})
+
+    exact, frozen = policy.double(), reference.double()
+    logps = {
+        block: np.array(
+            [
+                [logprob_by_hand(m, row[block], row["prompt_length"]) for m in (exact, frozen)]
+                for row in (pairs[i] for i in range(3))
+            ]
+        )
+        for block in (*BLOCKS, "mismatched_ids")
+    }
+    w, r, z = (logps[b][:, 0] - logps[b][:, 1] for b in logps)
+    kl = max(z.mean(), 0.0)
+    h = 0.2 * (w - r)
+    expected = {
+        "dpo": np.logaddexp(0, -h),
+        "cdpo": 0.9 * np.logaddexp(0, -h) + 0.1 * np.logaddexp(0, h),
+        "ipo": (w - r - 2.5) ** 2,
+        "kto": 0.5 / (1 + np.exp(0.2 * (w - kl))) + 0.5 / (1 + np.exp(0.2 * (kl - r))),
+    }[loss]
+    assert found == pytest.approx(expected.sum(), rel=1e-4)
+    assert means["loss"] == pytest.approx(expected.mean(), rel=1e-4)
+    assert means["rewards/margins"] == pytest.approx(h.mean(), rel=1e-4)
+    assert means["rewards/accuracies"] == (h > 0).mean()
+    assert means["logps/chosen"] == pytest.approx(logps["chosen_ids"][:, 0].mean(), rel=1e-4)
+    assert means["logps/rejected"] == pytest.approx(logps["rejected_ids"][:, 0].mean(), rel=1e-4)
+    assert means.get("kl") == (pytest.approx(kl, rel=1e-4) if loss == "kto" else None)
+    assert set(task.columns) <= set(means)
+    assert [task.weight(batch) for batch in batches] == [2, 1, 0]
+
+
+def test_kl_is_seldom_zero_here():
+    """So that the test above is one of KTO's reference point."""
+    task, _, _ = reference_task("kto")
+    pairs = Pairs(ROWS, max_len=20)
+    (batch,) = task.prepare(causal_lm("llama"), [task.collate([pairs[i] for i in range(3)])])
+    assert batch.kl > 0.1
+
+
+def test_a_dummy_pair_has_a_graph_and_no_gradient():
+    task, _, _ = reference_task("dpo")
+    policy = causal_lm("llama")
+    (batch,) = task.prepare(policy, [task.collate([])])
+    total, sums = task.loss(policy, batch)
+    total.backward()
+    assert float(total.detach()) == 0.0
+    assert set(sums.values()) == {0.0}
+    assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
+
+
+def test_prepare_leaves_mode_and_weights_alone():
+    task, reference, _ = reference_task("kto")
+    policy = causal_lm("llama").train()
+    before = [p.clone() for p in (*policy.parameters(), *reference.parameters())]
+    (batch,) = task.prepare(policy, [task.collate([Pairs(ROWS, 20)[0]])])
+    assert policy.training
+    assert not batch.ref_logps.requires_grad
+    after = [*policy.parameters(), *reference.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_unknown_reference_shows():
+    """Log-probs that nobody filled in are NaN, not 0."""
+    task, _, _ = reference_task("dpo")
+    total, _ = task.loss(causal_lm("llama"), task.collate(ROWS))
+    assert torch.isnan(total)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_reference"),
+    [
+        (Case("dpo"), True),
+        (Case("dpo", options=(("lora_dim", 4),)), False),
+        (Case("dpo", options=(("lora_dim", 4), ("only_optimize_lora", False))), True),
+        (Case("dpo", options=(("precompute_ref_logprobs", True),)), False),
+    ],
+    ids=str,
+)
+def test_the_reference_stays_while_the_policy_moves(case, is_reference, models_folder, tmp_path):
+    """After steps the reference's log-probs are still those of the policy at the start."""
+    engine, task, config, tables, _ = build_preference(case, models_folder, tmp_path)
+    assert (task._reference is not None) == is_reference == config.loads_reference
+    rows = [tables[0][i] for i in range(5)]
+
+    def of_reference():
+        (batch,) = task.prepare(engine, [task.collate(rows)])
+        return batch.ref_logps
+
+    def of_policy():
+        with torch.no_grad():
+            return answer_logps(engine, task.collate(rows), slice(None))
+
+    start = of_policy()
+    torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
+    engine.train()
+    for _ in range(2):
+        supervised.train_step(engine, task, [rows])
+    torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
+    assert (of_policy() - start).abs().max() > 0.01
+
+
+def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
+    """Whatever the batch size: 37 rows in batches of 5, the last with two."""
+    case = Case("kto", options=(("precompute_ref_logprobs", True),))
+    engine, task, _, (pairs, _), _ = build_preference(case, models_folder, tmp_path)
+    exact = causal_lm("llama").double()
+    assert len(pairs.ref_logps) == 37
+    for i in (0, 4, 5, 36):
+        row = pairs[i]
+        expected = [
+            logprob_by_hand(exact, row[block], row["prompt_length"])
+            for block in (*BLOCKS, "mismatched_ids")
+        ]
+        assert row["ref_logps"] == pytest.approx(expected, rel=1e-4)
+    first = list(pairs.ref_logps)
+    task.precompute(engine, pairs, 37)
+    np.testing.assert_allclose(pairs.ref_logps, first, rtol=1e-4)
+
+
+# -- knobs
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"beta": 0.1}, "--beta is no part of --loss pairwise; leave it out, or choose --loss dpo"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing is no part of --loss ipo"),
+        ({"loss": "dpo", "kto_desirable_weight": 1.0}, "--kto_desirable_weight is no part of"),
+        ({"precompute_ref_logprobs": True}, "--precompute_ref_logprobs is no part of"),
+        ({"offload_reference_model": True}, "--offload_reference_model is no part of"),
+        ({"loss": "dpo", "beta": 0.0}, "--beta 0.0 must be positive"),
+        ({"loss": "cdpo", "label_smoothing": 0.5}, "--label_smoothing 0.5 must be in"),
+        ({"loss": "kto", "kto_undesirable_weight": -1.0}, "--kto_undesirable_weight -1.0 must not"),
+        ({"loss": "kto", "streaming": True, "max_steps": 1}, "--loss kto looks at all pairs"),
+        (
+            {"loss": "dpo", "precompute_ref_logprobs": True, "streaming": True, "max_steps": 1},
+            "--precompute_ref_logprobs looks at all pairs",
+        ),
+    ],
+)
+def test_knobs_that_do_not_go_together(knobs, message):
+    with pytest.raises(UserError) as error:
+        RewardConfig(**knobs).validate()
+    assert str(error.value).startswith(message)
+
+
+def test_defaults():
+    assert not RewardConfig().trains_policy
+    assert RewardConfig(loss="dpo").used_label_smoothing == 0.0
+    assert RewardConfig(loss="cdpo").used_label_smoothing == 0.1
+    assert RewardConfig(loss="dpo", label_smoothing=0.2).used_label_smoothing == 0.2
+    assert RewardConfig(loss="kto").used_beta == 0.1
+    assert RewardConfig(loss="kto", kto_undesirable_weight=2.0).kto_weights == (1.0, 2.0)
+    lora = RewardConfig(loss="dpo", lora_dim=4)
+    assert not lora.loads_reference
+    assert replace(lora, only_optimize_lora=False).loads_reference
+
+
+def test_a_line_tells_rewards_from_log_probs():
+    """Both have a ``chosen``."""
+    metrics = {
+        "loss": 0.5,
+        "rewards/margins": 1.0,
+        "logps/chosen": -4.0,
+        "eval/rewards/chosen": 2.0,
+    }
+    line = format_line(1, 10, metrics, metrics)
+    names = [word for word in line.split()[2:] if not word.lstrip("-").replace(".", "").isdigit()]
+    assert names == ["loss", "margins", "logps/chosen", "rewards/chosen"]
