@@ -132,6 +132,8 @@ def workplace(tmp_path, monkeypatch):
         for i in range(12)
     ]
     Path("my_preferences.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    questions = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(12)]
+    Path("my_questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     lines = ["prompt,chosen,rejected", *(",".join(row.values()) for row in pairs)]
     Path("more.csv").write_text("\n".join(lines))
     lines = ["question.text,best,worst", *lines[1:]]

@@ -17,7 +17,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 
 _CONFIGS: dict[int, type[CommonConfig]] = {1: SFTConfig, 2: RewardConfig, 3: RLHFConfig}
-_TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RLHFConfig: "PPO"}
+_TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RLHFConfig: "RLHF"}
 _LONGEST_S = 60.0  # that a run waits for its plan
 
 

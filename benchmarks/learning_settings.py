@@ -1,0 +1,115 @@
+"""Step 3's settings, and the same for TRL's GRPOTrainer.
+
+An `RLHFConfig` comes in, fields of either side's configuration go out. It must not know the task,
+nor import TRL: names and defaults are those of its 1.16.
+"""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from dschat.config import RLHFConfig, UserError
+
+# What TRL turns on by default, and costs a CPU time: "trl_defaults" keeps it.
+FOR_SPEED = {"gradient_checkpointing": False, "bf16": False}
+
+_SCALES = {"grpo": "group", "dr_grpo": "none"}  # advantage_estimator -> scale_rewards
+_LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}  # by aggregation
+
+# Settings of ours that TRL has not, or means otherwise.
+_MUST_BE = {
+    "policy_loss": "ppo",
+    "dual_clip": None,
+    "kl_target": None,
+    "entropy_coef": 0.0,
+    "missing_eos_penalty": 0.0,
+    "overlong_buffer_len": 0,
+    "overlong_filter": False,
+    "dynamic_sampling": False,
+    "rollout_is": "off",
+    "normalize_reward": False,
+    "min_answer_seq_len": 0,
+    "actor_lora_dim": 0,
+    "actor_dropout": None,
+    "unsupervised_dataset_name": None,
+}
+
+
+def check_comparable(config: RLHFConfig) -> None:
+    """Raise ``UserError``, naming the flag, where TRL's GRPOTrainer does nothing that is the
+    same.
+    """
+    if config.advantage_estimator not in _SCALES:
+        raise UserError(
+            f"--advantage_estimator {config.advantage_estimator} is none of TRL's GRPOTrainer; "
+            f"choose from {', '.join(_SCALES)}"
+        )
+    if config.kl_coef and not (config.kl_is_in_loss and config.kl_by == "k3"):
+        raise UserError("TRL's GRPOTrainer has the KL in the loss, k3; or set --kl_coef 0")
+    for name, value in _MUST_BE.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"--{name} {getattr(config, name)} has no equal in TRL's GRPOTrainer; leave it at "
+                f"its default, {value}"
+            )
+
+
+def dschat_settings(config: RLHFConfig) -> dict[str, Any]:
+    """Fields of RLHFConfig; the reward function is handed over as such."""
+    no_models = {"critic_model_name_or_path": "", "reward_model_name_or_path": ""}
+    return asdict(replace(config, reward_fn=None, dtype="fp32", **no_models))
+
+
+def trl_settings(config: RLHFConfig, for_speed: bool = True) -> dict[str, Any]:
+    """Fields of GRPOConfig, for one process on a CPU."""
+    low, high = config.cliprange_sides
+    settings = {
+        "seed": config.seed,
+        # batches and steps
+        "max_steps": config.max_steps * config.num_mini_batches * config.ppo_epochs,
+        "num_generations": config.num_samples_per_prompt,
+        "per_device_train_batch_size": config.per_device_training_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "steps_per_generation": config.num_mini_batches * config.gradient_accumulation_steps,
+        "num_iterations": config.ppo_epochs,
+        "shuffle_dataset": False,
+        # sampling
+        "max_completion_length": config.max_answer_seq_len,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "min_p": config.min_p or None,
+        # loss
+        "loss_type": _LOSS_TYPES[config.aggregation],
+        "scale_rewards": _SCALES[config.advantage_estimator],
+        "epsilon": low,
+        "epsilon_high": high,
+        "beta": config.kl_coef,
+        "use_bias_correction_kl": False,
+        "disable_dropout": True,
+        # optimizer
+        "optim": "adamw_torch_fused",
+        "learning_rate": config.actor_learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.num_warmup_steps,
+        "adam_beta1": config.adam_betas[0],
+        "adam_beta2": config.adam_betas[1],
+        "weight_decay": config.actor_weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        # no files, no reports
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return settings | (FOR_SPEED if for_speed else {})
+
+
+def described(config: RLHFConfig) -> dict[str, Any]:
+    """What differs from step 3's defaults, models aside."""
+    default = asdict(RLHFConfig())
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if value != default[name] and not name.endswith("_or_path")
+    }
