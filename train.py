@@ -8,6 +8,8 @@
 
 Plans first: a mistake in any step's flags shows before anything runs. Then each step runs as a
 process of its own (several under DeepSpeed's launcher), and the first that fails ends the run.
+Ctrl-C, SIGTERM and SIGUSR1 stop training after its current step, with exit code 75 and saved; the
+same command goes on from there.
 """
 
 import os
@@ -17,8 +19,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dschat import cli, launch, recipe
+from dschat import cli, launch, recipe, stopping
+from dschat.checkpoint import newest
 from dschat.plan import Request, log_lines, tables
+from dschat.running import Runner
 from dschat.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
@@ -28,7 +32,12 @@ def main() -> int:
     # Parse and plan.
     config, step_flags = recipe.parse_args(sys.argv[1:])
     # A plan of memory may be for machines that are not here, as a dry run may.
-    plan = launch.plan(replace(config, dry_run=config.dry_run or config.plan), step_flags, ROOT)
+    plan = launch.plan(
+        replace(config, dry_run=config.dry_run or config.plan),
+        step_flags,
+        ROOT,
+        ask if sys.stdin.isatty() else None,
+    )
     if config.plan:
         for note in plan.notes:
             say(note)
@@ -45,20 +54,25 @@ def main() -> int:
         say(line)
 
     # Run the steps, one after another.
-    for step, command in plan.commands:
-        say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
-        start = time.monotonic()
-        code = launch.run(command, plan.environment)
-        if code == 0 and not plan.finished(step):
-            # The launcher reports success for a rank that a signal killed.
-            say(f"step {step.number} ended without finishing; its last lines above say why")
-            code = 1
-        if code:
-            return code
-        seconds = time.monotonic() - start
-        say(f"== step {step.number} finished in {seconds:.0f} s")
-        if plan.summary:
-            write_summary(plan.output_dir, {step.number: seconds})
+    with Runner() as runner:
+        for step, command in plan.commands:
+            if runner.asked:
+                return stopped(f"stopped before step {step.number}", plan)
+            say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
+            start = time.monotonic()
+            code = runner.run(command, plan.environment, plan.folder(step), plan.nodes.relay)
+            if code == stopping.EXIT_CODE:
+                return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
+            if code == 0 and not plan.finished(step):
+                # The launcher reports success for a rank that a signal killed.
+                say(f"step {step.number} ended without finishing; its last lines above say why")
+                code = 1
+            if code:
+                return code
+            seconds = time.monotonic() - start
+            say(f"== step {step.number} finished in {seconds:.0f} s")
+            if plan.summary:
+                write_summary(plan.output_dir, {step.number: seconds})
 
     # Say what came out.
     finished = [plan.finished(step) for step in plan.steps]
@@ -70,6 +84,22 @@ def main() -> int:
         talk = [python, "chat.py", "--path", str(plan.folder(plan.steps[-1]) / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
+
+
+def stopped(what: str, plan: launch.Plan, folder: Path | None = None) -> int:
+    """Say how to go on with a run that was asked to stop; the exit code."""
+    found = newest(folder) if folder else None
+    where = f", saved in {found.folder}" if found else ""
+    again = f" without {' and '.join(plan.anew)}" if plan.anew else ""
+    sys.stderr.write(f"{what}{where}; the same command{again} goes on from there\n")
+    return stopping.EXIT_CODE
+
+
+def ask(question: str) -> bool:
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def memory_request(config: recipe.TrainConfig, plan: launch.Plan) -> Request:

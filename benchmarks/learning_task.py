@@ -6,6 +6,7 @@ must not know dschat or TRL: the interpreter that reads it may have one of the t
 
 import json
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -47,8 +48,9 @@ class Task:
 
 
 def exact_match(answers: list[str], reference: list[str]) -> list[float]:
-    """1 where the answer is the reference, blanks at the ends aside, else 0."""
-    return [float(a.strip() == r) for a, r in zip(answers, reference, strict=True)]
+    """1 where the answer's last number is the reference, else 0: what the recipe rewards too."""
+    last = [(re.findall(r"\d+", answer) or [""])[-1] for answer in answers]
+    return [float(a == r) for a, r in zip(last, reference, strict=True)]
 
 
 @dataclass

@@ -21,11 +21,13 @@ from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from dschat import dist
+from dschat import dist, stopping
 from dschat.config import UserError
+from dschat.stopping import LAUNCHED_BY
 
 Config = TypeVar("Config")
-LAUNCHED_BY = "DSCHAT_LAUNCHED_BY"  # the process id of a train.py that runs us
+REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
+FAILED_TOO_S = 1.0  # what the news of a failed process may take to the others
 
 # What argparse says -> what we say, after the flag's name.
 _REWORDINGS = (
@@ -41,9 +43,9 @@ _REWORDINGS = (
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and exit with its code.
 
-    Or with one line and 2 for a ``UserError``, 1 for training that diverged, 130 for Ctrl-C, 143
-    for SIGTERM. Only the main process speaks. Any other exception passes through: a traceback is a
-    bug of ours.
+    Or with one line and 2 for a ``UserError``, 1 for training that diverged, 75 for training that
+    was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only the main process speaks. Any other exception
+    is a bug of ours and keeps its traceback, unless another process failed first and has shown its.
     """
     # NOTE before torch loads its OpenMP. A thread that waits spins, by default for milliseconds: on
     # a laptop that does something else too it spins on the core that the others need. Measured on
@@ -56,14 +58,17 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except UserError as error:
-        _say(f"error: {' '.join(str(error).splitlines())}")
-        if not dist.is_main_process():
-            # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
-            time.sleep(3)
+        _refuse(" ".join(str(error).splitlines()))
         code = 2
     except FloatingPointError as error:
         _say(f"error: {error}")
         code = 1
+    except stopping.Stopped as stop:
+        if LAUNCHED_BY not in os.environ:
+            then = "; the same command with --resume latest goes on from there"
+            _say(f"{stop}{then if stop.saved else ''}")
+        dist.shutdown()
+        code = stopping.EXIT_CODE
     except KeyboardInterrupt:
         _say("interrupted")
         code = 130
@@ -71,9 +76,35 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         if os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # it speaks for us
             _say("terminated")
         code = 143
+    except Exception:
+        if dist.world_size() == 1:
+            raise
+        code = _fail_among_others()
     finally:
         signal.signal(signal.SIGTERM, before)
+    dist.leave(code)
     sys.exit(code)
+
+
+def _refuse(message: str) -> None:
+    """Rank 0 says what is wrong for all; another one where nobody else fails."""
+    _say(f"error: {message}")
+    if dist.is_main_process():
+        return
+    # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
+    if not dist.is_watched():
+        time.sleep(REFUSED_TOO_S)
+    elif dist.first_death(REFUSED_TOO_S) is None:
+        sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
+
+
+def _fail_among_others() -> int:
+    """Show the traceback, unless it only says that another process has failed; the exit code."""
+    death = dist.first_death(FAILED_TOO_S)
+    if death is not None:
+        return death.code or 1
+    sys.excepthook(*sys.exc_info())
+    return 1
 
 
 class _Terminated(BaseException):

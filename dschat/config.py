@@ -33,7 +33,24 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
     # where
     output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log of this step.")
     overwrite_output_dir: bool = flag(
-        False, "Write into an output folder that already holds a finished step."
+        False,
+        "Write into an output folder that already holds a finished step, or an unfinished one's "
+        "checkpoints, and remove those.",
+    )
+    # going on
+    save_steps: int = flag(
+        50,
+        "Write a checkpoint every N optimizer steps, to go on from; 0: never, and a signal then "
+        "ends the step at once.",
+    )
+    save_total_limit: int = flag(2, "Keep the newest K checkpoints; 0: all.")
+    resume: Optional[str] = flag(
+        None,
+        "Go on from OUTPUT_DIR's newest whole checkpoint (latest, the default where no value is "
+        "given; without any, begin) or from the folder of one; changed settings are named and "
+        "hold. train.py says so by itself.",
+        nargs="?",
+        const="latest",
     )
     # numerics and DeepSpeed
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
@@ -96,9 +113,19 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
-        for name in ("max_grad_norm", "num_warmup_steps", "max_steps"):
+        for name in (
+            "max_grad_norm",
+            "num_warmup_steps",
+            "max_steps",
+            "save_steps",
+            "save_total_limit",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"--{name} {value} must not be negative")
+        require(
+            not (self.resume and self.overwrite_output_dir),
+            "--resume goes on with a run and --overwrite_output_dir begins it anew; leave one out",
+        )
         require(
             not self.add_eot_token or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
@@ -234,6 +261,11 @@ class RLHFConfig(LearningConfig, RewardSourcesConfig, RolloutConfig, CommonConfi
     )
     num_padding_at_beginning: Optional[int] = flag(
         None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
+    )
+    save_steps: int = flag(
+        10,
+        "Write a checkpoint every N iterations, to go on from; 0: never, and a signal then ends "
+        "the step at once.",
     )
     # learning
     per_device_training_batch_size: int = flag(

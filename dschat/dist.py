@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dschat.knobs import UserError
+from dschat.lifeline import Death, Lifeline
 from dschat.shared_memory import AlternatingBuffers
 
 if TYPE_CHECKING:
@@ -122,6 +123,10 @@ def init(timeout_minutes: float = 60.0) -> None:
             backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
         )
         _check_same_flags()
+        if world_size() > 1:
+            _lifelines[:] = [
+                Lifeline(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects)
+            ]
     else:
         store = torch_dist.HashStore()
         torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -182,10 +187,32 @@ def shutdown() -> None:
     """Leave the process group. Without it a rank sometimes aborts at exit."""
     import torch.distributed as torch_dist
 
+    leave(0)
     if torch_dist.is_initialized():
         _handles.clear()
         _buffers.cache_clear()
         torch_dist.destroy_process_group()
+
+
+_lifelines: list[Lifeline] = []  # of this process, where there are others
+
+
+def leave(code: int) -> None:
+    """Tell the other processes that this one ends, with its exit code: after another code than 0
+    they end too. One that ends without this (SIGKILL) takes them with it.
+    """
+    for lifeline in _lifelines:
+        lifeline.leave(code)
+
+
+def is_watched() -> bool:
+    """Whether this process learns of the others' ends."""
+    return bool(_lifelines)
+
+
+def first_death(wait_s: float = 0.0) -> Death | None:
+    """The first failure of another process, if that is known within ``wait_s``."""
+    return _lifelines[0].first_death(wait_s) if _lifelines else None
 
 
 def barrier() -> None:

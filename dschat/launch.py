@@ -1,8 +1,8 @@
-"""Which steps run, with which commands; and running one, so that nothing of it is left behind.
+"""Which steps run, with which commands.
 
 Comes in: a ``TrainConfig`` with the steps' flags, and the folder that holds the step scripts and
-``training/recipes``. Goes out: a ``Plan`` (what can be wrong without loading a model has been
-checked by then, and nothing was written), and the exit code of each command.
+``training/recipes``. Goes out: a ``Plan``; what can be wrong without loading a model has been
+checked by then, and nothing was written.
 This module must not know torch, DeepSpeed or what a step does: a step is a script, flags and a
 folder.
 """
@@ -11,24 +11,20 @@ import glob
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import cli, dist, nodes
+from dschat import cli, dist, nodes, register
 from dschat.config import UserError
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.output_dir import COMPLETE, check_writable
 from dschat.recipe import STEPS, Recipe, Step, TrainConfig, flag_name, load_recipe, step_values
 from dschat.road import choose_road, inputs_of
-
-GRACE_S = 20.0  # what a step gets between SIGTERM and SIGKILL
+from dschat.unfinished import Ask, go_on
 
 
 @dataclass
@@ -42,6 +38,7 @@ class Plan:
     environment: dict[str, str]
     summary: bool
     nodes: nodes.Nodes
+    anew: list[str]  # flags by which the same command would not go on with this run, but begin it
 
     def folder(self, step: Step) -> Path:
         """Where the step leaves its product."""
@@ -54,8 +51,15 @@ class Plan:
         return not self.nodes.is_first or _finished(self.output_dir, step)
 
 
-def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Plan:
+def plan(
+    config: TrainConfig,
+    groups: Sequence[Sequence[str]],
+    root: Path,
+    ask: Optional[Ask] = None,
+) -> Plan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
+
+    ``ask`` puts a question to the user, where there is one to answer it.
 
     Raises:
         UserError: whatever is wrong with a flag, the recipe, a data file or a model folder.
@@ -89,6 +93,8 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
     _check_tensor_parallel(values[3] if 3 in numbers else {}, where.num_processes)
     if numbers and where.is_first and not config.dry_run:
         check_writable(out)
+    overwrites = any(values[n].get("overwrite_output_dir") for n in numbers)
+    why += _begin(config, {n: steps[n] for n in numbers}, values, where, ask)
     commands = []
     for n in numbers:
         script = os.path.relpath(root / steps[n].name / "main.py")
@@ -101,7 +107,45 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Pl
         _environment(root, where.processes_here, where.gpus_here),
         recipe.summary and where.is_first,
         where,
+        ["--restart"] * config.restart + ["--overwrite_output_dir"] * overwrites,
     )
+
+
+def _begin(
+    config: TrainConfig,
+    steps: Mapping[int, Step],
+    values: dict[int, dict[str, Any]],
+    where: nodes.Nodes,
+    ask: Optional[Ask],
+) -> list[str]:
+    """How each of the steps that run begins: completes its values, and returns a line where it is
+    not at the start of an empty folder.
+    """
+    paths = [n for n in steps if values[n].get("resume") not in (None, "latest")]
+    if len(paths) > 1:
+        raise UserError(
+            f"--resume {values[paths[0]]['resume']} is a checkpoint of one step; name that: "
+            f"--step{paths[-1]}.resume"
+        )
+    if config.dry_run:
+        ask = lambda question: True  # noqa: E731  nothing is done with the answer
+    elif config.node_rank is not None:
+        ask = None  # each machine would ask
+    notes = []
+    for n, step in steps.items():
+        made_here = {values[m]["output_dir"] for m in steps if m < n}
+        _check_nobody_writes(values[n]["output_dir"])
+        notes += go_on(step, values[n], made_here, where.num_processes, config.restart, ask)
+    return notes
+
+
+def _check_nobody_writes(folder: str) -> None:
+    pids = register.Register(Path(folder) / register.FOLDER).here()
+    if pids:
+        raise UserError(
+            f"--output_dir: {folder} is being written by a run that lost its train.py (process "
+            f"{', '.join(map(str, pids))}); end that, or let it finish"
+        )
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
@@ -278,54 +322,3 @@ def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str
     for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):
         environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
     return environment
-
-
-def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command`` in a process group of its own, wait for it, and return its exit code.
-
-    SIGINT or SIGTERM to this process ends the whole group (a second one kills it); the code is then
-    130 or 143. However the command ends, no process of its group is left.
-    """
-    caught: list[int] = []
-    before = {
-        signum: signal.signal(signum, lambda number, _frame: caught.append(number))
-        for signum in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        ours = {cli.LAUNCHED_BY: str(os.getpid())}
-        process = subprocess.Popen(command, env={**environment, **ours}, start_new_session=True)
-        while process.poll() is None and not caught:
-            time.sleep(0.05)
-        _end_group(process, caught)
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-    if caught:
-        sys.stderr.write("interrupted\n" if caught[0] == signal.SIGINT else "terminated\n")
-        return 128 + caught[0]
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def _end_group(process: subprocess.Popen, caught: list[int]) -> None:
-    """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
-    # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.
-    _signal_group(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while _signal_group(process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
-        if process.poll() is not None:  # then only: Popen must be the one to reap its own process
-            with suppress(
-                ChildProcessError
-            ):  # orphans are ours to reap where we are a container's init
-                os.waitpid(-process.pid, os.WNOHANG)
-        time.sleep(0.05)
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_group(group: int, signum: int) -> bool:
-    """Send a signal; whether the process group exists."""
-    try:
-        os.killpg(group, signum)
-    except ProcessLookupError:
-        return False
-    return True

@@ -101,10 +101,12 @@ def release() -> None:
             handler.speak()
 
 
-def progress(total: int, description: str, disable: bool = False) -> tqdm:
+def progress(total: int, description: str, disable: bool = False, done: int = 0) -> tqdm:
     """A progress bar on rank 0's terminal; silent where standard error is not one."""
     off = disable or not dist.is_main_process() or not sys.stderr.isatty()
-    return tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
+    bar = tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
+    bar.update(done)
+    return bar
 
 
 def format_line(step: int, total: int, metrics: dict[str, float], columns: Iterable[str]) -> str:
@@ -147,15 +149,58 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-        if config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        self._folder = folder
+        # A run that goes on keeps what there is, up to where `go_on_from` says.
+        mode = "a" if config.resume else "w"
+        self._file = (folder / "metrics.jsonl").open(mode, encoding="utf-8")
+        self._found = self._file.tell()
+        self._uses_tensorboard = config.enable_tensorboard
+        if config.enable_tensorboard and not config.resume:
+            self._start_tensorboard()
         if config.enable_wandb:
             import wandb
 
             self._wandb = wandb.init(project="dschat", dir=str(folder), config=vars(config))
+
+    def _start_tensorboard(self, **options: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), **options)
+
+    @property
+    def position(self) -> int:
+        """Bytes written to metrics.jsonl; 0 where another process writes it."""
+        return self._file.tell() if self._file is not None else 0
+
+    def go_on_from(self, position: int, step: int) -> None:
+        """Forget what was recorded after ``position``, which a checkpoint of ``step`` remembers."""
+        if self._file is None:
+            return
+        if position > self._file.tell():
+            raise UserError(
+                f"{self._file.name} is shorter than when the checkpoint of step {step} was made; "
+                "put it back, or begin anew with --restart"
+            )
+        self._truncate(position)
+        if self._uses_tensorboard:
+            self._start_tensorboard(purge_step=step + 1)
+
+    def _truncate(self, position: int) -> None:
+        self._file.flush()
+        self._file.truncate(position)
+        self._file.seek(position)
+
+    def begin(self) -> None:
+        """Forget what an earlier run recorded: there was nothing to go on from."""
+        if self._file is None:
+            return
+        if self._found:
+            own = Path(self._file.name).read_bytes()[self._found :]
+            self._truncate(0)
+            self._file.write(own.decode())
+            self._file.flush()
+        if self._uses_tensorboard and self._tensorboard is None:
+            self._start_tensorboard()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""

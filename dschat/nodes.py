@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,6 +154,13 @@ class Nodes:
         return list(self.hosts.values())[self.config.node_rank or 0]
 
     @property
+    def relay(self) -> Optional[int]:
+        """The signal that the command passes on to its processes on all machines, if there is
+        such.
+        """
+        return signal.SIGUSR1 if self.config.launcher == "slurm" else None
+
+    @property
     def is_first(self) -> bool:
         """Whether rank 0, which writes all files, is started from here."""
         return not self.config.node_rank
@@ -196,7 +204,7 @@ class Nodes:
             world[list(world)[self.config.node_rank]] = visible[: self.processes_here]
         info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
         return [
-            *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=warning"),
+            *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),
             *(f"--world_info={info}", f"--node_rank={self.config.node_rank}"),
             *(f"--master_addr={self.config.master_addr}", f"--master_port={port}"),
         ]
@@ -332,7 +340,7 @@ def _check_reach(config: NodesConfig, num_nodes: int, dry_run: bool) -> None:
 
 
 def _runner() -> list[str]:
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
 
 
 def _free_port() -> int:

@@ -6,6 +6,7 @@ checkpoint) costs nobody a finished model. It must not know what is written.
 """
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dschat import dist
 from dschat.knobs import UserError
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
+CHECKPOINTS = "checkpoints"  # the folder of what a run can go on from
 
 
 def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
@@ -57,9 +59,10 @@ def _is_blocked(folder: Path) -> bool:
     return any(os.path.lexists(p) and not os.path.isdir(p) for p in (folder, *folder.parents))
 
 
-def claim_output_dir(output_dir: str | Path) -> None:
+def claim_output_dir(output_dir: str | Path, goes_on: bool = False) -> None:
     """Collective. Make the folder, and take the mark of an earlier run away: what is there now is
-    no longer what it says.
+    no longer what it says. Unless the run ``goes_on``, first its checkpoints: without the mark they
+    would be those of an unfinished one.
     """
     if dist.is_main_process():
         folder = Path(output_dir)
@@ -67,6 +70,8 @@ def claim_output_dir(output_dir: str | Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
+        if not goes_on:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         (folder / COMPLETE).unlink(missing_ok=True)
     dist.barrier()
 

@@ -42,7 +42,7 @@ class Step:
 STEPS = {
     1: Step(1, "step1_sft", "supervised fine-tuning", SFTConfig, "step1_sft"),
     2: Step(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
-    3: Step(3, "step3_rlhf", "PPO", RLHFConfig, "step3_rlhf"),
+    3: Step(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
 }
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
@@ -67,6 +67,10 @@ class TrainConfig(NodesConfig):
     )
     recipe: Optional[str] = flag(
         None, "A name in training/recipes, or a YAML file; default: demo where no model is named."
+    )
+    restart: bool = flag(
+        False,
+        "Begin a step that was cut short anew, in place of going on from its newest checkpoint.",
     )
     dry_run: bool = flag(False, "Print the commands and run nothing.")
     plan: bool = flag(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
-from dschat.checkpoint import export_adapter, export_hf
+from dschat.checkpoint import RunState, export_adapter, export_hf
 from dschat.config import SupervisedConfig
-from dschat.data.batches import StepBatches
+from dschat.continuation import boundaries
+from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.deepspeed_setup import ZeroSettings, initialize_training
 from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
@@ -279,18 +280,33 @@ def train(
 ) -> dict[str, float]:
     """Collective. Evaluate, train, evaluate; returns the last evaluation's metrics.
 
-    Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient.
+    With ``--resume`` it goes on where a checkpoint was made, as if nothing had happened.
+
+    Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient,
+    ``Stopped`` where it was asked to stop, saved.
     """
     total = num_total_steps(config, train_batches)
-    result = _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
-    done, epoch, skipped = 0, 0, SkippedSteps(config.max_bad_steps)
-    engine.train()
-    bar = progress(total, "training", config.disable_tqdm)
-    while done < total:
-        for micro_batches in train_batches.epoch(epoch):
+    steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
+
+    def state() -> RunState:
+        values = {"step": steps.taken, "bad": skipped.in_a_row, "log": metrics_log.position}
+        return RunState({"model": engine}, values=values)
+
+    with boundaries(config) as bounds:
+        values = bounds.begin(RunState({"model": engine}))
+        if values is None:
+            metrics_log.begin()
+            _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
+        else:
+            steps.taken, skipped.in_a_row = values["step"], values["bad"]
+            metrics_log.go_on_from(values["log"], values["step"])
+        engine.train()
+        bar = progress(total, "training", config.disable_tqdm, steps.taken)
+        while steps.taken < total:
+            epoch = train_batches.epoch_of(steps.taken)
             rate, started = learning_rate(engine), time.perf_counter()
-            metrics, step = train_step(engine, task, micro_batches)
-            done += 1
+            metrics, step = train_step(engine, task, next(steps))
+            done = steps.taken
             bar.update()
             skipped.take(step, f"step {done}")
             metrics |= {
@@ -308,11 +324,9 @@ def train(
                 logger.info(format_line(done, total, metrics, columns))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
                 _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
-            if done == total:
-                break
-        epoch += 1
-    bar.close()
-    return _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total) or result
+            bounds.after(done, state, is_last=done == total)
+        bar.close()
+    return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)
 
 
 def _evaluate_and_log(

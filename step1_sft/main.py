@@ -25,12 +25,14 @@ def main() -> None:
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.output_dir import check_output_dir, claim_output_dir
+    from dschat.resume import check_start
 
     log.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or "output/step1_sft"
     check_output_dir(config.output_dir, config.overwrite_output_dir)
+    check_start(config)
     log.check_sinks(config)
     zero = supervised.zero_settings(config)
 
@@ -63,7 +65,7 @@ def main() -> None:
     engine = supervised.build_engine(model, config, zero, num_steps)
 
     # Loop.
-    claim_output_dir(config.output_dir)
+    claim_output_dir(config.output_dir, bool(config.resume))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)

@@ -26,6 +26,7 @@ def main() -> None:
     from dschat.models.kind import require_causal_lm, require_score_head
     from dschat.models.load import load_config
     from dschat.output_dir import check_output_dir
+    from dschat.resume import check_start
 
     log.setup(config.log_level, hold=True)
     dist.init()
@@ -33,6 +34,7 @@ def main() -> None:
     folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
     config.output_dir = config.output_dir or folder
     check_output_dir(config.output_dir, config.overwrite_output_dir)
+    check_start(config)
     log.check_sinks(config)
     zero = supervised.zero_settings(config)
 
@@ -82,7 +84,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     engine = supervised.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
-    claim_output_dir(config.output_dir)
+    claim_output_dir(config.output_dir, bool(config.resume))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.RewardTask(tokenizer.pad_token_id)
@@ -127,7 +129,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     )
 
     # Loop.
-    claim_output_dir(config.output_dir)
+    claim_output_dir(config.output_dir, bool(config.resume))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     if config.precompute_ref_logprobs:

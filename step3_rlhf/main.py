@@ -9,8 +9,6 @@
 The loop below is the one the README shows for notebooks.
 """
 
-from itertools import chain, repeat
-
 from dschat import cli, dist
 from dschat.config import RLHFConfig
 
@@ -23,15 +21,17 @@ def main() -> None:
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
     from dschat.builtin_model import resolve_model
+    from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.deepspeed_setup import zero_settings
     from dschat.models.kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
+    from dschat.resume import check_start
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts
-    from dschat.rlhf.rewards import RewardError, RewardPrograms
+    from dschat.rlhf.rewards import RewardPrograms
     from dschat.rlhf.run import Reporter, unsupervised_steps
 
     log.setup(args.log_level, hold=True)
@@ -39,6 +39,7 @@ def main() -> None:
     set_seed(args.seed)
     args.output_dir = args.output_dir or "output/step3_rlhf"
     check_output_dir(args.output_dir, args.overwrite_output_dir)
+    check_start(args)
     log.check_sinks(args)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # a wrong DeepSpeed file ends the run here
@@ -55,7 +56,9 @@ def main() -> None:
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
         unsupervised = unsupervised_steps(args, tokenizer)
-    RewardPrograms.of(args).check_columns(prompt_columns(prompts))
+    programs = RewardPrograms.of(args)
+    for table in (prompts, *([held_out] if len(held_out) else [])):
+        programs.check_columns(prompt_columns(table))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
@@ -68,28 +71,22 @@ def main() -> None:
         num_total_iters=num_iters,
         args=args,
     )
-    prompt_batches = chain.from_iterable(repeat(prompt_train_dataloader))  # epoch after epoch
+    prompt_batches = prompt_train_dataloader.endless()  # epoch after epoch
     trainer = DeepSpeedPPOTrainer(
         engine=engine, args=args, unsupervised=unsupervised, more_prompts=prompt_batches
     )
 
     # Loop.
-    claim_output_dir(args.output_dir)
+    claim_output_dir(args.output_dir, bool(args.resume))
     log.release()
     report = Reporter(trainer, HeldOutPrompts.of(held_out, args), num_iters)
-    report.evaluate()
-    try:
-        for prompt_batch in prompt_batches:
-            out = trainer.generate_experience(prompt_batch)
+    with boundaries(args) as bounds:
+        report.begin(bounds)
+        while trainer.iteration < num_iters:
+            out = trainer.generate_experience(next(prompt_batches))
             actor_loss, critic_loss = trainer.train_rlhf(out)
             report.step(out)
-            if trainer.iteration == num_iters:
-                break
-        report.evaluate()
-    except RewardError:
-        engine.save(args.output_dir)  # what was learned before a reward function failed
-        log.logger.info("saved the models of iteration %d: %s", trainer.iteration, args.output_dir)
-        raise
+    report.evaluate()
     report.close()
 
     # Save.

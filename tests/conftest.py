@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "inference")]
+sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("dist", "inference", "faults"))]
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat import cli
+from dschat import cli, dist, stopping
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.lifeline import Death
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
@@ -187,6 +188,28 @@ def test_exit_codes(capsys):
     assert exits_with(raises(FloatingPointError("nan")), capsys) == (1, "error: nan\n")
 
 
+def test_stopped_training_says_how_to_go_on(capsys, monkeypatch):
+    saved = stopping.Stopped(7, Path("out/checkpoints/step_000007"))
+    line = "stopped at step 7, saved in out/checkpoints/step_000007; "
+    line += "the same command with --resume latest goes on from there\n"
+    assert exits_with(raises(saved), capsys) == (75, line)
+    line = "stopped at step 7, nothing is saved\n"
+    assert exits_with(raises(stopping.Stopped(7, None)), capsys) == (75, line)
+    monkeypatch.setenv(cli.LAUNCHED_BY, "1")
+    assert exits_with(raises(saved), capsys) == (75, "")
+
+
+def test_the_first_failure_is_the_one_shown(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, said = exits_with(raises(RuntimeError("mine")), capsys)
+    assert (code, said.splitlines()[-1]) == (1, "RuntimeError: mine")
+    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, 3))
+    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (3, "")
+    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, None))
+    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (1, "")
+
+
 def test_sigterm_is_one_line_unless_train_py_speaks(capsys, monkeypatch):
     def terminated():
         signal.raise_signal(signal.SIGTERM)
@@ -211,6 +234,13 @@ def test_only_the_main_process_speaks(capsys, monkeypatch):
     assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
     assert waited  # rank 0 gets to speak before the launcher stops it
     assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "")
+    # ... unless rank 0 sees nothing wrong
+    monkeypatch.setattr(dist, "is_watched", lambda: True)
+    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(0, 2))
+    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
+    monkeypatch.setattr(dist, "first_death", lambda wait_s: None)
+    alone = "error: process 1: --x is wrong\n"
+    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, alone)
 
 
 def test_every_field_has_help_and_its_own_name():

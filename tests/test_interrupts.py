@@ -1,10 +1,13 @@
 """Ctrl-C and SIGTERM, at whatever moment: one line, 130 or 143, no process and no model left.
 
+In a loop that saves they stop it: one line that says how to go on, 75, and a whole checkpoint.
+
 The commands are real, each in a fork (``forked.py``); train.py, which starts processes itself, has
 its own such tests in ``test_launch.py``.
 """
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -21,16 +24,21 @@ STEP3 = (
 MOMENTS = {  # a command, and when the signal comes
     "loading": (f"{STEP1} --data_path {{f}}/many.jsonl", {"after_s": 0.4}),
     "training": (
-        f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000",
+        f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 0",
         {"after_file": "out/metrics.jsonl"},
     ),
     "training, step 3": (
-        f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000",
+        f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 0",
         {"after_file": "out/metrics.jsonl"},
     ),
     "chat": ("chat.py --path {f}/llama", {"after_text": "InferenceEngine"}),
 }
+SAVING = {  # nothing but what a signal asks for
+    "step 1": f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 1000000",
+    "step 3": f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 1000000",
+}
 CASES = [(moment, signum) for moment in MOMENTS for signum in ENDS]
+CASES += [("step 1", signal.SIGINT), ("step 3", signal.SIGUSR1)]
 
 
 def write_inputs(folder: Path) -> None:
@@ -50,15 +58,41 @@ def write_inputs(folder: Path) -> None:
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupts")
     commands = []
+    in_loop = {"after_file": "out/metrics.jsonl"}
     for moment, signum in CASES:
-        command, when = MOMENTS[moment]
+        command, when = MOMENTS.get(moment) or (SAVING[moment], in_loop)
         commands.append(forked.Command(command.format(f=folder).split(), signum, **when))
     return dict(zip(CASES, forked.run_all(folder, Path(__file__), commands), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("moment", "signum"), CASES, ids=[f"{moment}, {s.name}" for moment, s in CASES]
-)
+def cases(moments):
+    chosen = [case for case in CASES if case[0] in moments]
+    ids = [f"{moment}, {signum.name}" for moment, signum in chosen]
+    return pytest.mark.parametrize(("moment", "signum"), chosen, ids=ids)
+
+
+@cases(SAVING)
+def test_a_loop_that_saves_stops(outcomes, moment, signum):
+    outcome = outcomes[moment, signum]
+    assert outcome.code == 75, outcome.stderr[-2000:]
+    *before, last = outcome.stderr.splitlines()
+    found = re.fullmatch(
+        r"stopped at step \d+, saved in (out/checkpoints/step_\d{6}); "
+        "the same command with --resume latest goes on from there",
+        last,
+    )
+    assert found, last
+    notice = "stopping after this step; a second signal ends it at once"
+    assert before.count(notice) == 1
+    assert all(line[2:3] == ":" or line == notice for line in before), before
+    assert [name for name in outcome.left if name.endswith("manifest.json")] == [
+        f"{found[1]}/manifest.json"
+    ]
+    assert not outcome.orphans
+    assert "out/COMPLETE" not in outcome.left
+
+
+@cases(MOMENTS)
 def test_one_line_and_nothing_half(outcomes, moment, signum):
     outcome = outcomes[moment, signum]
     code, word = ENDS[signum]

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat import launch, recipe
-from dschat.config import UserError
+from dschat import launch, recipe, resume
+from dschat.checkpoint.manifest import manifest_bytes
+from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +40,27 @@ if os.environ.get("HANG") == name:
     (out / "pids.tmp").write_text(json.dumps([os.getpid(), child.pid]))
     (out / "pids.tmp").rename(out / "pids")
     time.sleep(120)
+if os.environ.get("LOOP") == name:
+    from dschat import cli, dist, stopping
+    from dschat.checkpoint.manifest import manifest_bytes
+
+    def main():
+        if dist.world_size() > 1:
+            dist.init()
+        with stopping.requests(out) as stop:
+            (out / f"in_loop{dist.rank()}").write_text(str(os.getpid()))
+            for step in range(1, 1000):
+                if os.environ.get("KILL") == str(dist.rank()) and step == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(float(os.environ.get("STEP_S", 0.1)))
+                if stop.agreed():
+                    folder = out / "checkpoints" / f"step_{step:06d}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    text = manifest_bytes(step, dist.world_size(), {}, {})
+                    (folder / "manifest.json").write_bytes(text)
+                    raise stopping.Stopped(step, folder)
+
+    cli.run(main)
 from dschat import dist
 
 seen = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "PATH", "RANK", "WORLD_SIZE")}
@@ -303,6 +325,120 @@ def test_step_three_takes_models_as_they_are(tree):
     assert "critic_model_name_or_path" not in fields[3]  # step 3 fills one in by the other
 
 
+# What an earlier run left unfinished
+
+
+def cut_short(folder: Path, config: CommonConfig, step: int = 12, world_size: int = 1) -> Path:
+    """A checkpoint of a run with these settings."""
+    checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+    checkpoint.mkdir(parents=True)
+    text = manifest_bytes(step, world_size, resume.settings_of(config), {})
+    (checkpoint / "manifest.json").write_bytes(text)
+    return checkpoint
+
+
+def sft(**values: object) -> SFTConfig:
+    """Step 1's configuration of the recipe quiet."""
+    return SFTConfig(**{"model_name_or_path": "hub/actor", "seed": 3} | values)
+
+
+QUIET = ("--recipe", "quiet", "--output-dir", "out")
+
+
+def test_an_unfinished_step_goes_on(tree):
+    step1 = Path("out/step1_sft")
+    cut_short(step1, sft(), step=12)
+    newest = cut_short(step1, sft(), step=24, world_size=2)
+    cut_short(step1, sft(), step=36).joinpath("manifest.json").write_text("{")  # damaged
+    fields = planned(tree, *QUIET, "--save-steps", "7", "--log-level", "error")
+    assert [fields[n].get("resume") for n in (1, 2, 3)] == ["latest", None, None]
+    assert "overwrite_output_dir" not in fields[1]
+    note = f"step 1 goes on from {newest}, on 1 process, not 2"
+    assert plan(tree, *QUIET).notes == [note]
+    for name in ("config.json", "COMPLETE"):  # then there is nothing to go on with
+        (step1 / name).write_text("{}")
+    assert list(planned(tree, *QUIET)) == [2, 3]
+
+
+CHANGED = r"out/step1_sft .* \(seed: 3 -> 4; max_steps: 0 -> 9\); --resume latest .* --restart "
+
+
+def test_changed_settings_need_a_yes(tree):
+    cut_short(Path("out/step1_sft"), sft())
+    argv = (*QUIET, "--step1.seed", "4", "--step1.max-steps", "9", "--logging-steps", "5")
+    with pytest.raises(UserError, match=CHANGED):
+        plan(tree, *argv)
+    accepted = planned(tree, *argv, "--step1.resume")
+    assert (accepted[1]["resume"], accepted[1]["seed"]) == ("latest", 4)
+    assert "resume" not in accepted[2]
+    assert "with other settings (seed: 3 -> 4; " in plan(tree, *argv, "--resume").notes[0]
+    assert plan(tree, *argv, "--dry-run").commands  # asks nobody
+    anew = planned(tree, *argv, "--restart")
+    assert anew[1]["overwrite_output_dir"] is True
+    assert "resume" not in anew[1]
+    assert "overwrite_output_dir" not in anew[2]
+
+
+def test_the_question_names_what_changed(tree):
+    cut_short(Path("out/step1_sft"), sft())
+    asked = []
+
+    def plan_with(answer: bool) -> launch.Plan:
+        parsed = recipe.parse_args([*QUIET, "--step1.seed", "4"])
+        return launch.plan(*parsed, tree, lambda question: asked.append(question) or answer)
+
+    assert "goes on from" in plan_with(True).notes[0]
+    assert asked[0].splitlines()[1:] == ["  seed: 3 -> 4", "Go on with these?"]
+    with pytest.raises(UserError, match="--restart begins step 1 anew"):
+        plan_with(False)
+
+
+def test_a_step_does_not_go_on_from_another_model(tree):
+    """The reference is loaded again: it must be the one that the checkpoint's run had."""
+    step3 = RLHFConfig(
+        seed=3,
+        actor_model_name_or_path="out/step1_sft",
+        critic_model_name_or_path="out/step2_reward",
+    )
+    checkpoint = cut_short(Path("out/step3_rlhf"), step3)
+    step1, step2 = finish(Path("out/step1_sft")), finish(Path("out/step2_reward"))
+    before = os.path.getmtime(checkpoint / "manifest.json") - 100
+    for folder in (step1, step2):
+        os.utime(folder / "COMPLETE", (before, before))
+    assert planned(tree, *QUIET)[3]["resume"] == "latest"
+    os.utime(step1 / "COMPLETE", (before + 200, before + 200))
+    again = "actor_model_name_or_path: out/step1_sft -> out/step1_sft, trained again"
+    with pytest.raises(UserError, match=again):
+        plan(tree, *QUIET)
+    (step1 / "COMPLETE").unlink()  # this run would train it
+    with pytest.raises(UserError, match=again):
+        plan(tree, *QUIET)
+    assert planned(tree, *QUIET, "--step3.overwrite-output-dir")[3]["overwrite_output_dir"] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--restart --resume", "--restart begins anew and --resume goes on; leave one out"),
+        ("--resume --overwrite-output-dir", "--resume goes on with a run and --overwrite_output"),
+        ("--resume out/x", "--resume out/x is a checkpoint of one step; name that: --step3.resume"),
+        ("--save-steps -1", "--save_steps -1 must not be negative"),
+        ("--save-total-limit -1", "--save_total_limit -1 must not be negative"),
+    ],
+)
+def test_mistakes_about_going_on(tree, argv, message):
+    with pytest.raises(UserError) as error:
+        plan(tree, *QUIET, *argv.split())
+    assert str(error.value).startswith(message)
+
+
+def test_a_checkpoint_by_its_name(tree):
+    cut_short(Path("out/step1_sft"), sft(seed=9))
+    argv = (*QUIET, "--step1.resume", "out/step1_sft/checkpoints/step_000012")
+    assert planned(tree, *argv)[1]["resume"] == argv[-1]
+    assert plan(tree, *argv).notes == [f"step 1 goes on from {argv[-1]}"]
+
+
 # Runs of two steps
 
 
@@ -530,6 +666,107 @@ def test_interruption_leaves_no_orphan(tree, signals, code, variables):
     returned, said, started = interrupted([], signals, **variables)
     assert (returned, said) == (code, "interrupted\n" if code == 130 else "terminated\n")
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+
+
+def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:
+    """train.py, and the processes of its first step once they are in their loop."""
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
+        env=environment(LOOP="step1_sft", **variables),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    files = [Path(f"out/step1_sft/in_loop{rank}") for rank in range(ranks)]
+    assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 60), run.poll()
+    return run, [int(file.read_text()) for file in files]
+
+
+def check_stopped(run: subprocess.Popen, pids: list[int]) -> None:
+    said = run.communicate(timeout=60)[1]
+    assert run.returncode == 75, said
+    notice, line = said.splitlines()
+    assert notice == "stopping after this step; a second signal ends it at once"
+    (folder,) = Path("out/step1_sft/checkpoints").iterdir()
+    assert line == (f"stopped in step 1, saved in {folder}; the same command goes on from there")
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 5)
+    assert not Path("out/step2_reward").exists()
+    assert not Path("out/step1_sft/.ranks").exists()
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
+def test_a_signal_stops_training_in_peace(tree, signum):
+    run, pids = in_loop()
+    run.send_signal(signum)
+    check_stopped(run, pids)
+
+
+def test_a_second_signal_ends_training_at_once(tree):
+    run, pids = in_loop(STEP_S="60")
+    for _ in range(2):
+        run.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    said = run.communicate(timeout=10)[1]
+    assert (run.returncode, said.splitlines()[-1]) == (143, "terminated")
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 5)
+    assert not Path("out/step1_sft/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_asked_by_others_stops_the_run_too(tree):
+    """SLURM may signal the processes in place of train.py."""
+    run, pids = in_loop()
+    os.kill(pids[0], signal.SIGUSR1)
+    said = run.communicate(timeout=30)[1]
+    assert run.returncode == 75
+    assert said.startswith("stopped in step 1, saved in out/step1_sft/checkpoints/step_")
+    assert not Path("out/step2_reward").exists()
+
+
+@pytest.mark.slow
+def test_who_begins_anew_is_told_what_to_leave_out(tree):
+    run, _ = in_loop("--overwrite-output-dir", "--restart")
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=30)[1]
+    anew = "the same command without --restart and --overwrite_output_dir goes on from there\n"
+    assert said.endswith(anew)
+
+
+def test_a_folder_that_is_written_already(tree):
+    """A run that lost its train.py writes on."""
+    run, pids = in_loop()
+    run.kill()
+    run.wait()
+    try:
+        with pytest.raises(UserError, match=rf"out/step1_sft .* \(process {pids[0]}\)"):
+            plan(tree, "--recipe", "quiet", "--output-dir", "out")
+    finally:
+        os.kill(pids[0], signal.SIGKILL)
+    assert wait_for(lambda: plan(tree, "--recipe", "quiet", "--output-dir", "out"), 5)
+
+
+@pytest.mark.dist
+def test_a_signal_stops_all_ranks_together(tree):
+    run, pids = in_loop("--num-gpus", "2", ranks=2)
+    run.send_signal(signal.SIGTERM)
+    check_stopped(run, pids)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_takes_the_others_with_it(tree, rank):
+    run, pids = in_loop("--num-gpus", "2", ranks=2, KILL=str(rank))
+    assert wait_for(lambda: not alive(pids[rank]), 30)
+    assert wait_for(lambda: not alive(pids[1 - rank]), 30)
+    said = run.communicate(timeout=30)[1]
+    assert run.returncode not in (0, 75)
+    assert f"error: process {rank} of 2 (pid {pids[rank]} on " in said
+    assert "Traceback" not in said
+    assert not Path("out/step1_sft/checkpoints").exists()
 
 
 @pytest.mark.dist

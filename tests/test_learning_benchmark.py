@@ -120,8 +120,8 @@ def test_the_clock_stops_while_weights_are_set_aside(tmp_path, monkeypatch):
 def test_exact_match():
     from learning_task import exact_match
 
-    answers = ["85", " 85 ", "850", "", "8 5"]
-    assert exact_match(answers, ["85"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    answers = ["85", " 85 ", "850", "", "8 5", "3,85"]
+    assert exact_match(answers, ["85"] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 # -- curves ----------------------------------------------------------------------------------------

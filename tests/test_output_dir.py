@@ -43,3 +43,25 @@ def test_a_dangling_link_is_in_the_way(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="a file is in its way"):
         check_output_dir(tmp_path / "link", overwrite=True)
+
+
+def test_old_checkpoints_go_before_the_mark_and_stay_with_a_run_that_goes_on(tmp_path, monkeypatch):
+    def made():
+        (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
+        (tmp_path / COMPLETE).write_text("")
+
+    made()
+    claim_output_dir(tmp_path, goes_on=True)
+    assert (tmp_path / "checkpoints/step_000002").is_dir()
+    assert not (tmp_path / COMPLETE).exists()
+    made_again = tmp_path / COMPLETE
+    made_again.write_text("")
+    unlink = Path.unlink
+
+    def killed_here(path, **options):
+        assert not (tmp_path / "checkpoints").exists()
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", killed_here)
+    claim_output_dir(tmp_path)
+    assert not made_again.exists()

@@ -3,7 +3,9 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,37 @@ def test_an_example_starts_what_parses(path, tmp_path):
     else:
         launch.cli.parse(recipe.STEPS[1].config_class, flags)
         assert calls.read_text().startswith("srun ")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("signum", "back"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_an_example_stops_in_peace(path, tmp_path, signum, back):
+    """SLURM signals the script; training gets it, and the job goes back into the queue."""
+    wait = "trap 'echo USR1 > got; exit 75' USR1\ntrap 'echo TERM > got; exit 75' TERM\n"
+    wait += "touch ready\nwhile :; do sleep 0.05; done\n"
+    programs = {"scontrol": 'echo "$*" >> scontrol\necho gpu001\n', "srun": wait}
+    for name, text in (programs | {".venv/bin/python": wait}).items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text("#!/bin/bash\n" + text.replace(">> scontrol", ">> calls"))
+        program.chmod(0o755)
+    search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    job = subprocess.Popen(
+        ["bash", str(path)],
+        cwd=tmp_path,
+        env=os.environ | JOB | {"PATH": search, "SLURM_JOB_ID": "7"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.send_signal(signum)
+    said = job.communicate(timeout=30)[1]
+    assert (tmp_path / "got").read_text() == f"{signum.name[3:]}\n"
+    calls = tmp_path / "calls"
+    requeued = calls.exists() and "requeue 7" in calls.read_text()
+    assert (job.returncode, requeued) == ((0, True) if back else (75, False)), said
 
 
 def test_commands_in_comments_parse(tmp_path):

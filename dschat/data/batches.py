@@ -82,6 +82,10 @@ class StepBatches:
         full, rest = divmod(len(self.dataset), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    def epoch_of(self, step: int) -> int:
+        """The epoch of the step after so many."""
+        return 0 if isinstance(self.dataset, RowStream) else step // max(1, len(self))
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Rows]]:
         """The micro-batches of each optimizer step of an epoch, from ``first_step`` on (to resume).
 
@@ -142,6 +146,36 @@ class Prompts(list):
         self.columns = columns or {}
 
 
+class Endless(Iterator[Any]):
+    """Items without end, and the place in them: a run that was cut short goes on there.
+
+    Args:
+        from_place: starts anew, behind so many items.
+
+    Attributes: ``taken``, how many were; setting it is going there.
+    """
+
+    def __init__(self, from_place: Callable[[int], Iterator[Any]]) -> None:
+        self._from_place = from_place
+        self._items: Iterator[Any] | None = None
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    @taken.setter
+    def taken(self, place: int) -> None:
+        self._taken, self._items = place, None
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._from_place(self._taken)
+        item = next(self._items)
+        self._taken += 1
+        return item
+
+
 class PromptBatches:
     """Step 3's data loader: every iteration yields this rank's prompts of one rollout, as id lists
     (`Prompts`).
@@ -188,6 +222,19 @@ class PromptBatches:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for (rows,) in self._batches.epoch(epoch):
             yield prompts_of(rows, self._columns)
+
+    def endless(self) -> Endless:
+        """Rollout after rollout, epoch after epoch."""
+        return Endless(self._from)
+
+    def _from(self, taken: int) -> Iterator[Prompts]:
+        batches = self._batches
+        if self._rollouts is None:
+            for (rows,) in _steps(batches, taken):
+                yield prompts_of(rows, self._columns)
+        rollouts = _full_rollouts(batches.dataset, batches.global_batch_size)
+        for rows in islice(rollouts, taken, None):
+            yield prompts_of(_share(rows, *self._place), self._columns)
 
 
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> Prompts:
@@ -237,9 +284,15 @@ def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
             rows = rows[rollout_prompts:]
 
 
-def endless(batches: StepBatches) -> Iterator[list[Rows]]:
+def endless(batches: StepBatches) -> Endless:
     """The optimizer steps of epoch 0, 1, 2, ... without end."""
-    epoch = 0
+    return Endless(lambda taken: _steps(batches, taken))
+
+
+def _steps(batches: StepBatches, taken: int) -> Iterator[list[Rows]]:
+    if isinstance(batches.dataset, RowStream):
+        yield from batches.epoch(0, taken)
+    epoch, first = divmod(taken, len(batches))
     while True:
-        yield from batches.epoch(epoch)
-        epoch += 1
+        yield from batches.epoch(epoch, first)
+        epoch, first = epoch + 1, 0

@@ -106,6 +106,7 @@ class Worker:
 def serve(descriptor: int) -> NoReturn:
     """The process: make the functions, then call them until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # SLURM sends it to all processes of a task
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -115,6 +115,17 @@ class Collector:
         self._more = more_prompts
         self._left = Prompts()  # of all ranks, taken from there, but not asked yet
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout depends on, as JSON can say it; the same on all ranks."""
+        taken = getattr(self._more, "taken", 0)
+        return {"scale": self.scale.state_dict(), "left": vars(self._left), "taken": taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.load_state_dict(state["scale"])
+        self._left = Prompts(**state["left"])
+        if hasattr(self._more, "taken"):
+            self._more.taken = state["taken"]
+
     @property
     def has_programs(self) -> bool:
         """Whether anything but a reward model scores."""

@@ -41,6 +41,11 @@ class ShardedEMA:
         for shard in self._shards():
             self._average[shard.name].lerp_(_own_part(shard), 1 - self._decay)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """This process's part of the average, by parameter name: flat, fp32, in place."""
+        return self._average
+
     def shards(self) -> dict[str, Shard]:
         """The average as shards by parameter name, for `weight_stream`'s ``replace``."""
         return {

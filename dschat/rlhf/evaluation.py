@@ -16,7 +16,7 @@ from torch import Tensor
 from dschat import dist
 from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
-from dschat.data.batches import prompts_of
+from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.gold import answer_metrics
 from dschat.rlhf.collect import Collector, Prompts, source_means
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -41,7 +41,7 @@ class HeldOutPrompts:
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]
         return cls(
-            prompts=Prompts.of(prompts_of(rows)),
+            prompts=Prompts.of(prompts_of(rows, prompt_columns(table))),
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),

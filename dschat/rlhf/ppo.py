@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dschat import dist
+from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.collate import pad_right
 from dschat.losses import (
@@ -74,6 +75,37 @@ class DeepSpeedPPOTrainer:
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
         self._looks = False  # whether this mini-batch is the first time that the actor is asked
+
+    def run_state(self) -> RunState:
+        """All that the next iteration depends on: a checkpoint's content. For the boundary between
+        two iterations, where no experience is pending.
+        """
+        engine = self.engine
+        engines = {"actor": engine.actor, "critic": engine.critic}
+        values = {
+            "iteration": self.iteration,
+            "version": engine.version,
+            "kl_coef": self.kl.value,
+            "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
+            "unsupervised": getattr(self._unsupervised, "taken", 0),
+            "rollouts": self.collector.state_dict(),
+        }
+        return RunState(
+            {name: engine for name, engine in engines.items() if engine is not None},
+            {} if engine.ema is None else {"ema": engine.ema.tensors},
+            values,
+        )
+
+    def go_on_from(self, values: dict[str, Any]) -> None:
+        """Take up the values of a `run_state` whose engines and tensors are back already."""
+        self.iteration = values["iteration"]
+        self.engine.version = values["version"]
+        self.kl.value = values["kl_coef"]
+        for name, skipped in self._skipped.items():
+            skipped.in_a_row = values["bad"][name]
+        if hasattr(self._unsupervised, "taken"):
+            self._unsupervised.taken = values["unsupervised"]
+        self.collector.load_state_dict(values["rollouts"])
 
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""

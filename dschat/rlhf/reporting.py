@@ -100,7 +100,7 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
         mine += [float(getattr(stats, name)) for name in names]
         mine += [stats.occupancy, stats.cache_use]
     seconds, num_bytes, *rest = dist.sum_floats(mine)
-    metrics = {"time/refresh_s": seconds / ranks, "rollout/refresh_gib": num_bytes / ranks / 2**30}
+    metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
     if stats is None:
         return metrics
     prefill, prefill_s, decode, decode_s, preemptions, occupancy, cache_use = rest

@@ -14,7 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat import dist
+from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
+from dschat.continuation import Boundaries
 from dschat.data.batches import StepBatches, endless
 from dschat.data.tokenize import text_dataset
 from dschat.log import MetricsLog, format_line, progress
@@ -83,8 +85,29 @@ class Reporter:
         self._best = -math.inf
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
+    def begin(self, bounds: Boundaries) -> None:
+        """Collective. Go on where a checkpoint was made; or begin, and evaluate."""
+        self._bounds = bounds
+        values = bounds.begin(self._trainer.run_state())
+        if values is None:
+            self._log.begin()
+            self.evaluate()
+            return
+        self._trainer.go_on_from(values)
+        self._best = values["best"]
+        self._log.go_on_from(values["log"], self._trainer.iteration)
+        self._bar.update(self._trainer.iteration)
+
+    def _state(self) -> RunState:
+        state = self._trainer.run_state()
+        state.values |= {"best": self._best, "log": self._log.position}
+        return state
+
     def step(self, experience: Experience) -> None:
-        """Collective. Report the iteration that just ended, and evaluate where one is due."""
+        """Collective. Report the iteration that just ended, evaluate and save where that is due.
+
+        Raises ``Stopped`` where the run was asked to stop, once it is saved.
+        """
         done, args = self._trainer.iteration, self._args
         self._bar.update()
         if done % args.logging_steps == 0:
@@ -94,6 +117,7 @@ class Reporter:
             self._print_answers(experience)
         if args.eval_steps and done % args.eval_steps == 0 and done < self._num_iters:
             self.evaluate()
+        self._bounds.after(done, self._state, is_last=done == self._num_iters)
 
     def evaluate(self) -> None:
         """Collective. Held-out prompts, by the actor and (once it differs) its moving average."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.data.batches import StepBatches
+from dschat.data.batches import PromptBatches, StepBatches, endless
 from dschat.data.collate import collate_pairs, collate_sft, pad_right
 
 
@@ -146,3 +146,28 @@ def test_rows_of_a_table_come_as_dicts():
     table = Dataset.from_dict({"x": np.arange(5).tolist()})
     ((batch,),) = [list(step) for step in StepBatches(table, 5, 5, 0, 1, 0, False).epoch(0)]
     assert batch == [{"x": i} for i in range(5)]
+
+
+def test_an_endless_iterator_goes_on_where_another_stopped():
+    rows = [{"n": n} for n in range(10)]
+    batches = StepBatches(rows, 3, 2, 0, 1, seed=5)
+    first = endless(batches)
+    steps = [next(first) for _ in range(11)]
+    assert first.taken == 11
+    assert steps[:4] == list(batches.epoch(0))
+    assert steps[4:8] == list(batches.epoch(1))
+    for place in (0, 3, 4, 9):
+        again = endless(batches)
+        again.taken = place
+        assert [next(again) for _ in range(11 - place)] == steps[place:]
+        assert again.taken == 11
+
+
+def test_endless_prompts_go_on_too():
+    rows = [{"prompt_ids": [n]} for n in range(7)]
+    expected = PromptBatches(rows, 2, 0, 1, seed=1)
+    passes = [list(prompts) for _ in range(3) for prompts in expected]
+    ours = PromptBatches(rows, 2, 0, 1, seed=1).endless()
+    assert [list(next(ours)) for _ in range(9)] == passes
+    ours.taken = 4
+    assert [list(next(ours)) for _ in range(5)] == passes[4:]

@@ -5,6 +5,7 @@ Both write to one OUT, as on a shared disk. One process a machine; rank 0 is on 
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -113,18 +114,40 @@ def test_all_three_steps_on_two_machines(tmp_path, data):
     assert "talk to it" not in logs[1]
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_a_machine_that_fails_ends_the_other(tmp_path, data):
-    """Killed in the middle of training: both train.py end within seconds, neither with success."""
-    out = tmp_path / "out"
+def training(out: Path, *data: str) -> list[subprocess.Popen]:
+    """Both machines, in the middle of step 1."""
     flags = ("--step", "1", "--actor_model", "builtin/tiny", "--max_steps", "100000", *SMALL)
     runs = two_nodes(out, *flags, *data, "--num_train_epochs", "100000")
     metrics = out / "step1_sft" / "metrics.jsonl"
     deadline = time.monotonic() + 250
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        assert all(run.poll() is None for run in runs), (tmp_path / "node0.log").read_text()
+        assert all(run.poll() is None for run in runs), (out.parent / "node0.log").read_text()
         time.sleep(0.2)
+    return runs
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_machine_stops_both(tmp_path, data, asked):
+    out = tmp_path / "out"
+    runs = training(out, *data)
+    runs[asked].send_signal(signal.SIGUSR1)
+    codes = wait(runs, out, timeout_s=60)
+    logs = [(tmp_path / f"node{n}.log").read_text() for n in (0, 1)]
+    assert codes == [75, 75], logs
+    newest = max((out / "step1_sft" / "checkpoints").iterdir())
+    line = f"stopped in step 1, saved in {newest}; the same command goes on from there"
+    assert [log.splitlines()[-1] for log in logs] == [line, line]
+    assert not (out / "step1_sft" / ".ranks").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_machine_that_fails_ends_the_other(tmp_path, data):
+    """Killed in the middle of training: both train.py end within seconds, neither with success."""
+    out = tmp_path / "out"
+    runs = training(out, *data)
     (rank,) = [
         child
         for child in psutil.Process(runs[1].pid).children(recursive=True)

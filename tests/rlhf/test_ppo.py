@@ -244,7 +244,7 @@ def test_a_rollout_reports_its_refresh_and_its_engine(models_folder):
     prompts = [[3, 4, 5], [6, 7]]
     trainer.generate_experience(prompts)
     first = dict(trainer.metrics)
-    assert first["rollout/refresh_gib"] > 0
+    assert first["memory/refresh_gib"] > 0
     assert first["time/refresh_s"] > 0
     assert first["throughput/prefill_tokens_per_s"] > 0
     assert first["throughput/decode_tokens_per_s"] > 0
@@ -252,4 +252,4 @@ def test_a_rollout_reports_its_refresh_and_its_engine(models_folder):
     assert 0 < first["rollout/cache_use"] <= 1
     assert first["rollout/preemptions"] == 0
     trainer.generate_experience(prompts)
-    assert trainer.metrics["rollout/refresh_gib"] == 0  # no step between: nothing to refresh
+    assert trainer.metrics["memory/refresh_gib"] == 0  # no step between: nothing to refresh

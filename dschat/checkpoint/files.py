@@ -1,0 +1,198 @@
+"""Files that a power cut leaves whole, and folders that are there or not.
+
+Contents come in; files on disk with their sizes and checksums, and renamed folders, go out. It must
+not know what is written, nor which process writes it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat.checkpoint.manifest import MANIFEST, sha256_of
+
+logger = logging.getLogger("dschat")
+
+# Hidden folders beside the checkpoints, by what was going on when the process was killed.
+SAVING, REMOVED, REPLACED, CONVERTED = ".saving", ".removed", ".replaced", ".converted"
+
+# safetensors' names of dtypes (https://github.com/huggingface/safetensors, "Format")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class HashedFile:
+    """A new file that counts and hashes what is written to it; on disk at the end of the scope."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "wb")  # noqa: SIM115  closed by __exit__
+        self._sha = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None  # libraries that write to us may speak of another
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            self.error = error
+            raise
+        self._sha.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def entry(self) -> tuple[int, str]:
+        return self.size, self._sha.hexdigest()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def write_file(path: Path, content: Any) -> tuple[int, str]:
+    """Write ``content`` by the suffix of ``path``: tensors by name (safetensors), what JSON can say
+    (json), or anything (torch's own format). Returns size and sha256, once it is on disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with HashedFile(path) as file:
+        try:
+            if path.suffix == ".safetensors":
+                _write_tensors(file, content)
+            elif path.suffix == ".json":
+                file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+            else:
+                torch.save(content, file)
+        except RuntimeError:  # what torch makes of a write that failed
+            raise file.error or RuntimeError(f"{path} cannot be written") from file.error
+    return file.entry
+
+
+def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
+    """The safetensors format, streamed: the library would hold a second copy of everything."""
+    # Largest elements first, so that each tensor lies aligned to its own.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header, offset = {}, 0
+    for name, tensor in ordered:
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        data = tensor.detach().cpu().contiguous().reshape(-1)
+        file.write(memoryview(data.view(torch.uint8).numpy()))
+
+
+def sync_folders(folder: Path) -> None:
+    """Put the names in ``folder`` and in the folders below it on disk."""
+    for path, _, _ in os.walk(folder):
+        sync_folder(Path(path))
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unclaimed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and checksum of every file in ``folder`` that is not ``claimed``, synced; but hidden
+    ones.
+
+    So is what DeepSpeed copies by itself: optimizer states that live on a disk.
+    """
+    found = {}
+    for root, _, names in os.walk(folder):
+        for path in (Path(root) / name for name in names if not name.startswith(".")):
+            relative = path.relative_to(folder).as_posix()
+            if relative in claimed or relative == MANIFEST:
+                continue
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+            found[relative] = (path.stat().st_size, sha256_of(path))
+    return found
+
+
+def move_in(staging: Path, target: Path) -> None:
+    """Rename ``staging`` to ``target``, in place of one that is there; on disk on return.
+
+    Killed between the two renames, `tidy` brings the old one back.
+    """
+    old = _aside(target, REPLACED)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(staging, target)
+    sync_folder(target.parent)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(target: Path) -> None:
+    """Remove a checkpoint: killed at any instant it is whole, or no checkpoint any more."""
+    hidden = _aside(target, REMOVED)
+    try:
+        os.rename(target, hidden)
+    except OSError as error:  # nothing is lost by one too many
+        logger.warning("%s cannot be removed: %s", target, error.strerror)
+        return
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _aside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}{suffix}")
+
+
+def staging_of(target: Path) -> Path:
+    """Where the files of ``target`` are written before it is whole."""
+    return _aside(target, SAVING)
+
+
+def tidy(folder: Path) -> None:
+    """Clear away what killed processes left in ``folder``; a checkpoint that was about to be
+    replaced comes back.
+    """
+    for suffix in (SAVING, REMOVED, REPLACED, CONVERTED):
+        for path in folder.glob(f".step_*{suffix}"):
+            target = path.with_name(path.name[1:].removesuffix(suffix))
+            if suffix == REPLACED and not target.exists():
+                with suppress(OSError):  # a disk that cannot be written any more
+                    os.rename(path, target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)

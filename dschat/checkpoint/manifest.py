@@ -1,0 +1,157 @@
+"""How a checkpoint is recognised, found and compared: its manifest, and the names of its folders.
+
+A folder comes in; what stands in its manifest, or what is wrong with it, goes out. Standard library
+alone, so that ``train.py`` can look before anything loads. It must not know what the files hold.
+
+``OUT/<step>/checkpoints/step_000012/manifest.json`` is written last::
+
+    {"format": 1, "dschat": "0.1.0", "step": 12, "world_size": 2, "settings": {...},
+     "files": {"actor/mp_rank_00_model_states.pt": {"size": 1234, "sha256": "..."}, ...},
+     "sha256": "of all of the above"}
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dschat import __version__
+from dschat.output_dir import CHECKPOINTS
+
+FORMAT = 1
+FOLDER = CHECKPOINTS
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{6,})")
+_BLOCK = 1 << 22  # bytes read at a time
+
+
+class Damaged(ValueError):
+    """A folder that is no whole checkpoint; the message names the file."""
+
+
+@dataclass
+class Found:
+    """A checkpoint on disk: what its manifest says. ``files``: path inside it -> (size, sha256)."""
+
+    folder: Path
+    step: int
+    world_size: int
+    settings: dict[str, Any]
+    files: dict[str, tuple[int, str]] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def step_folders(folder: Path) -> dict[Path, int]:
+    """The checkpoints in ``folder``, whole or not, newest first, and their steps."""
+    numbered = [(_NAME.fullmatch(path.name), path) for path in _entries(folder)]
+    steps = [(int(match[1]), path) for match, path in numbered if match and path.is_dir()]
+    return {path: step for step, path in sorted(steps, reverse=True)}
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # not there yet, or gone
+        return []
+
+
+def manifest_bytes(
+    step: int, world_size: int, settings: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
+) -> bytes:
+    """The manifest of a checkpoint as it stands on disk."""
+    content = {
+        "format": FORMAT,
+        "dschat": __version__,
+        "step": step,
+        "world_size": world_size,
+        "settings": settings,
+        "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in files.items()},
+    }
+    return (json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n").encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Found:
+    """What the manifest of ``folder`` says; ``Damaged`` where it is missing, broken or foreign."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Damaged(f"{path} is broken") from None
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
+    if digest != _digest(content):
+        raise Damaged(f"{path} has another checksum than it names")
+    files = {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
+    return Found(folder, content["step"], content["world_size"], content["settings"], files)
+
+
+def check_sizes(found: Found) -> None:
+    """``Damaged`` where a file is missing or has another size than the manifest says."""
+    for name, (size, _) in found.files.items():
+        path = found.folder / name
+        try:
+            actual = path.stat().st_size
+        except OSError:
+            raise Damaged(f"{path} is missing") from None
+        if actual != size:
+            raise Damaged(f"{path} has {actual} bytes, the manifest says {size}")
+
+
+def check_checksums(found: Found, names: Iterable[str]) -> None:
+    """``Damaged`` where one of the files ``names`` does not hold what was written."""
+    for name in names:
+        path = found.folder / name
+        try:
+            sha = sha256_of(path)
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        if sha != found.files[name][1]:
+            raise Damaged(f"{path} has another checksum than the manifest says")
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def newest(output_dir: str | Path) -> Found | None:
+    """The newest checkpoint of a step's output folder whose files are all there, in their sizes.
+
+    Quick: no checksums; `Checkpoints.latest` verifies those before anything is loaded.
+    """
+    for folder in step_folders(Path(output_dir) / FOLDER):
+        try:
+            found = read_manifest(folder)
+            check_sizes(found)
+        except Damaged:
+            continue
+        return found
+    return None
+
+
+def changed_settings(found: Found, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, old, new) of what the checkpoint's run had otherwise; None where there is no such."""
+    new = json.loads(json.dumps(settings))  # as JSON gives them back: lists for tuples
+    names = [*found.settings, *(name for name in new if name not in found.settings)]
+    pairs = [(name, found.settings.get(name), new.get(name)) for name in names]
+    return [(name, old, now) for name, old, now in pairs if old != now]

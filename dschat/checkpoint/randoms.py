@@ -1,0 +1,54 @@
+"""The random generators of a process as tensors, and back: Python's, NumPy's, torch's.
+
+Nothing comes in but tensors. It must not know who draws from them. (Sampling draws from none of
+them: its numbers depend on seed, prompt and position alone.)
+"""
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dschat import dist
+
+
+def read_generators() -> dict[str, Tensor]:
+    """The global generators of this process; on CUDA that of its own device too."""
+    version, words, gauss = random.getstate()
+    kind, key, position, has_gauss, cached = np.random.get_state()
+    assert (version, kind) == (3, "MT19937"), "another generator than this module knows"
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),  # (625,)
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*key.tolist(), position, has_gauss], dtype=torch.int64),  # (626,)
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if dist.device().type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(dist.device())
+    return tensors
+
+
+def write_generators(tensors: Mapping[str, Tensor]) -> None:
+    """Put the generators where `read_generators` found them."""
+    gauss = tensors["python_gauss"].tolist()
+    random.setstate((3, tuple(tensors["python"].tolist()), gauss[0] if gauss else None))
+    *key, position, has_gauss = tensors["numpy"].tolist()
+    words = np.array(key, dtype=np.uint32)
+    np.random.set_state(
+        ("MT19937", words, position, has_gauss, float(tensors["numpy_gauss"].item()))
+    )
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and dist.device().type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], dist.device())
+
+
+def seed_generators(seed: int, rank: int, step: int) -> None:
+    """Seed the generators of a process that the checkpoint of ``step`` does not know."""
+    sequence = np.random.SeedSequence([seed % 2**64, rank, step])
+    first, second, third = sequence.generate_state(3, np.uint32).tolist()
+    random.seed(first)
+    np.random.seed(second)
+    torch.manual_seed(third)  # every device's too

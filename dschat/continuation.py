@@ -1,0 +1,109 @@
+"""Where a training loop begins, when it saves, and when it stops before its end.
+
+A step's configuration comes in, and at every boundary between two steps what the loop holds; a
+checkpoint now and then, and `Stopped` where somebody asked for it, go out. It must not know what a
+step computes.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from dschat import stopping
+from dschat.checkpoint import Checkpoints, RunState
+from dschat.config import CommonConfig, UserError
+from dschat.resume import changes, describe, settings_of
+
+logger = logging.getLogger("dschat")
+
+
+class Boundaries:
+    """What happens between the steps of one loop. Made by `boundaries`."""
+
+    def __init__(
+        self,
+        config: CommonConfig,
+        checkpoints: Checkpoints | None,
+        request: stopping.StopRequest | None,
+    ) -> None:
+        self._config = config
+        self._checkpoints = checkpoints
+        self._request = request
+        self._last: tuple[int, RunState] | None = None  # at the boundary that was passed last
+
+    def begin(self, state: RunState) -> dict[str, Any] | None:
+        """Collective. Put back what the checkpoint to go on from holds, into ``state``'s engines
+        and tensors; returns its values. None where the run begins.
+
+        Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or does not fit.
+        """
+        config, checkpoints = self._config, self._checkpoints
+        if checkpoints is None or not config.resume:
+            return None
+        found = checkpoints.latest(None if config.resume == "latest" else config.resume)
+        if found is None:
+            logger.warning("there is no whole checkpoint in %s: beginning", config.output_dir)
+            return None
+        changed = changes(found, config)
+        if changed:
+            logger.warning("going on with other settings: %s", describe(changed))
+        values = checkpoints.load(found, state)
+        logger.info("going on after step %d, from %s", found.step, found.folder)
+        return values
+
+    def after(self, step: int, state: Callable[[], RunState], is_last: bool = False) -> None:
+        """Collective. Save after every ``save_steps`` steps, but the last.
+
+        Raises ``Stopped``, once all is saved, where any process was asked to stop.
+        """
+        if self._checkpoints is None or is_last:
+            return
+        self._last = step, state()
+        stop = self._request is not None and self._request.agreed()
+        if stop or (self._config.save_steps and step % self._config.save_steps == 0):
+            self._checkpoints.save(*self._last)
+        if stop:
+            self._checkpoints.wait()
+            raise stopping.Stopped(step, self._checkpoints.last)
+
+    def save_last(self) -> None:
+        """Collective. Save what was at the last boundary, where a step failed before it changed
+        any weight: a reward function, say.
+        """
+        if self._checkpoints is None or self._last is None or not self._config.save_steps:
+            return
+        self._checkpoints.save(*self._last)
+        self._checkpoints.wait()
+        logger.info("saved before the error: --resume latest goes on once its cause is mended")
+
+    def last_good(self) -> str:
+        """For the message of a run that fails: where it can go on from."""
+        last = self._checkpoints.last if self._checkpoints is not None else None
+        return f"; the last good checkpoint is {last}" if last else ""
+
+
+@contextmanager
+def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
+    """Collective. A scope for one loop; at its end what is being written becomes whole.
+
+    Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process
+    as they do outside.
+    """
+    if config.output_dir is None:
+        yield Boundaries(config, None, None)
+        return
+    limit = config.save_total_limit or None
+    checkpoints = Checkpoints(config.output_dir, settings_of(config), limit)
+    listening = stopping.requests(config.output_dir) if config.save_steps else nullcontext()
+    with listening as request:
+        bounds = Boundaries(config, checkpoints, request)
+        try:
+            yield bounds
+        except UserError:
+            bounds.save_last()
+            raise
+        except FloatingPointError as error:
+            checkpoints.wait()
+            raise FloatingPointError(f"{error}{bounds.last_good()}") from None
+        checkpoints.wait()

@@ -1,0 +1,118 @@
+"""Runs a step's command, and ends it: in peace where its processes can stop, and completely.
+
+A command, its environment and the folder that it writes into come in; an exit code goes out. It
+must not know what a step is.
+
+The first signal to ``train.py`` goes to each process that is enrolled (`dschat.register`), once:
+launchers would pass it on to one after another and kill what takes 30 seconds, or drop it. They
+save and leave. Where no process can stop so, and at a second signal, everything ends at once.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Optional
+
+from dschat import register, stopping
+
+GRACE_S = 20.0  # what processes that cannot stop get between SIGTERM and SIGKILL
+SIGNALS = (*stopping.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
+
+
+class Runner:
+    """Runs commands while signals are caught, in a ``with`` block of its own."""
+
+    def __init__(self) -> None:
+        self._caught: list[int] = []
+        self._before = ExitStack()
+
+    def __enter__(self) -> "Runner":
+        for signum in SIGNALS:
+            handler = signal.getsignal(signum)
+            if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+                signal.signal(signum, lambda number, _frame: self._caught.append(number))
+                self._before.callback(signal.signal, signum, handler)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._before.close()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come: nothing more is to be started."""
+        return bool(self._caught)
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output_dir: Path,
+        relay: Optional[int] = None,
+    ) -> int:
+        """Run ``command`` in a process group of its own, wait for it, and return its exit code.
+
+        75 where it was asked to stop and did, saved; 130 for Ctrl-C and 143 for SIGTERM where it
+        could not. However the command ends, no process of its group is left. ``relay``: a signal
+        that the command itself passes on to processes on other machines.
+        """
+        with register.opened(output_dir) as ranks:
+            ours = {stopping.LAUNCHED_BY: str(os.getpid())}
+            process = subprocess.Popen(command, env={**environment, **ours}, start_new_session=True)
+            while process.poll() is None and not self.asked:
+                time.sleep(0.05)
+            told = process.poll() is None and _ask(ranks, process.pid, relay)
+            if told:
+                sys.stderr.write("stopping after this step; a second signal ends it at once\n")
+            # A launcher may have died of the signal, if that came to it too; its processes stop.
+            while told and len(self._caught) < 2 and (process.poll() is None or ranks.here()):
+                time.sleep(0.05)
+            _end_group(process, self._caught, ranks)
+            killed = not 0 <= process.returncode < 128
+            if ranks.stopped or (told and killed and len(self._caught) < 2):
+                return stopping.EXIT_CODE
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if not self.asked or (told and len(self._caught) < 2):
+            return code
+        interrupted = self._caught[0] == signal.SIGINT
+        sys.stderr.write("interrupted\n" if interrupted else "terminated\n")
+        return 128 + self._caught[0]
+
+
+def _ask(ranks: register.Register, command: int, relay: Optional[int]) -> bool:
+    """One signal to each process that can stop; whether there are any."""
+    here = ranks.here()
+    for pid in here:
+        _send(os.kill, pid, signal.SIGTERM)
+    if not here and relay is not None and ranks.elsewhere():
+        return _send(os.kill, command, relay)
+    return bool(here)
+
+
+def _end_group(process: subprocess.Popen, caught: Sequence[int], ranks: register.Register) -> None:
+    """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
+    # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.
+    _send(os.killpg, process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while _send(os.killpg, process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
+        if process.poll() is not None:  # then only: Popen must be the one to reap its own process
+            with suppress(ChildProcessError):  # orphans are ours to reap in a container's init
+                os.waitpid(-process.pid, os.WNOHANG)
+        time.sleep(0.05)
+    _send(os.killpg, process.pid, signal.SIGKILL)
+    for pid in ranks.here():  # those that a remote shell started are in no group of ours
+        _send(os.kill, pid, signal.SIGKILL)
+    process.wait()
+
+
+def _send(kill: Any, target: int, signum: int) -> bool:
+    """Whether the process, or process group, was there to get the signal."""
+    try:
+        kill(target, signum)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,58 @@
+"""An engine that saves as DeepSpeed's do, and a run of it: for tests of what happens on disk."""
+
+import torch
+
+from dschat.checkpoint import Checkpoints, RunState
+
+FILE = "mp_rank_00_model_states.pt"
+
+
+class FakeEngine:
+    """Its whole state is ``weights``."""
+
+    def __init__(self, number: float = 0.0, size: int = 500) -> None:
+        self.weights = torch.full((size,), number)
+        self.micro_steps = 0
+
+    def zero_optimization(self):
+        return False
+
+    def save_checkpoint(self, folder, tag, client_state, **_):
+        self.checkpoint_engine.save(client_state | {"w": self.weights}, f"{folder}/{tag}/{FILE}")
+
+    def load_checkpoint(self, folder, tag, **_):
+        path = f"{folder}/{tag}/{FILE}"
+        state = self.checkpoint_engine.load(path)
+        self.weights.copy_(state.pop("w"))
+        return path, state
+
+
+def state_at(step: int) -> RunState:
+    """Of a run in which everything is ``step``."""
+    return RunState(
+        {"actor": FakeEngine(step), "critic": FakeEngine(-step)},
+        {"ema": {"a.weight": torch.full((7,), float(step)), "b": torch.tensor(step)}},
+        {"step": step, "kl": step / 3, "nested": {"best": [None, float("inf")]}},
+    )
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, state_at(step))
+        checkpoints.wait()
+
+
+def step_loaded(checkpoints: Checkpoints, path=None) -> int:
+    """The step of the checkpoint that is taken, all of whose state must be of that step."""
+    found, state = checkpoints.latest(path), state_at(0)
+    values = checkpoints.load(found, state)
+    assert state.engines["actor"].weights.eq(found.step).all()
+    assert state.engines["critic"].weights.eq(-found.step).all()
+    assert state.tensors["ema"]["a.weight"].eq(found.step).all()
+    assert values == state_at(found.step).values
+    return values["step"]
+
+
+def names(folder):
+    """What lies in the checkpoints' folder, hidden or not."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())

@@ -1,0 +1,199 @@
+"""A small training run that can be saved and taken up: what the tests of checkpoints train.
+
+A `Spec` comes in; the losses of its steps go out, the same whatever the ZeRO stage and the number
+of processes, as far as rounding goes. The state beside the engine is of every kind that a
+checkpoint holds: sharded tensors, counters, random generators.
+"""
+
+import gc
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_models import VOCAB, causal_lm
+from transformers import AutoModelForCausalLM, set_seed
+
+from dschat import dist
+from dschat.checkpoint import Checkpoints, RunState
+from dschat.deepspeed_setup import ZeroSettings, initialize_training, sharded_loading
+from dschat.losses import lm_loss
+from dschat.models.lora import prepare_for_training
+from dschat.optimizer_step import Step
+from dschat.rlhf.ema import ShardedEMA
+
+NUM_STEPS, SAVED_AT, ROWS = 6, 3, 4
+TIMEOUT_S = 120  # of two processes that start, and of every six jobs of theirs
+
+
+@dataclass(frozen=True)
+class Spec:
+    zero: int = 0
+    dtype: str = "float32"
+    lora: bool = False
+    offload: bool = False
+    model: str = "llama"
+
+    @property
+    def name(self) -> str:
+        extras = "_lora" * self.lora + "_offload" * self.offload
+        return f"{self.model}_z{self.zero}_{self.dtype}{extras}"
+
+
+class SmallRun:
+    """An engine, its moving average and a counter, taken through `NUM_STEPS` steps."""
+
+    def __init__(self, spec: Spec, folder: Path, lr: float = 3e-3) -> None:
+        set_seed(1)
+        zero = ZeroSettings(
+            spec.zero,
+            getattr(torch, spec.dtype),
+            offload_optimizer=spec.offload,
+            offload_parameters=spec.offload and spec.zero == 3,
+        )
+        with sharded_loading(zero):
+            model = _model(spec.model, folder, zero)
+        modules = ["q_proj", "v_proj"]
+        model = prepare_for_training(
+            model, False, 4 if spec.lora else 0, 0.0, modules, True, "--lora_modules"
+        )
+        self.engine = initialize_training(model, zero, lr, 0.5, [0.9, 0.95], "cosine", 2, NUM_STEPS)
+        self.engine.train()
+        self.ema = ShardedEMA(self.engine.module, 0.9)
+        self.num_rows = 0
+        self.done = 0
+
+    def state(self) -> RunState:
+        return RunState(
+            {"model": self.engine},
+            {"ema": self.ema._average},
+            {"num_rows": self.num_rows, "done": self.done},
+        )
+
+    def steps(self, until: int = NUM_STEPS) -> list[list[float]]:
+        """[loss, gradient norm, sum of the average, random numbers] of each step."""
+        rows = []
+        while self.done < until:
+            rows.append(self._step())
+        return rows
+
+    def _step(self) -> list[float]:
+        generator = torch.Generator().manual_seed(self.done)
+        batch = torch.randint(2, VOCAB, (ROWS, 9), generator=generator)
+        mine = batch[dist.my_share(list(range(ROWS)))]
+        step = Step(self.engine, len(mine), ROWS * 8)
+        total = 0.0
+        for row in mine:
+            row = row[None]
+            logits = self.engine(input_ids=row, use_cache=False).logits
+            loss, _ = lm_loss(logits.float(), row, torch.ones_like(row, dtype=torch.bool))
+            step.backward(loss)
+            total += float(loss.detach())
+        assert step.finish()
+        self.ema.update()
+        self.done += 1
+        self.num_rows += ROWS
+        average = sum(float(t.sum()) for t in self.ema._average.values())
+        loss, average = dist.sum_floats([total / (ROWS * 8), average])
+        drawn = [float(torch.rand(1)), random.random(), random.gauss(), float(np.random.randn())]
+        return [loss, step.grad_norm, average, self.num_rows, *drawn]
+
+
+def _model(name: str, folder: Path, zero: ZeroSettings) -> torch.nn.Module:
+    path = folder / name
+    if not path.exists():
+        causal_lm(name).save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=zero.dtype)
+
+
+def straight(spec: Spec, folder: Path) -> list[list[float]]:
+    """The run, uninterrupted."""
+    return SmallRun(spec, folder).steps()
+
+
+def saved(spec: Spec, folder: Path) -> list[list[float]]:
+    """The run until `SAVED_AT`, saved, and on: what training does to the state meanwhile is not
+    saved.
+    """
+    run = SmallRun(spec, folder)
+    checkpoints = Checkpoints(folder / f"{spec.name}_{dist.world_size()}", {"seed": 7})
+    rows = run.steps(SAVED_AT)
+    checkpoints.save(SAVED_AT, run.state())
+    rows += run.steps()
+    checkpoints.wait()
+    return rows
+
+
+def resumed(spec: Spec, folder: Path, world_size: int) -> list[list[float]]:
+    """The rest of a run of ``world_size`` processes that was `saved`."""
+    run = SmallRun(spec, folder, lr=1.0)  # what is put back replaces what it starts with
+    checkpoints = Checkpoints(folder / f"{spec.name}_{world_size}", {"seed": 7})
+    found = checkpoints.latest()
+    assert (found.step, found.world_size) == (SAVED_AT, world_size)
+    state = run.state()
+    values = checkpoints.load(found, state)
+    run.num_rows, run.done = values["num_rows"], values["done"]
+    return run.steps()
+
+
+# What two processes do with a spec, once one process has `saved`: name -> function, arguments.
+JOBS = {
+    "saved": ("saved", ()),
+    "from two": ("resumed", (2,)),
+    "from one": ("resumed", (1,)),
+}
+
+
+def launch(folder: Path, jobs: list[tuple[str, Spec, tuple]]) -> list[list[list[float]]]:
+    """What two new processes make of ``jobs``: functions of this module by name, and arguments."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = Path(__file__).parent
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent / "dist"))),
+    }
+    text = json.dumps([(function, asdict(spec), args) for function, spec, args in jobs])
+    command = [sys.executable, "-W", "ignore", __file__, str(folder), text]
+    workers = []
+    for rank in range(2):
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(folder / f"rank_{rank}.txt", "w") as log:
+            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [worker.wait(timeout=TIMEOUT_S * (1 + len(jobs) / 6)) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    logs = "\n".join((folder / f"rank_{rank}.txt").read_text()[-3000:] for rank in range(2))
+    assert not any(codes), logs
+    return json.loads((folder / "results.json").read_text())
+
+
+def main(out: str, jobs: str) -> None:
+    """One of several processes; RANK, WORLD_SIZE, ... are in the environment."""
+    gc.freeze()
+    dist.init(timeout_minutes=3)
+    folder = Path(out)
+    results = [
+        globals()[function](Spec(**spec), folder, *arguments)
+        for function, spec, arguments in json.loads(jobs)
+    ]
+    if dist.is_main_process():
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

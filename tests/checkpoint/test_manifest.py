@@ -1,0 +1,116 @@
+"""Damaged checkpoints are recognised, foreign ones refused; settings are compared."""
+
+import json
+import os
+
+import pytest
+import torch
+from fakes import names, save, step_loaded
+
+from dschat.checkpoint import Checkpoints, changed_settings, newest
+from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, sha256_of
+from dschat.knobs import UserError
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a byte": (flip, "checksum"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"),
+    "empty": (lambda path: path.write_bytes(b""), "bytes"),
+    "missing": (lambda path: path.unlink(), "missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_taken(damage, tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, {})
+    save(checkpoints, 1, 2)
+    harm, word = DAMAGES[damage]
+    for name in ("actor/mp_rank_00_model_states.pt", "rank_00000.safetensors", "values.json"):
+        save(checkpoints, 3)
+        path = tmp_path / "checkpoints/step_000003" / name
+        harm(path)
+        caplog.clear()
+        assert step_loaded(checkpoints) == 2
+        assert str(path) in caplog.text
+        assert word in caplog.text
+        with pytest.raises(UserError, match=f"--resume .*{path}.*{word}.*--resume latest"):
+            checkpoints.latest(path.parents[len(name.split("/")) - 1])
+    save(checkpoints, 3)
+    assert step_loaded(checkpoints) == 3
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_any_byte_of_the_manifest(tmp_path, caplog):
+    save(Checkpoints(tmp_path, {"seed": 1}), 1)
+    path = tmp_path / "checkpoints/step_000001" / MANIFEST
+    good = path.read_bytes()
+    assert newest(tmp_path).step == 1
+    for place in range(0, len(good), 7):
+        bad = bytearray(good)
+        bad[place] ^= 4
+        try:
+            same = json.loads(bad) == json.loads(good)  # white space
+        except ValueError:
+            same = False
+        path.write_bytes(bad)
+        assert (newest(tmp_path) is not None) == same, place
+    for text in (b"", b"null", b"[1]", good[:-40]):
+        path.write_bytes(text)
+        caplog.clear()
+        assert Checkpoints(tmp_path, {}).latest() is None
+        assert f"{path} is broken" in caplog.text
+    content = json.loads(good) | {"format": 99}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"format 99, this version reads 1"):
+        Checkpoints(tmp_path, {}).latest(path.parent)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "."])
+def test_a_path_that_is_no_checkpoint(path, tmp_path):
+    with pytest.raises(UserError, match=r"--resume .*manifest.json.*No such file.*step_000100"):
+        Checkpoints(tmp_path, {}).latest(tmp_path / path)
+
+
+def test_a_path_is_taken_though_there_are_newer_ones_which_then_go(tmp_path):
+    save(Checkpoints(tmp_path, {}), 1, 2, 5)
+    checkpoints = Checkpoints(tmp_path, {})
+    assert step_loaded(checkpoints, tmp_path / "checkpoints/step_000001") == 1
+    save(checkpoints, 3)
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_pickles_of_others_are_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    checkpoints = Checkpoints(tmp_path, {})
+    save(checkpoints, 1)
+    found = checkpoints.latest()
+    name = "actor/mp_rank_00_model_states.pt"
+    torch.save({"w": Evil()}, found.folder / name)
+    size, sha = (found.folder / name).stat().st_size, sha256_of(found.folder / name)
+    text = manifest_bytes(1, 1, {}, found.files | {name: (size, sha)})
+    (found.folder / MANIFEST).write_bytes(text)
+    with pytest.raises(UserError, match=rf"--resume .*{name} asks for posix.mkdir"):
+        step_loaded(checkpoints)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_changed_settings(tmp_path):
+    old = {"lr": 1e-5, "betas": (0.9, 0.95), "gone": 1, "same": None}
+    save(Checkpoints(tmp_path, old), 1)
+    found = newest(tmp_path)
+    assert changed_settings(found, old) == []
+    new = {"lr": 2e-5, "betas": [0.9, 0.95], "new": "x", "same": None}
+    assert changed_settings(found, new) == [
+        ("lr", 1e-5, 2e-5),
+        ("gone", 1, None),
+        ("new", None, "x"),
+    ]

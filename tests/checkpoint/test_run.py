@@ -1,0 +1,106 @@
+"""Runs of DeepSpeed engines that are saved and taken up: to the bit, or by other processes."""
+
+import subprocess
+import sys
+
+import pytest
+from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
+
+from dschat.checkpoint import Checkpoints, newest
+from dschat.knobs import UserError
+
+BF16 = "bfloat16"
+QUICK = [Spec(2), Spec(3)]
+SLOW = [
+    *(Spec(0), Spec(1), Spec(2, BF16), Spec(3, BF16)),
+    *(Spec(0, lora=True), Spec(2, lora=True), Spec(3, lora=True)),
+    *(Spec(2, offload=True), Spec(3, offload=True), Spec(2, BF16, offload=True)),
+    *(Spec(2, model="llama_tied"), Spec(3, model="llama_tied")),
+]
+HERE = [Spec(0, model="gpt2"), Spec(2, lora=True), Spec(3, BF16)]  # GPT-2 has dropout
+
+
+def specs(quick, slow):
+    marked = [pytest.param(spec, marks=pytest.mark.slow) for spec in slow if spec not in quick]
+    return pytest.mark.parametrize("spec", [*quick, *marked], ids=lambda spec: spec.name)
+
+
+def assert_close(rows, expected, dtype):
+    """Losses to 1e-4, and gradient norms and averages as far as they say the same; the counter."""
+    tolerance = {"float32": 1e-4, BF16: 2e-2}[dtype]
+    for row, other in zip(rows, expected, strict=True):
+        assert row[:3] == pytest.approx(other[:3], rel=tolerance)
+        assert row[3] == other[3]
+
+
+@specs(HERE, [*QUICK, *SLOW])
+def test_one_process_to_the_bit(spec, here):
+    folder, rows = here(spec)
+    assert rows == straight(spec, folder)  # saving changes nothing
+    assert resumed(spec, folder, 1) == rows[SAVED_AT:]
+
+
+@pytest.mark.dist
+@specs(QUICK, SLOW)
+def test_two_processes_to_the_bit(spec, two):
+    done = two(spec)
+    assert done["from two"] == done["saved"][SAVED_AT:]
+
+
+@pytest.mark.dist
+@specs(QUICK, SLOW)
+def test_two_go_on_with_one_s(spec, two):
+    done = two(spec)
+    assert_close(done["from one"], done["saved"][SAVED_AT:], spec.dtype)
+
+
+@pytest.mark.dist
+@specs(QUICK, SLOW)
+def test_one_goes_on_with_two_s(spec, two, here):
+    two(spec)
+    folder, rows = here(spec)
+    assert_close(resumed(spec, folder, 2), rows[SAVED_AT:], spec.dtype)
+    (checkpoint,) = (folder / f"{spec.name}_2/checkpoints").iterdir()  # no conversion is left
+
+
+@pytest.mark.dist
+@specs([], [Spec(0), Spec(2), Spec(3)])
+def test_two_new_processes_to_the_bit(spec, two, here):
+    done, (folder, _) = two(spec), here(spec)
+    assert launch(folder, [("resumed", spec, (2,))]) == [done["from two"]]
+
+
+@pytest.mark.parametrize("zero", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_frozen_weights_are_left_out(zero, here):
+    """Adapters: two of rank 4 on (32, 32) and (32, 16) in two layers, and Adam's moments."""
+    spec = Spec(zero, lora=True)
+    folder, _ = here(spec)
+    trained = 2 * 4 * ((32 + 32) + (32 + 16))
+    engine = newest(folder / f"{spec.name}_1").files
+    size = sum(size for name, (size, _) in engine.items() if name.startswith("model/"))
+    assert 3 * 4 * trained < size < 4 * 4 * trained + 30_000
+    whole = sum(p.numel() for p in SmallRun(Spec(0), folder).engine.module.parameters())
+    assert size < 3 * 4 * whole
+
+
+def test_nvme_is_refused_for_other_processes(here):
+    folder, _ = here(Spec(2))
+    run = SmallRun(Spec(2), folder)
+    run.engine.zero_nvme_offload_optimizer = lambda: True
+    checkpoints = Checkpoints(folder / "llama_z2_float32_1", {})
+    found = checkpoints.latest()
+    found.world_size = 2
+    with pytest.raises(UserError, match=r"--resume .*nvme.*start as many as before"):
+        checkpoints.load(found, run.state())
+
+
+def test_looking_for_a_checkpoint_imports_no_torch(here):
+    folder, _ = here(Spec(0))
+    source = (
+        "import sys; from dschat.checkpoint import newest, changed_settings\n"
+        f"found = newest({str(folder / 'llama_z0_float32_1')!r})\n"
+        "assert changed_settings(found, {'seed': 8}) == [('seed', 7, 8)]\n"
+        "sys.exit(' '.join({'torch', 'deepspeed'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

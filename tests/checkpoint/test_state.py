@@ -1,0 +1,94 @@
+"""What is saved is the state of its step, and comes back."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeEngine, save, state_at, step_loaded
+
+from dschat.checkpoint import Checkpoints, RunState, files, read_tensors
+from dschat.checkpoint import run as run_module
+from dschat.checkpoint.manifest import Found
+from dschat.knobs import UserError
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    gate, write, state = threading.Event(), files.write_file, state_at(3)
+
+    def waiting(path, content):
+        gate.wait(10)
+        return write(path, content)
+
+    monkeypatch.setattr(files, "write_file", waiting)
+    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints.save(3, state)
+    state.engines["actor"].weights.zero_()  # the next step
+    state.tensors["ema"]["a.weight"].zero_()
+    state.values["nested"]["best"].append(1)
+    torch.rand(3)
+    gate.set()
+    checkpoints.wait()
+    assert step_loaded(checkpoints) == 3
+
+
+def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "dschat")
+    monkeypatch.setattr("dschat.checkpoint.snapshot.available_memory", lambda: 1000)
+    checkpoints, state = Checkpoints(tmp_path, {}), state_at(3)
+    checkpoints.save(3, state)
+    state.engines["actor"].weights.zero_()
+    checkpoints.wait()
+    assert "training waits" in caplog.text
+    assert step_loaded(checkpoints) == 3
+
+
+def test_every_generator_goes_on(tmp_path):
+    def draw():
+        return [
+            *(random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn())),
+            *torch.rand(3).tolist(),
+        ]
+
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    draw()  # an odd number of Gaussian ones: the generators keep the second of each pair
+    checkpoints = Checkpoints(tmp_path, {"seed": 5})
+    save(checkpoints, 1)
+    expected = draw()
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    step_loaded(checkpoints)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (3, 2), (2, 2)])
+def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
+    """A flat tensor of ten, padded at the end, in ``then`` equal parts."""
+    whole = torch.arange(1.0, 11.0)
+    folder = tmp_path / "step_000001"
+
+    def part(rank, count):
+        size = -(-10 // count)
+        mine = whole[rank * size :][:size]
+        return torch.nn.functional.pad(mine, (0, size - len(mine)))
+
+    for rank in range(then):
+        groups = {"ema/w": part(rank, then), "pending/x": torch.tensor([rank])}
+        files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
+    found = Found(folder, 1, then, {}, {})
+    monkeypatch.setattr("dschat.dist.world_size", lambda: now)
+    for rank in range(now):
+        monkeypatch.setattr("dschat.dist.rank", lambda rank=rank: rank)
+        tensor = torch.full_like(part(rank, now), -1)
+        run_module._put_back(found, "ema/w", tensor)
+        assert tensor.tolist() == part(rank, now).tolist()
+    others = [read_tensors(found, rank, "pending")["x"].item() for rank in range(then)]
+    assert others == list(range(then))
+
+
+def test_what_a_checkpoint_does_not_hold(tmp_path):
+    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints.save(1, RunState({"actor": FakeEngine()}))
+    checkpoints.wait()
+    with pytest.raises(UserError, match=r"step_000001: it holds no critic and no ema; .*--restart"):
+        checkpoints.load(checkpoints.latest(), state_at(1))

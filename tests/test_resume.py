@@ -1,0 +1,64 @@
+"""Which settings a run must keep to go on from its checkpoints."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dschat import resume
+from dschat.checkpoint.manifest import Found
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+
+CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
+
+
+def found(settings: dict) -> Found:
+    return Found(Path("out/checkpoints/step_000012"), 12, 1, settings, {})
+
+
+def test_what_is_free_exists():
+    names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
+    assert set(resume.FREE) <= names
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_equal_settings_are_equal(config_class):
+    saved = resume.settings_of(config_class(seed=5))
+    assert resume.changes(found(saved), config_class(seed=5)) == []
+    other = config_class(seed=5, output_dir="elsewhere", save_steps=3, log_level="error")
+    assert resume.changes(found(saved), other) == []
+    assert {"output_dir", "resume", "overwrite_output_dir", "save_steps"}.isdisjoint(saved)
+
+
+def test_changes_are_named_with_both_values():
+    saved = resume.settings_of(SFTConfig(seed=5, dropout=0.5))
+    changed = resume.changes(found(saved), SFTConfig(adam_betas=[0.9, 0.99], streaming=True))
+    assert sorted(changed) == [
+        ("adam_betas", [0.9, 0.95], [0.9, 0.99]),
+        ("dropout", 0.5, None),
+        ("seed", 5, SFTConfig().seed),
+        ("streaming", False, True),
+    ]
+    shown = resume.describe(sorted(changed))
+    assert shown.startswith("adam_betas: 0.9 0.95 -> 0.9 0.99; dropout: 0.5 -> none; seed: 5 -> ")
+    assert shown.endswith("; streaming: false -> true")
+
+
+def test_a_knob_that_came_later_changes_nothing_by_its_default():
+    saved = resume.settings_of(SFTConfig())
+    del saved["lr_scheduler_type"]
+    saved["a_knob_that_went"] = 1
+    gone = ("a_knob_that_went", 1, None)
+    assert resume.changes(found(saved), SFTConfig()) == [gone]
+    linear = SFTConfig(lr_scheduler_type="linear")
+    assert resume.changes(found(saved), linear) == [gone, ("lr_scheduler_type", None, "linear")]
+
+
+def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
+    config = SFTConfig(output_dir=str(tmp_path))
+    resume.check_start(config)
+    (tmp_path / "checkpoints" / "step_000012").mkdir(parents=True)
+    with pytest.raises(UserError, match="checkpoints/step_000012; go on from there with --resume"):
+        resume.check_start(config)
+    resume.check_start(dataclasses.replace(config, resume="latest"))
+    resume.check_start(dataclasses.replace(config, overwrite_output_dir=True))

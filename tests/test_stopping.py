@@ -1,0 +1,189 @@
+"""Signals to a loop that can save: scripts of their own, without torch, each asked from outside."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat import register, stopping
+
+ROOT = Path(__file__).resolve().parents[1]
+
+START = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from dschat import stopping
+
+def ready():
+    Path("ready").write_text("")
+
+def main():
+    with stopping.requests(".") as stop:
+BODY
+
+try:
+    main()
+except stopping.Stopped as stop:
+    sys.exit(f"{stop}")
+"""
+LOOP = """
+        ready()
+        for step in range(1, 1000):
+            time.sleep(0.05)
+            if stop.agreed():
+                raise stopping.Stopped(step, Path("checkpoints/step_000007"))
+"""
+# Locked twice by one thread: as deaf to signals as a collective.
+DEAF = """
+        c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        c.pthread_mutex_lock(mutex)
+        ready()
+        c.pthread_mutex_lock(mutex)
+"""
+
+
+def asked(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tuple[int, str]:
+    """A script's exit code and standard error after these signals, one after another."""
+    script = tmp_path / "script.py"
+    script.write_text(START.replace("BODY", body))
+    environment = {k: v for k, v in os.environ.items() if k != stopping.LAUNCHED_BY}
+    run = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    is_ready = (tmp_path / "ready").exists
+    while not is_ready() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for signum in signals:
+        run.send_signal(signum)
+        time.sleep(pause_s)
+    said = run.communicate(timeout=30)[1]
+    return run.returncode, said
+
+
+NOTICE = "stopping after this step; a second signal ends it at once\n"
+
+
+@pytest.mark.parametrize("signum", stopping.SIGNALS, ids=lambda s: s.name)
+def test_a_signal_stops_at_the_boundary(tmp_path, signum):
+    code, said = asked(tmp_path, LOOP, signum)
+    assert code == 1
+    notice, line = said.splitlines()
+    assert f"{notice}\n" == NOTICE
+    assert re.fullmatch(r"stopped at step \d+, saved in checkpoints/step_000007", line)
+
+
+def test_what_a_launcher_repeats_is_one_wish(tmp_path):
+    """It sends SIGTERM after the SIGINT that the terminal sent to all."""
+    code, said = asked(tmp_path, LOOP.replace("0.05", "0.5"), signal.SIGINT, signal.SIGTERM)
+    assert said.count("stopping") == 1
+    assert said.splitlines()[-1].startswith("stopped at step "), (code, said)
+
+
+@pytest.mark.parametrize(
+    ("signals", "pause_s", "code", "word"),
+    [
+        ([signal.SIGINT] * 2, 0.1, 130, "interrupted"),
+        ([signal.SIGUSR1, signal.SIGTERM], stopping.REPEATED_S + 0.2, 143, "terminated"),
+    ],
+    ids=["ctrl-c twice", "sigterm later"],
+)
+def test_a_second_signal_ends_what_is_deaf(tmp_path, signals, pause_s, code, word):
+    assert asked(tmp_path, DEAF, *signals, pause_s=pause_s) == (code, f"{NOTICE}{word}\n")
+
+
+def test_forks_get_their_own_signals(tmp_path):
+    """A reward function ends its processes by SIGTERM, which is nobody's wish to stop."""
+    body = """
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        status = os.waitpid(pid, 0)[1]
+        time.sleep(0.1)
+        sys.stderr.write(f"{os.waitstatus_to_exitcode(status)} {stop.agreed()}")
+"""
+    assert asked(tmp_path, body) == (0, "-15 False")
+
+
+def test_signals_are_as_before_after_the_block(tmp_path):
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    handlers = [signal.getsignal(s) for s in stopping.SIGNALS]
+    try:
+        with stopping.requests(tmp_path) as stop:
+            signal.raise_signal(signal.SIGUSR1)  # ignored: it stays so
+            time.sleep(0.05)
+            assert not stop.agreed()
+            assert signal.getsignal(signal.SIGTERM) not in handlers
+        assert [signal.getsignal(s) for s in stopping.SIGNALS] == handlers
+        assert threading.active_count() == 1 or "signals" not in [
+            thread.name for thread in threading.enumerate()
+        ]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_without_the_main_thread_nobody_asks(tmp_path):
+    answers = []
+
+    def loop():
+        with stopping.requests(tmp_path) as stop:
+            answers.append(stop.agreed())
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert answers == [False]
+
+
+# The register
+
+
+def test_the_register_knows_who_is_in_the_loop(tmp_path):
+    out = tmp_path / "out" / "step"
+    with register.opened(out) as ranks:
+        assert ranks.here() == []
+        with stopping.requests(out):
+            assert ranks.here() == [os.getpid()]
+        assert ranks.here() == []
+        assert not ranks.stopped
+        with pytest.raises(stopping.Stopped), stopping.requests(out):
+            raise stopping.Stopped(3, None)
+        assert ranks.stopped
+    assert not (tmp_path / "out").exists()
+    with stopping.requests(tmp_path):  # nobody looks, nothing is left
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_register_forgets_the_dead(tmp_path):
+    (tmp_path / "kept").write_text("")
+    with register.opened(tmp_path) as ranks:
+        with register.enrolled(tmp_path):
+            (mine,) = (tmp_path / register.FOLDER).iterdir()
+            content = mine.read_text()
+            if content:  # where the system says when a process began
+                mine.write_text(f"{content}0")
+                assert ranks.here() == []  # its number was given to us
+            mine.write_text(content)
+            assert ranks.here() == [os.getpid()]
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        host = mine.name.rpartition("@")[0]
+        for name in (f"{host}@{dead.pid}", "elsewhere@1"):
+            (tmp_path / register.FOLDER / name).write_text("17")
+        dead.wait()
+        assert ranks.here() == []
+        assert ranks.elsewhere()
+        ranks.strike_dead()
+        assert [p.name for p in (tmp_path / register.FOLDER).iterdir()] == ["elsewhere@1"]
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
