@@ -103,12 +103,7 @@ def policy_loss(
             ``ratio``, ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, their count.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
-    low, high = _sides(cliprange)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    losses = torch.max(unclipped, clipped)
-    is_clipped = clipped > unclipped
+    losses, is_clipped = _surrogate(log_ratio.exp(), advantages, cliprange)
     if dual_clip is not None:
         bound = -dual_clip * advantages
         is_bounded = (advantages < 0) & (losses > bound)
@@ -132,18 +127,12 @@ def gspo_loss(
     1/|o_i| value and gradient are those of eq. 5. Arguments and metrics as `policy_loss`.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
-    low, high = _sides(cliprange)
     num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
     of_sequence = log_ratio.detach().sum(dim=1, keepdim=True) / num_actions
     # NOTE the brackets: a token far off would take the sequence ratio's low digits with it.
     ratio = (of_sequence + (log_ratio - log_ratio.detach())).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    losses = torch.max(unclipped, clipped)
-    return (
-        _summed(losses, weights, answer_mask),
-        _metrics(log_ratio, clipped > unclipped, answer_mask),
-    )
+    losses, is_clipped = _surrogate(ratio, advantages, cliprange)
+    return _summed(losses, weights, answer_mask), _metrics(log_ratio, is_clipped, answer_mask)
 
 
 def cispo_loss(
@@ -181,6 +170,16 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 
 def _sides(cliprange: CLIPRANGE) -> tuple[float, float]:
     return cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+
+
+def _surrogate(ratio: Tensor, advantages: Tensor, cliprange: CLIPRANGE) -> tuple[Tensor, Tensor]:
+    """The larger of the two losses, with the ratio as it is and clipped; and where that is the
+    latter, which has no gradient.
+    """
+    low, high = _sides(cliprange)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.max(unclipped, clipped), clipped > unclipped
 
 
 def _inputs(
