@@ -189,6 +189,9 @@ def test_exit_codes(capsys):
 
 
 def test_stopped_training_says_how_to_go_on(capsys, monkeypatch):
+    monkeypatch.setattr(
+        dist, "shutdown", lambda: None
+    )  # other tests of this process need the group
     saved = stopping.Stopped(7, Path("out/checkpoints/step_000007"))
     line = "stopped at step 7, saved in out/checkpoints/step_000007; "
     line += "the same command with --resume latest goes on from there\n"
@@ -203,7 +206,8 @@ def test_the_first_failure_is_the_one_shown(capsys, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, said = exits_with(raises(RuntimeError("mine")), capsys)
-    assert (code, said.splitlines()[-1]) == (1, "RuntimeError: mine")
+    assert code == 1
+    assert said.splitlines()[-1].endswith("RuntimeError: mine")  # torch may name the rank before
     monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, 3))
     assert exits_with(raises(RuntimeError("connection closed")), capsys) == (3, "")
     monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, None))

@@ -4,12 +4,16 @@ import builtins
 import errno
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from fakes import names, save, state_at, step_loaded
 
 from dschat.checkpoint import Checkpoints, files, newest
 from dschat.checkpoint.manifest import MANIFEST
+
+OWN_PROCESS = "DSCHAT_TESTS_MAY_FORK"
 
 OPERATIONS = ("mkdir", "rename", "unlink", "rmdir", "fsync")
 
@@ -58,6 +62,19 @@ def killed_at(operation, folder, step):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+def test_kills_in_a_process_of_their_own():
+    """A worker that has run other tests may be too large to fork."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "killed_at_every_operation"],
+        env=os.environ | {OWN_PROCESS: "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "2 passed" in result.stdout
+
+
+@pytest.mark.skipif(OWN_PROCESS not in os.environ, reason="run by the test above")
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "once more"])
 def test_killed_at_every_operation(step, tmp_path):
     """Two checkpoints, of which the older is pruned for a third; or the newer is written anew."""
