@@ -53,7 +53,6 @@ HERE = [
     Case("reward", 2, 4),
     Case("reward", 3, 8),
     Case("ppo", 2, 4),
-    Case("ppo", 3, 2, options=GRPO),
     Case("ppo", 0, 4, options=DR_GRPO),
 ]
 TWO = [
@@ -75,6 +74,7 @@ PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 
 SLOW_HERE = [
     Case(*point) for point in PRODUCT if Case(*point) not in [*HERE, reference(Case(*point))]
 ]
+SLOW_HERE.append(Case("ppo", 3, 2, options=GRPO))
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
 

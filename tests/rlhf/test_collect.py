@@ -181,7 +181,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+QUICK = ("gspo", "cispo", "icepop", "rollout", "pp_baseline")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_every_option_learns(options, models_folder):
     """Each takes its steps; and the gap to the rollout is measured, whatever is done about it."""
     trainer = trainer_of(models_folder, **options)
