@@ -12,8 +12,9 @@ from typing import Any
 
 from dschat import stopping
 from dschat.checkpoint import Checkpoints, RunState
-from dschat.config import CommonConfig, UserError
+from dschat.config import CommonConfig
 from dschat.resume import changes, describe, settings_of
+from dschat.reward_programs.programs import RewardError
 
 logger = logging.getLogger("dschat")
 
@@ -100,7 +101,7 @@ def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
         bounds = Boundaries(config, checkpoints, request)
         try:
             yield bounds
-        except UserError:
+        except RewardError:  # on all processes alike; other mistakes may be of one alone
             bounds.save_last()
             raise
         except FloatingPointError as error:

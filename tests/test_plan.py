@@ -369,7 +369,7 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
         # critic and reward model of another checkpoint, beside a program
         (PROGRAM | {"reward_model_name_or_path": "small"}, set()),
     ],
-    ids=str,
+    ids=lambda value: "-".join(sorted(value)) or "none",  # the same in every process
 )
 def test_models_that_are_not_loaded_take_nothing(tiny, knobs, absent):
     if "reward_model_name_or_path" in knobs:

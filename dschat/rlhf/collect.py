@@ -150,7 +150,7 @@ class Collector:
         if collected.pending is None:
             return
         e, args = collected.experience, self._args
-        sources = self.sources_of(collected)
+        sources = self.sources_of(collected, args.per_device_training_batch_size)
         collected.metrics |= source_means("objective/scores", sources)
         scores, of_tokens = combine(sources, args, self.scale)
         e.scores = scores.float()
@@ -162,15 +162,17 @@ class Collector:
             collected.metrics["rollout/unscored"] = missing
             collected.experience = e.pick(scored.nonzero().flatten().tolist())
 
-    def sources_of(self, collected: Collected) -> list[SourceScores]:
-        """Collective. What every source says of these answers, once; programs are waited for."""
-        sources, args, pending = [], self._args, collected.pending
+    def sources_of(self, collected: Collected, size: int) -> list[SourceScores]:
+        """Collective. What every source says of these answers, once; programs are waited for.
+
+        ``size``: sequences of a forward of the reward model.
+        """
+        sources, weight, pending = [], self._args.reward_model_weight, collected.pending
         assert pending is not None, "scored already"
         collected.pending = None
         if self._engine.reward is not None:
-            size = args.per_device_training_batch_size
             scores = reward_model_scores(self._engine, collected.experience, size)
-            sources.append(SourceScores(REWARD_MODEL, args.reward_model_weight, scores, None))
+            sources.append(SourceScores(REWARD_MODEL, weight, scores))
         return sources + _joined_scores([self._programs.finish(part) for part in pending])
 
     def answers_of(

@@ -20,8 +20,8 @@ from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.gold import answer_metrics
 from dschat.rlhf.collect import Collector, Prompts, source_means
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import Experience, chunks
-from dschat.rlhf.scoring import action_logprobs
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.scoring import action_logprobs, evaluating, pieces
 from dschat.rollout import Generator, SamplingParams
 
 
@@ -69,7 +69,7 @@ def evaluate_policy(
     )
     collected = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
     e = collected.experience
-    sources = collector.sources_of(collected)
+    sources = collector.sources_of(collected, args.eval_batch_size)
     of_sources = source_means("eval/scores", sources)
     scores = sum(source.weight * source.scores.double() for source in sources)
     scored = torch.isfinite(scores)
@@ -91,17 +91,14 @@ def evaluate_policy(
 @torch.no_grad()
 def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
     """Collective. Sum over this rank's answers of log-probs less the reference's, in nats."""
-    rows, size, total = list(range(e.num_sequences)), engine.args.eval_batch_size, 0.0
-    training = engine.actor.training
-    engine.actor.eval()
-    for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
-        piece = e.take(part, dist.device())
-        with engine.reference() as reference:
-            ref_logprobs, _ = action_logprobs(reference, piece, engine.args.temperature)
-        if part:
-            difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
-            total += float(difference.double().sum())
-    engine.actor.train(training)
+    total = 0.0
+    with evaluating(engine.actor):
+        for part, piece in pieces(e, engine.args.eval_batch_size):
+            with engine.reference() as reference:
+                ref_logprobs, _ = action_logprobs(reference, piece, engine.args.temperature)
+            if part:
+                difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
+                total += float(difference.double().sum())
     return total
 
 
@@ -114,8 +111,8 @@ def _judged(
         return dict.fromkeys(names, 0.0)
     lengths = (e.lengths - e.prompt_lengths).tolist()
     ids = [
-        row[p : p + n].tolist()
-        for row, p, n in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
+        row[start : start + length].tolist()
+        for row, start, length in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
     ]
     answers = engine.tokenizer.batch_decode(ids, skip_special_tokens=True)
     texts = [text for text in held_out.texts for _ in range(n)]

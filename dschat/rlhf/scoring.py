@@ -53,8 +53,8 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> Non
     recompute = args.old_logprobs == "recompute"
     if not recompute:
         e.logprobs = e.rollout_logprobs.clone()
-    with _evaluating(engine.actor, engine.critic):
-        for part, batch in _pieces(e, args.per_device_training_batch_size):
+    with evaluating(engine.actor, engine.critic):
+        for part, batch in pieces(e, args.per_device_training_batch_size):
             filled: dict[str, Tensor] = {}
             if recompute:
                 filled["logprobs"], filled["entropy"] = action_logprobs(
@@ -76,14 +76,14 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> Non
 def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
     """Collective. The reward model's score of every sequence, ``size`` at a time: (S,) fp32."""
     scores = torch.zeros(e.num_sequences)
-    for part, batch in _pieces(e, size):
+    for part, batch in pieces(e, size):
         value = engine.score(batch)
         if part:
             scores[part] = value.cpu()
     return scores
 
 
-def _pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
+def pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
     """Collective. Micro-batches on the device, as many on every rank, with their rows."""
     rows = list(range(e.num_sequences))
     for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
@@ -91,7 +91,8 @@ def _pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
 
 
 @contextmanager
-def _evaluating(*models: nn.Module | None) -> Iterator[None]:
+def evaluating(*models: nn.Module | None) -> Iterator[None]:
+    """A scope in which these models, where they are, have no dropout."""
     there = [model for model in models if model is not None]
     modes = [model.training for model in there]
     for model in there:
