@@ -5,7 +5,7 @@ STAMP := .venv/.stamp
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help venv demo test test-full test-gpu lint format wheel clean
+.PHONY: help venv demo test test-full test-gpu faults lint format wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions; every other target does so too"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       lint, layering, and the quick tests"
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff alone (make format mends what it can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
@@ -30,6 +31,9 @@ test-full: lint
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
+
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/sweep.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet .

@@ -19,7 +19,8 @@ from dschat import dist
 logger = logging.getLogger("dschat")
 
 # overflow: fp16's dynamic loss scale was too high and has been lowered, as happens at the start.
-# aligned: another model's gradient was not finite. bad: this one's, and no loss scale explains it.
+# aligned: another model's was not finite. bad: this one's loss or gradient, and no loss scale
+# explains it.
 Outcome = Literal["applied", "overflow", "aligned", "bad"]
 
 
@@ -34,8 +35,8 @@ class Step:
             step.backward(loss_sum(batch))   # exactly k times, after one forward each
         applied = step.finish()
 
-    `finish` is False where the gradient was not finite: all ranks then skipped the step together,
-    and ``outcome`` says why.
+    `finish` is False where a loss or the gradient was not finite on any rank: all then skipped the
+    step together, and ``outcome`` says why.
     """
 
     def __init__(self, engine: Any, num_micro_batches: int, denominator: float):
@@ -43,6 +44,7 @@ class Step:
         self._engine = engine
         self._remaining = num_micro_batches
         self._scale = dist.world_size() / max(denominator, 1.0)
+        self._losses_finite: Tensor | None = None  # this rank's so far, 0-d bool
         self.grad_norm = 0.0
         self.outcome: Outcome | None = None
 
@@ -50,25 +52,39 @@ class Step:
         """Collective. Accumulate the gradient of one micro-batch's ``loss_sum`` (0-d)."""
         self._remaining -= 1
         assert self._remaining >= 0, "more micro-batches than announced"
+        finite = torch.isfinite(loss_sum.detach())
+        before = self._losses_finite
+        self._losses_finite = finite if before is None else before & finite
         self._engine.set_gradient_accumulation_boundary(self._remaining == 0)
         self._engine.backward(loss_sum * self._scale, scale_wrt_gas=False)
 
     def is_finite(self) -> bool:
-        """Collective. Whether the gradient is finite on every rank, after the last `backward`."""
-        assert self._remaining == 0, "fewer micro-batches than announced"
+        """Collective. Whether losses and gradient are finite on every rank, after the last
+        `backward`.
+        """
+        if not self._has_finite_losses():
+            return False
         stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
         if stage == 0:
             return math.isfinite(self._plain_norm())
         norms = optimizer._get_norm_groups() if stage == 3 else [optimizer.scaled_global_norm()]
         return all(0 <= float(norm) < math.inf for norm in norms)  # DeepSpeed's -1: not finite
 
-    def finish(self, skip: bool = False) -> bool:
-        """Collective. Clip, update, advance the schedule; or, if the gradient is not finite or it
-        is told to ``skip``, leave weights, optimizer and schedule as they are, on all ranks.
-
-        A dynamic loss scale falls where this gradient overflowed, not where it is told to skip.
-        """
+    def _has_finite_losses(self) -> bool:
+        """Collective. NOTE a loss may be infinite and its gradient not: log 0 of a softmax."""
         assert self._remaining == 0, "fewer micro-batches than announced"
+        return dist.max_int(not bool(self._losses_finite)) == 0
+
+    def finish(self, skip: bool = False) -> bool:
+        """Collective. Clip, update, advance the schedule; or, if a loss or the gradient is not
+        finite or it is told to ``skip``, leave weights, optimizer and schedule as they are, on all
+        ranks.
+
+        A dynamic loss scale falls where this gradient overflowed; not where the loss, which is not
+        scaled, did, nor where it is told to skip.
+        """
+        has_finite_losses = self._has_finite_losses()
+        told_to, skip = skip, skip or not has_finite_losses
         if self._engine.zero_optimization_stage() == 0:
             applied = self._finish_plainly(skip)
         else:
@@ -82,7 +98,7 @@ class Step:
         if applied:
             self.outcome = "applied"
         elif skip:
-            self.outcome = "aligned"
+            self.outcome = "aligned" if told_to and has_finite_losses else "bad"
         else:
             stage = self._engine.zero_optimization_stage()
             self.outcome = "overflow" if stage > 0 and may_fall else "bad"
@@ -103,7 +119,7 @@ class Step:
 
 
 def finish_together(steps: list[Step]) -> list[bool]:
-    """Collective. `Step.finish` of each; where one's gradient is not finite, none is applied."""
+    """Collective. `Step.finish` of each; where one is not finite, none is applied."""
     if len(steps) == 1:
         return [steps[0].finish()]
     finite = [step.is_finite() for step in steps]
@@ -113,7 +129,7 @@ def finish_together(steps: list[Step]) -> list[bool]:
 
 
 class SkippedSteps:
-    """Counts the steps of one model that had no finite gradient, and ends a run that has no others.
+    """Counts the steps of one model that were not finite, and ends a run that has no others.
 
     fp16's overflows are no part of it while the loss scale can still fall.
     """
@@ -137,18 +153,17 @@ class SkippedSteps:
         elif step.outcome == "aligned":
             logger.info("%s%s skipped with the other model's", when, self._of)
         else:
-            self.in_a_row += 1
-            logger.warning(
-                "%s%s skipped: its gradient is not finite (%d in a row)",
-                when,
-                self._of,
-                self.in_a_row,
+            self.count(f"{when}{self._of}", "its loss or gradient is not finite")
+
+    def count(self, what: str, why: str) -> None:
+        """``what`` was skipped. Raises ``FloatingPointError`` at the limit."""
+        self.in_a_row += 1
+        logger.warning("%s skipped: %s (%d in a row)", what, why, self.in_a_row)
+        if self.in_a_row >= self._limit:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps{self._of} in a row were skipped (--max_bad_steps), the "
+                f"last because {why}; lower the learning rate, or raise the precision"
             )
-            if self.in_a_row >= self._limit:
-                raise FloatingPointError(
-                    f"{self.in_a_row} steps{self._of} in a row had a gradient that is not finite "
-                    "(--max_bad_steps); lower the learning rate, or raise the precision"
-                )
 
 
 def loss_scale(engine: Any) -> float:

@@ -230,9 +230,9 @@ class AdaptiveKL:
     def update(self, kl: float, n: int) -> None:
         """Take in the mean KL per sequence (nats) of ``n`` sequences, over all ranks.
 
-        A NaN is ignored: it would stay in the coefficient for the rest of the run.
+        NaN and infinity are ignored: they would stay in the coefficient for the rest of the run.
         """
-        if self.target is None or math.isnan(kl):
+        if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * min(n / self.horizon, 1.0)

@@ -143,7 +143,8 @@ class Collector:
         return self._answer(prompts, sampling, first, total)
 
     def score(self, collected: Collected) -> None:
-        """Collective. Fill in the scores, from all sources; sequences without one are dropped.
+        """Collective. Fill in the scores, from all sources; sequences that a program gave none are
+        dropped. Those that the reward model made NaN stay, for the trainer to see.
 
         Raises ``RewardError`` on all ranks where a program of one of them failed.
         """
@@ -156,11 +157,14 @@ class Collector:
         e.scores = scores.float()
         for row, values in enumerate(of_tokens or ()):
             e.token_scores[row, : len(values)] = torch.tensor(values)
-        scored = torch.isfinite(e.scores)
-        (missing,) = dist.sum_floats([float((~scored).sum())])
+        unscored = torch.zeros(e.num_sequences, dtype=torch.bool)
+        for source in sources:
+            if source.name != REWARD_MODEL:
+                unscored |= source.scores.isnan()
+        (missing,) = dist.sum_floats([float(unscored.sum())])
         if missing:
             collected.metrics["rollout/unscored"] = missing
-            collected.experience = e.pick(scored.nonzero().flatten().tolist())
+            collected.experience = e.pick((~unscored).nonzero().flatten().tolist())
 
     def sources_of(self, collected: Collected, size: int) -> list[SourceScores]:
         """Collective. What every source says of these answers, once; programs are waited for.
@@ -266,10 +270,13 @@ class Collector:
         return Collected(e, len(kept), metrics)
 
     def _that_differ(self, e: Experience, before: int, total: int, n: int) -> list[int]:
-        """Collective. Numbers of this round's prompts whose answers do not all score alike."""
+        """Collective. Numbers of this round's prompts whose answers do not all score alike, or
+        have a score that is not finite.
+        """
         groups = e.numbers // n - before
         stats = dist.all_reduce_sum(group_stats(e.scores, groups, total))
-        return (before + group_has_variance(stats).nonzero().flatten()).tolist()
+        differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
+        return (before + differ.nonzero().flatten()).tolist()
 
     def _next_prompts(self, again: Prompts, size: int) -> Prompts:
         """Collective. This rank's share of the next ``size`` prompts, the same on any number of

@@ -49,6 +49,7 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) what the prompts were made of, where known
+    problem: str = ""  # why nothing may be learned from it; the same on all ranks
 
     @property
     def num_sequences(self) -> int:
@@ -67,8 +68,8 @@ class Experience:
         def picked(name: str, value: Any) -> Any:
             if isinstance(value, list):
                 return [value[row] for row in rows]
-            if value is None:
-                return None
+            if not isinstance(value, Tensor):
+                return value
             value = value[index]
             if value.dim() == 2:
                 value = value[:, : longest if name == "input_ids" else actions]
@@ -93,6 +94,8 @@ def joined(parts: list[Experience]) -> Experience:
                 return torch.cat(values)
             width = max(value.shape[1] for value in values)
             return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+        if isinstance(values[0], str):
+            return max(values)  # a problem, where one has any
         if any(value is None for value in values):
             return None
         return [row for value in values for row in value]

@@ -7,6 +7,7 @@ The loss of an optimizer step is a sum over its actions / their number, over all
 micro-batches; so the update is the same however the batch is cut.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, chunks, mini_batch_of
 from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics
 from dschat.rlhf.rewards import RewardPrograms
-from dschat.rlhf.scoring import action_logprobs, action_values, fill_in
+from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.rollout import SamplingParams
 
 
@@ -131,7 +132,9 @@ class DeepSpeedPPOTrainer:
         batch's ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.Prompts`) are what
         reward models with another tokenizer and reward functions get.
 
-        Raises ``RewardError`` where a reward function failed.
+        NaN or infinity in a score, a log-prob or a value, on any rank, is the ``problem`` of what
+        is returned, which `train_rlhf` then passes over. Raises ``RewardError`` where a reward
+        function failed.
         """
         started = time.perf_counter()
         collected = self.collector.collect(prompt_batch, self.sampling())
@@ -139,12 +142,13 @@ class DeepSpeedPPOTrainer:
         fill_in(self.engine, collected.experience, self.args)
         self.collector.score(collected)
         e = collected.experience
+        e.problem = not_finite(e)
         rewards, corrected = fill_in_advantages(
             e, self.args, self.kl.value, max(collected.num_prompts, 1)
         )
         self.metrics = experience_metrics(e, rewards, corrected, self.engine)
         self.metrics |= collected.metrics | {"objective/kl_coef": self.kl.value}
-        if "objective/kl" in self.metrics:
+        if "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))
         seconds = time.perf_counter() - started
         self.metrics["time/score_s"] = seconds - self.metrics["time/generate_s"]
@@ -156,9 +160,10 @@ class DeepSpeedPPOTrainer:
         """Collective. All epochs and mini-batches of an experience; ptx, EMA and KL control
         included.
 
-        Returns the mean losses of actor and critic (None where there is no critic); `metrics` has
-        the rest. Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row whose
-        gradient is not finite.
+        Returns the mean losses of actor and critic (None where there is no critic; NaN where the
+        experience has a ``problem`` and nothing was learned); `metrics` has the rest. Raises
+        ``FloatingPointError`` after ``max_bad_steps`` steps in a row that were not finite; such an
+        experience counts as one.
         """
         if not isinstance(experience, Experience):
             raise UserError("train_rlhf learns from what generate_experience returned")
@@ -170,7 +175,9 @@ class DeepSpeedPPOTrainer:
         if critic is not None:
             critic.train()
         sums: dict[str, float] = {}
-        for epoch in range(args.ppo_epochs):
+        if experience.problem:
+            sums = self._passed_over(experience)
+        for epoch in range(0 if experience.problem else args.ppo_epochs):
             seed = [args.seed, self.iteration, epoch]
             number = mini_batch_of(experience.numbers, args.num_mini_batches, seed)
             for m in range(args.num_mini_batches):
@@ -189,6 +196,15 @@ class DeepSpeedPPOTrainer:
         )
         self.iteration += 1
         return self.metrics["loss/policy_avg"], self.metrics.get("loss/value_avg")
+
+    def _passed_over(self, experience: Experience) -> dict[str, float]:
+        """Nothing is learned from ``experience``, which is counted as a bad step."""
+        when = f"iteration {self.iteration}: the update"
+        self._skipped["actor"].count(when, experience.problem)
+        sums = {"bad_steps": 1.0, "policy_loss": math.nan, "policy_count": 1.0}
+        if self.engine.critic is not None:
+            sums |= {"value_loss": math.nan, "actions": 1.0}
+        return sums
 
     def _mini_batch(
         self, experience: Experience, rows: list[int], train_actor: bool

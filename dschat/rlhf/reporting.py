@@ -153,6 +153,7 @@ def throughput(
 ) -> dict[str, float]:
     """Collective. Seconds, tokens and model FLOPs per second; scoring counts in the whole."""
     args = engine.args
+    epochs = 0 if e.problem else args.ppo_epochs
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
     generate_s, _, train_s = parts
     iteration_s = sum(parts)
@@ -165,7 +166,7 @@ def throughput(
         e.answer_mask.sum(1).tolist(),
         actor_forwards=(args.old_logprobs == "recompute") + engine.has_reference,
         num_samples_per_prompt=args.num_samples_per_prompt,
-        ppo_epochs=args.ppo_epochs,
+        ppo_epochs=epochs,
         train_actor=train_actor,
         actor_gradient_checkpointing=args.actor_gradient_checkpointing,
         critic_gradient_checkpointing=args.critic_gradient_checkpointing,
@@ -176,7 +177,7 @@ def throughput(
         [float(flops[name]) for name in ("generate", "train", "effective")]
     )
     sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
-    trained = args.ppo_epochs * (answer_tokens + sequences * metrics["rollout/prompt_length"])
+    trained = epochs * (answer_tokens + sequences * metrics["rollout/prompt_length"])
     devices = dist.world_size()
     return {
         "time/iteration_s": iteration_s,

@@ -83,6 +83,29 @@ def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -
     return scores
 
 
+# The numbers of an experience that a model may spoil, and what messages call them.
+_MUST_BE_FINITE = {
+    "scores": "scores",
+    "rollout_logprobs": "log-probs of the rollout",
+    "logprobs": "log-probs of the actor",
+    "ref_logprobs": "log-probs of the reference",
+    "values": "values of the critic",
+}
+
+
+def not_finite(e: Experience) -> str:
+    """Collective. What of a scored experience is NaN or infinite, on whatever rank, in words; ""
+    where nothing is.
+    """
+    counts = []
+    for name in _MUST_BE_FINITE:
+        of = getattr(e, name)
+        counts.append(float((~torch.isfinite(of if of.dim() == 1 else of[e.answer_mask])).sum()))
+    totals = zip(_MUST_BE_FINITE.values(), dist.sum_floats(counts), strict=True)
+    named = [f"{count:.0f} {words}" for words, count in totals if count]
+    return f"{', '.join(named)} not finite" if named else ""
+
+
 def pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
     """Collective. Micro-batches on the device, as many on every rank, with their rows."""
     rows = list(range(e.num_sequences))

@@ -1,31 +1,39 @@
 """Real training processes that are killed, and what they leave: commands, kills, comparisons.
 
 A `Case` is a step's command in small. It is run whole once, then again and again with a kill at
-some instant, and gone on with until it ends; both must have recorded the same. Plain functions:
-tests and `make faults` use them.
+some instant, and gone on with until it ends; both must have recorded the same and saved the same
+weights. Plain functions: tests and `make faults` use them.
 """
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from driver import PHASES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat.builtin_model import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).with_name("driver.py")
 TIMEOUT_S = 600
 # What a clock or a neighbour decides.
 NOT_COMPARED = ("time/", "throughput/", "memory/")
+# What a kill interrupts, besides the `driver`'s phases.
+WRITING, RENAMING = "a checkpoint's files", "a checkpoint's rename"
+KINDS = (*PHASES, WRITING, RENAMING)
 
 _COMMON = "--data_path builtin/chat --max_eval_samples 8 --no_enable_tensorboard --save_steps 2"
 _SUPERVISED = (
@@ -41,7 +49,9 @@ _RLHF = (
 
 @dataclass(frozen=True)
 class Case:
-    """One command. ``extra``: flags in one string; ``ranks``: processes."""
+    """One command. ``extra``: flags in one string, ``{models}`` the folder of `make_models`;
+    ``ranks``: processes.
+    """
 
     step: int
     extra: str = ""
@@ -49,11 +59,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"step{self.step}-{self.ranks}-{self.extra.replace('--', '').replace(' ', '_')}"
+        extra = self.extra.replace("--", "").replace("{models}/", "").replace(" ", "_")
+        return f"step{self.step}-{self.ranks}-{extra}"
 
     def command(self, models: Path, out: Path) -> list[str]:
         script = {1: "step1_sft", 2: "step2_reward", 3: "step3_rlhf"}[self.step]
         flags = f"{_COMMON} {_RLHF if self.step == 3 else _SUPERVISED} {self.extra}".split()
+        flags = [flag.format(models=models) for flag in flags]
         if self.step == 3:
             flags += ["--actor_model_name_or_path", str(models / "actor")]
             if "--reward_fn" not in flags:
@@ -64,11 +76,12 @@ class Case:
         if self.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone"]
             start += ["--nproc_per_node", str(self.ranks)]
-        return [*start, str(ROOT / script / "main.py"), *flags, "--output_dir", str(out)]
+        script = str(ROOT / script / "main.py")
+        return [*start, str(DRIVER), script, *flags, "--output_dir", str(out)]
 
 
 def make_models(folder: Path) -> Path:
-    """A tiny actor and reward model to start from."""
+    """A tiny actor and reward model to start from, and a text for the pretraining loss."""
     source = resolve_model("builtin/tiny")
     tokenizer = AutoTokenizer.from_pretrained(source)
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder / "actor")
@@ -78,6 +91,10 @@ def make_models(folder: Path) -> Path:
     )
     for name in ("actor", "reward"):
         tokenizer.save_pretrained(folder / name)
+    text = "the sun is a star and the moon goes round the world once a month"
+    words = text.split()
+    paragraphs = [" ".join(words[i:] + words[:i]) * (1 + i % 3) for i in range(len(words))]
+    (folder / "text.txt").write_text("\n\n".join(paragraphs * 8))
     return folder
 
 
@@ -90,36 +107,86 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen:
+# -- Running
+
+
+def start(command: list[str], log: Path, **variables: str) -> subprocess.Popen:
+    """``variables``: for the `driver`, FAULT and PHASES."""
     with log.open("ab") as file:
         return subprocess.Popen(
-            command, env=environment(), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environment() | variables,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
 
 
-def finish(command: list[str], log: Path) -> int:
+def finish(command: list[str], log: Path, **variables: str) -> int:
     """Run to the end; the exit code."""
-    process = start(command, log)
+    process = start(command, log, **variables)
     try:
         return process.wait(TIMEOUT_S)
     finally:
-        kill(process)
+        kill(process, command)
 
 
-def kill(process: subprocess.Popen, signum: int = signal.SIGKILL) -> None:
-    """The whole group, and what it leaves behind."""
+def kill(process: subprocess.Popen, command: list[str]) -> None:
+    """All processes of a command at once: torchrun's are in no group with it."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signum)
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    while left := processes_of(output_of(command)):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def output_of(command: list[str]) -> Path:
+    """Where a step, or train.py, writes."""
+    flag = next(word for word in ("--output_dir", "--output-dir") if word in command)
+    return Path(command[command.index(flag) + 1])
+
+
+def processes_of(out: Path) -> list[int]:
+    """Those that write into ``out`` or a folder in it, and who started them."""
+    found, mine = [], str(out).encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if any(word == mine or word.startswith(mine + b"/") for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def going_on(command: list[str]) -> list[str]:
+    """The same command, which goes on where it has something to go on from."""
+    return command + ["--resume"] * (output_of(command) / "checkpoints").is_dir()
+
+
+# -- Looking
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, but for what is not compared."""
+    """What metrics.jsonl says, but for what is not compared; NaN as text, which equals itself."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(NOT_COMPARED)}
+        {
+            k: v if v == v else "NaN"
+            for k, v in json.loads(line).items()
+            if not k.startswith(NOT_COMPARED)
+        }
         for line in lines
     ]
+
+
+def weights(out: Path) -> dict[str, str]:
+    """Checksums of all weights that a step saved at its end."""
+    found = sorted(path for path in out.rglob("*.safetensors") if "checkpoints" not in path.parts)
+    return {
+        str(path.relative_to(out)): hashlib.blake2b(path.read_bytes()).hexdigest() for path in found
+    }
 
 
 def num_rows(out: Path) -> int:
@@ -135,40 +202,63 @@ def is_saving(out: Path) -> bool:
     return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
 
-def kill_once(case: Case, models: Path, out: Path, whole: int, rng: random.Random) -> str:
-    """Start ``case``, or go on with it, and kill it at a random instant; what it was doing.
+def phase(folder: Path) -> str:
+    """What the processes are doing: the one that has come farthest."""
+    said = [path.read_text().strip() for path in folder.iterdir()]
+    return max(said, key=PHASES.index, default=PHASES[0])
 
-    ``whole``: rows of a run that nobody kills. The instant is after a random number of them and a
-    random pause, or in the middle of a save. "ended" where it was faster.
+
+# -- Killing
+
+
+def kill_once(case: Case, models: Path, out: Path, whole: int, rng: random.Random) -> str:
+    """Start ``case``, or go on with it, and kill it at a random instant; one of `KINDS`, or "" if
+    it was faster.
+
+    ``whole``: rows of a run that nobody kills. In half of the cases the process ends itself, at a
+    change that it is about to make to a checkpoint's folder; else all processes are ended after a
+    random number of rows and a random pause.
     """
-    command = case.command(models, out) + ["--resume"] * (out / "checkpoints").is_dir()
-    process = start(command, out.with_suffix(".log"))
-    in_save = rng.random() < 0.4
+    command = case.command(models, out)
+    phases = out.with_suffix(".phases")
+    shutil.rmtree(phases, ignore_errors=True)
+    phases.mkdir()
+    kind, fault = rng.choice(
+        [("", ""), ("", ""), (WRITING, "die_writing"), (RENAMING, "die_renaming")]
+    )
+    if fault:
+        fault += f" {rng.randint(1, 30 if kind == WRITING else 3)}"
+    process = start(going_on(command), out.with_suffix(".log"), FAULT=fault, PHASES=str(phases))
+    in_start = rng.random() < 0.1
     target = rng.randint(num_rows(out), max(num_rows(out), whole - 4))
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
-        found = num_rows(out)
-        if found >= target and (not in_save or is_saving(out) or found >= target + 2):
-            time.sleep(rng.random() * (0.02 if in_save else 0.4))
+        begun = in_start or phase(phases) != PHASES[0]
+        if not fault and begun and num_rows(out) >= target:
+            time.sleep(rng.random() * 0.5)
             break
         time.sleep(0.002)
-    ended = process.poll() is not None
-    kill(process)
-    return "ended" if ended else "a save" if in_save else "a step"
+    ended = process.poll() == 0
+    found = WRITING if is_saving(out) else phase(phases)
+    kill(process, command)
+    return "" if ended else kind or found
 
 
 def survive(
-    case: Case, models: Path, out: Path, expected: list[dict], kills: int, seed: str
-) -> int:
-    """Kill ``case`` up to ``kills`` times, go on to its end, and compare; the kills there were."""
-    rng, done = random.Random(seed), 0
+    case: Case, models: Path, out: Path, whole: Path, kills: int, seed: str
+) -> Counter[str]:
+    """Kill ``case`` up to ``kills`` times, go on to its end, and compare with the run in ``whole``;
+    the kills that there were, by kind.
+    """
+    rng, done = random.Random(seed), Counter()
+    expected, log = rows(whole), out.with_suffix(".log")
     for _ in range(kills):
-        if kill_once(case, models, out, len(expected), rng) == "ended":
+        kind = kill_once(case, models, out, len(expected), rng)
+        if not kind:
             break
-        done += 1
+        done[kind] += 1
     if not (out / "COMPLETE").exists():
-        command = case.command(models, out) + ["--resume"] * (out / "checkpoints").is_dir()
-        log = out.with_suffix(".log")
-        assert finish(command, log) == 0, log.read_text()[-3000:]
+        assert finish(going_on(case.command(models, out)), log) == 0, log.read_text()[-3000:]
     assert rows(out) == expected, out
+    assert weights(out) == weights(whole) != {}, out
     return done

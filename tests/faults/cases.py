@@ -1,0 +1,25 @@
+"""What is killed: commands of all three steps, and how often each in `make faults`."""
+
+from runs import Case
+
+PPO = "--enable_ema --actor_zero_stage 3 --critic_zero_stage 2 --actor_lora_dim 4"
+PTX = "--unsupervised_dataset_name {models}/text.txt"
+GRPO = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
+GRPO += " --normalize_reward --dynamic_sampling"
+
+QUICK = [Case(1, "--zero_stage 0"), Case(3, f"{PPO} {PTX}")]
+SLOW = {  # kills in `make faults`
+    Case(1, "--zero_stage 3 --lora_dim 4"): 8,
+    Case(1, "--zero_stage 0", ranks=2): 6,
+    Case(1, "--zero_stage 2", ranks=2): 6,
+    Case(2, "--zero_stage 0"): 8,
+    Case(2, "--zero_stage 2"): 6,
+    Case(2, "--zero_stage 3", ranks=2): 8,
+    Case(2, "--loss dpo --precompute_ref_logprobs"): 8,
+    Case(3, f"{PTX} --enable_ema --keep_best"): 10,
+    Case(3, f"{GRPO} --actor_zero_stage 2"): 10,
+    Case(3, "--enable_ema", ranks=2): 8,
+    Case(3, f"{PPO} {PTX}", ranks=2): 8,
+    Case(3, f"{GRPO} --actor_zero_stage 3", ranks=2): 8,
+}
+SWEEP = {**dict(zip(QUICK, (10, 10), strict=True)), **SLOW}

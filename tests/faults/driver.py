@@ -1,0 +1,247 @@
+"""Runs a step's script as it is, but for one fault, and says at any instant what it is doing.
+
+    FAULT='nan_loss 3 1' PHASES=folder python driver.py step1_sft/main.py FLAGS
+
+``FAULT``: none, or one of
+
+    die_in_step N RANK     SIGKILL in the backward of the N-th optimizer step, on that rank
+    hang_in_step N RANK    it waits there for ever
+    die_writing N          SIGKILL before the N-th change to a checkpoint's folder: a file that is
+                           opened, a rename, a removal
+    die_renaming N         SIGKILL before a checkpoint whose files are all written gets its name, at
+                           the N-th one
+    nan_loss N RANK        the loss of the N-th optimizer step is NaN on that rank, before anything
+                           is summed over ranks
+    nan_losses N RANK      and of all that follow
+    nan_scores N RANK      the reward model gives NaN to one answer of the N-th rollout
+    nan_logprobs N RANK    a log-prob of the reference is infinite in the N-th rollout
+    no_space N             the N-th checkpoint finds no space left, and no other
+
+``PHASES``: a folder, made by the caller, where each process keeps a file with the word for what it
+does: start, evaluation, rollout, update, step.
+"""
+
+import errno
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+PHASES = ("start", "evaluation", "rollout", "update", "step")
+_WIDTH = 12
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Call ``action(*arguments)`` at each call of ``owner.name``, first."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def after(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """What ``owner.name`` returns goes through ``change``."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return change(function(*args, **kwargs))
+
+    setattr(owner, name, call)
+
+
+def tell_phases(folder: Path) -> None:
+    handle = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT)
+
+    def tell(phase: str) -> None:
+        os.pwrite(handle, phase.ljust(_WIDTH).encode(), 0)
+
+    tell("start")
+    from dschat import supervised
+    from dschat.rlhf import ppo, run
+
+    before(supervised, "train_step", lambda *_: tell("step"))
+    before(supervised, "evaluate", lambda *_: tell("evaluation"))
+    before(run.Reporter, "evaluate", lambda *_: tell("evaluation"))
+    before(ppo.DeepSpeedPPOTrainer, "generate_experience", lambda *_: tell("rollout"))
+    before(ppo.DeepSpeedPPOTrainer, "train_rlhf", lambda *_: tell("update"))
+
+
+# -- Faults
+
+
+def die_in_step(number: int, rank: int) -> None:
+    _at_loss(number, rank, lambda loss: die(), until=number)
+
+
+def hang_in_step(number: int, rank: int) -> None:
+    _at_loss(number, rank, lambda loss: time.sleep(3600), until=number)
+
+
+def nan_loss(number: int, rank: int) -> None:
+    _at_loss(number, rank, lambda loss: loss.mul_(float("nan")), until=number)
+
+
+def nan_losses(number: int, rank: int) -> None:
+    _at_loss(number, rank, lambda loss: loss.mul_(float("nan")), until=sys.maxsize)
+
+
+def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> None:
+    """``act`` on the first loss of the ``number``-th optimizer step, to the ``until``-th."""
+    from dschat import dist, optimizer_step
+
+    steps = [0]
+
+    class Counted(optimizer_step.Step):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            steps[0] += 1
+            self._first = True
+
+        def backward(self, loss: Any) -> None:
+            if self._first and number <= steps[0] <= until and dist.rank() == rank:
+                loss = loss.clone()
+                act(loss)
+            self._first = False
+            super().backward(loss)
+
+    from dschat import supervised
+    from dschat.rlhf import ppo
+
+    supervised.Step = ppo.Step = Counted
+
+
+def nan_scores(number: int, rank: int) -> None:
+    from dschat.rlhf import collect
+
+    def spoil(scores: Any) -> Any:
+        scores[0] = float("nan")
+        return scores
+
+    _in_rollout(collect, "reward_model_scores", number, rank, spoil)
+
+
+def nan_logprobs(number: int, rank: int) -> None:
+    from dschat.rlhf import ppo
+
+    def spoil(experience: Any) -> None:
+        experience.ref_logprobs[0, 0] = float("-inf")
+
+    fill_in, rollouts = ppo.fill_in, [0]
+
+    def filled(engine: Any, experience: Any, args: Any) -> None:
+        from dschat import dist
+
+        rollouts[0] += 1
+        fill_in(engine, experience, args)
+        if rollouts[0] == number and dist.rank() == rank:
+            spoil(experience)
+
+    ppo.fill_in = filled
+
+
+def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[Any], Any]) -> None:
+    """``spoil`` what ``owner.name`` returns for the ``number``-th rollout, not in evaluations."""
+    from dschat import dist
+    from dschat.rlhf import collect
+
+    rollouts = [0]
+
+    def count(*_: Any) -> None:
+        rollouts[0] += 1
+
+    before(collect.Collector, "score", count)
+    after(
+        owner,
+        name,
+        lambda value: spoil(value) if rollouts[0] == number and dist.rank() == rank else value,
+    )
+
+
+_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+
+
+def die_writing(number: int) -> None:
+    def is_change(event: str, args: tuple) -> bool:
+        opened = event == "open" and isinstance(args[1], str) and "w" in args[1]
+        return (event in _CHANGES or opened) and "/checkpoints/" in str(args[0])
+
+    _die_at(number, is_change)
+
+
+def die_renaming(number: int) -> None:
+    def is_naming(event: str, args: tuple) -> bool:
+        return event == "os.rename" and str(args[0]).endswith(".saving")
+
+    _die_at(number, is_naming)
+
+
+def _die_at(number: int, counts: Callable[[str, tuple], bool]) -> None:
+    seen = [0]
+
+    def look(event: str, args: tuple) -> None:
+        if counts(event, args):
+            seen[0] += 1
+            if seen[0] == number:
+                die()
+
+    sys.addaudithook(look)
+
+
+def no_space(number: int) -> None:
+    from dschat.checkpoint import run, writer
+
+    saves = [0]
+
+    def count(*_: Any, **__: Any) -> None:
+        saves[0] += 1
+
+    def full(*_: Any) -> None:
+        if saves[0] == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before(run.Checkpoints, "save", count)
+    before(writer.files, "write_file", full)
+
+
+FAULTS = {
+    f.__name__: f
+    for f in (
+        die_in_step,
+        hang_in_step,
+        die_writing,
+        die_renaming,
+        nan_loss,
+        nan_losses,
+        nan_scores,
+        nan_logprobs,
+        no_space,
+    )
+}
+
+
+def main() -> None:
+    del sys.argv[0]
+    if folder := os.environ.get("PHASES"):
+        tell_phases(Path(folder))
+    if fault := os.environ.get("FAULT"):
+        name, *numbers = fault.split()
+        FAULTS[name](*map(int, numbers))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

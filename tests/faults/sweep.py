@@ -1,0 +1,69 @@
+"""Kills real runs at random instants, a hundred times and more, and tells what became of them.
+
+    make faults
+    python tests/faults/sweep.py --kills 20 --seed 7
+
+Every case of `cases` is run whole, then killed again and again, each time gone on with, until it
+has been killed often enough; each time that it comes to its end, its metrics and its weights must
+equal those of the whole run to the bit. Exits with 1 where one does not.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from cases import SWEEP
+from runs import KINDS, Case, finish, make_models, survive
+
+KILLS_OF_ONE = 4  # before a run may come to its end
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, help="in all, shared out; default: as cases.py says")
+    parser.add_argument("--seed", default="0", help="draws other instants")
+    args = parser.parse_args()
+    share = 1.0 if args.kills is None else args.kills / sum(SWEEP.values())
+    began, kills, runs, lost = time.monotonic(), Counter(), 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        for number, (case, wanted) in enumerate(SWEEP.items()):
+            scratch = Path(folder) / str(number)
+            scratch.mkdir()
+            try:
+                found = sweep(case, models, scratch, max(1, round(share * wanted)), args.seed)
+            except AssertionError as error:
+                lost.append(case)
+                print(f"LOST  {case.name}: {str(error)[-2000:]}", flush=True)
+                continue
+            kills += found[0]
+            runs += found[1]
+            print(f"{found[0].total():4} kills in {found[1]} runs: {case.name}", flush=True)
+    print(f"\nkilled {kills.total()} times in {runs} runs of {len(SWEEP)} commands:")
+    for kind in KINDS:
+        print(f"{kills[kind]:6}  in {kind}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"survived: {runs} of {runs + len(lost)} runs, to the bit; {minutes:.0f} minutes")
+    return 1 if lost else 0
+
+
+def sweep(
+    case: Case, models: Path, scratch: Path, wanted: int, seed: str
+) -> tuple[Counter[str], int]:
+    """The kills by kind, and the runs that they were spread over."""
+    whole, log = scratch / "whole", scratch / "whole.log"
+    assert finish(case.command(models, whole), log) == 0, log.read_text()
+    kills, runs = Counter(), 0
+    while kills.total() < wanted:
+        out = scratch / f"killed{runs}"
+        few = min(KILLS_OF_ONE, wanted - kills.total())
+        kills += survive(case, models, out, whole, few, f"{seed} {case.name} {runs}")
+        runs += 1
+    return kills, runs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

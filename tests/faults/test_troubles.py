@@ -1,0 +1,307 @@
+"""What may befall a real run besides a kill: signals, a full disk, NaN, a dead rank, rotten files.
+
+After each of them the run goes on, or is gone on with, and records what one records to which
+nothing happens.
+"""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cases import GRPO
+from runs import (
+    ROOT,
+    TIMEOUT_S,
+    Case,
+    finish,
+    going_on,
+    kill,
+    make_models,
+    num_rows,
+    processes_of,
+    rows,
+    start,
+    weights,
+)
+
+STEP1 = Case(1, "--zero_stage 0")
+PPO = Case(3, "--kl_coef 0.1", ranks=2)
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    """Case -> the folder of a run to which nothing happens."""
+    folder, made = tmp_path_factory.mktemp("whole"), {}
+
+    def run(case: Case) -> Path:
+        if case not in made:
+            out = folder / str(len(made))
+            log = out.with_suffix(".log")
+            assert finish(case.command(models, out), log) == 0, log.read_text()[-3000:]
+            made[case] = out
+        return made[case]
+
+    return run
+
+
+def ran(case, models, out, *flags, code=0, **variables) -> str:
+    """Run ``case``, or go on with it; what it said. FAULT: see `driver`."""
+    command, log = case.command(models, out), out.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    found = finish([*going_on(command), *flags], log, **variables)
+    said = log.read_text()
+    assert found == code, said[-3000:]
+    return said
+
+
+def check_same(out: Path, whole: Path) -> None:
+    assert rows(out) == rows(whole)
+    assert weights(out) == weights(whole) != {}
+
+
+# -- Files that are not what was written
+
+
+@pytest.fixture(scope="module")
+def cut_short(models, tmp_path_factory):
+    """A run that was killed in its last step; it left the checkpoints of steps 4 and 6."""
+    out = tmp_path_factory.mktemp("cut_short") / "run"
+    command = STEP1.command(models, out)
+    process = start(command, out.with_suffix(".log"), FAULT="hang_in_step 7 0")
+    newest, deadline = out / "checkpoints/step_000006", time.monotonic() + TIMEOUT_S
+    while not newest.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kill(process, command)
+    assert sorted(os.listdir(out / "checkpoints"))[-2:] == ["step_000004", "step_000006"]
+    return out
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+LARGEST, MANIFEST = "largest", "manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "said"),
+    [
+        (flipped, LARGEST, "has another checksum than the manifest says"),
+        pytest.param(truncated, LARGEST, "bytes, the manifest says", marks=slow),
+        pytest.param(missing, LARGEST, "is missing", marks=slow),
+        pytest.param(flipped, MANIFEST, "manifest.json (is broken|has another)", marks=slow),
+        pytest.param(missing, MANIFEST, "manifest.json cannot be read", marks=slow),
+    ],
+)
+def test_the_checkpoint_before_a_damaged_one(
+    damage, name, said, cut_short, whole, models, tmp_path
+):
+    out = tmp_path / "run"
+    shutil.copytree(cut_short, out)
+    newest = out / "checkpoints/step_000006"
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    damage(largest if name == LARGEST else newest / name)
+    told = ran(STEP1, models, out)
+    assert re.search(rf"step_000006.*{said}", told), told
+    assert "going on after step 4" in told
+    check_same(out, whole(STEP1))
+
+
+@slow
+def test_no_checkpoint_is_whole(cut_short, whole, models, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(cut_short, out)
+    for folder in (out / "checkpoints").iterdir():
+        flipped(folder / MANIFEST)
+    assert "there is no whole checkpoint" in ran(STEP1, models, out)
+    check_same(out, whole(STEP1))
+
+
+# -- Disks
+
+
+def test_a_disk_that_is_too_small_for_checkpoints(whole, models, tmp_path):
+    """By a limit on a file's size: what the step saves at its end fits."""
+    largest = max(p.stat().st_size for p in whole(STEP1).rglob("*.safetensors"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, before[1]))
+    try:
+        said = ran(STEP1, models, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.count("could not be written") == 1, said
+    assert "File too large" in said
+    assert not any((tmp_path / "run/checkpoints").iterdir())
+    check_same(tmp_path / "run", whole(STEP1))
+
+
+@slow
+def test_a_full_disk_that_is_emptied(whole, models, tmp_path):
+    """The checkpoint before stays, is said to, and is what is gone on from."""
+    out = tmp_path / "run"
+    said = ran(STEP1, models, out, FAULT="no_space 2")
+    assert said.count("could not be written (No space left on device") == 1, said
+    assert "step_000002 stays the last one" in said
+    assert said.count("checkpoints are written again") == 1
+    check_same(out, whole(STEP1))
+
+
+@slow
+def test_a_disk_without_space(whole, models, tmp_path):
+    """A small disk in memory, that holds one checkpoint and what the step saves, not more."""
+    disk, finished = tmp_path / "disk", whole(STEP1)
+    disk.mkdir()
+    last = sum(p.stat().st_size for p in finished.rglob("*") if p.is_file())
+    checkpoint = Path(ran_until_saved(models, tmp_path / "probe"))
+    size = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
+    options = f"size={last + int(1.5 * size)}"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]).returncode:
+        pytest.skip("may not mount")
+    try:
+        said = ran(STEP1, models, disk / "run")
+        assert said.count("could not be written (No space left on device") == 1, said
+        check_same(disk / "run", finished)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def ran_until_saved(models: Path, out: Path) -> Path:
+    """The first checkpoint of a run that is killed then."""
+    command = STEP1.command(models, out)
+    process = start(command, out.with_suffix(".log"), FAULT="hang_in_step 4 0")
+    first = out / "checkpoints/step_000002"
+    while not first.exists() and process.poll() is None:
+        time.sleep(0.01)
+    kill(process, command)
+    return first
+
+
+# -- Numbers
+
+
+@slow
+@pytest.mark.dist
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_nan_on_one_rank_skips_that_step_on_all(zero, models, tmp_path):
+    case = Case(1, f"--zero_stage {zero} --logging_steps 1", ranks=2)
+    said = ran(case, models, tmp_path / "run", FAULT="nan_loss 3 1")
+    assert said.count("step 3 skipped: its loss or gradient is not finite (1 in a row)") == 1
+    steps = {row["step"]: row for row in rows(tmp_path / "run") if "bad_steps" in row}
+    assert [step for step, row in steps.items() if row["bad_steps"]] == [3]
+    assert "NaN" not in [steps[step]["loss"] for step in (4, 5, 6, 7)]
+
+
+@slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "fault", "what"),
+    [
+        (PPO, "nan_scores 2 1", "1 scores not finite"),
+        (PPO, "nan_logprobs 2 1", "1 log-probs of the reference not finite"),
+        (Case(3, f"{GRPO} --actor_zero_stage 3", 2), "nan_logprobs 2 0", "1 log-probs of the ref"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nan_in_a_rollout_is_not_learned_from(case, fault, what, models, tmp_path):
+    said = ran(case, models, tmp_path / "run", FAULT=fault)
+    assert f"iteration 1: the update skipped: {what}" in said
+    steps = [row for row in rows(tmp_path / "run") if "train/bad_steps" in row]
+    assert [row["train/bad_steps"] for row in steps] == [0, 1, 0, 0, 0, 0]
+    assert "NaN" not in steps[2].values()
+
+
+def test_a_run_of_nan_names_the_last_good_checkpoint(models, tmp_path):
+    out = tmp_path / "run"
+    said = ran(STEP1, models, out, "--max_bad_steps", "3", code=1, FAULT="nan_losses 4 0")
+    line = said.splitlines()[-1]
+    assert "3 steps in a row were skipped (--max_bad_steps)" in line
+    assert line.endswith(f"; the last good checkpoint is {out}/checkpoints/step_000004")
+    assert (out / "checkpoints/step_000004/manifest.json").exists()
+    assert "Traceback" not in said
+
+
+# -- Processes
+
+
+@slow
+@pytest.mark.dist
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_rank_that_is_killed(zero, whole, models, tmp_path):
+    case, out = Case(1, f"--zero_stage {zero}", ranks=2), tmp_path / "run"
+    log, command = out.with_suffix(".log"), case.command(models, out)
+    process = start(command, log, FAULT="die_in_step 5 1")
+    while process.poll() is None and len(processes_of(out)) != 2:  # the launcher's own, and a rank
+        time.sleep(0.05)
+    while process.poll() is None and len(processes_of(out)) > 2:
+        time.sleep(0.05)
+    assert process.wait(TIMEOUT_S) != 0
+    assert not processes_of(out)
+    assert "error: process 1 of 2" in log.read_text() or "exitcode" in log.read_text()
+    ran(case, models, out)
+    check_same(out, whole(case))
+
+
+def train_py(models: Path, out: Path, ranks: int) -> list[str]:
+    argv = f"--step 1 --num-gpus {ranks} --step1.max_steps 60 --step1.per_device_train_batch_size 4"
+    argv += " --step1.max_seq_len 64 --step1.max_eval_samples 8 --step1.save_steps 5"
+    argv += " --step1.no_enable_tensorboard --data-path builtin/chat"
+    argv = [*argv.split(), "--actor-model", str(models / "actor"), "--output-dir", str(out)]
+    return [sys.executable, str(ROOT / "train.py"), *argv]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("signum", "ranks"),
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.dist),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.dist),
+    ],
+)
+def test_train_py_stops_and_goes_on(signum, ranks, models, tmp_path):
+    """SIGTERM to train.py, as a scheduler sends it; Ctrl-C to all that the terminal runs."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    log = tmp_path / "log"
+    assert finish(train_py(models, whole, ranks), log) == 0, log.read_text()[-3000:]
+    log = tmp_path / "stopped.log"
+    process = start(train_py(models, out, ranks), log)
+    while num_rows(out / "step1_sft") < 5 and process.poll() is None:
+        time.sleep(0.01)
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)
+    else:
+        process.send_signal(signum)
+    assert process.wait(60) == 75, log.read_text()[-3000:]
+    assert re.fullmatch(
+        r"stopped in step 1, saved in \S+/step_0000\d\d; the same command goes on from there",
+        log.read_text().splitlines()[-1],
+    )
+    assert not processes_of(out / "step1_sft")
+    assert finish(train_py(models, out, ranks), log) == 0, log.read_text()[-3000:]
+    assert "goes on from" in log.read_text()
+    check_same(out / "step1_sft", whole / "step1_sft")
