@@ -19,10 +19,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dschat import cli, launch, recipe, stopping
+from dschat import cli, launch, recipe, running, stopping
 from dschat.checkpoint import newest
 from dschat.plan import Request, log_lines, tables
-from dschat.running import Runner
 from dschat.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
@@ -54,7 +53,7 @@ def main() -> int:
         say(line)
 
     # Run the steps, one after another.
-    with Runner() as runner:
+    with running.Runner() as runner:
         for step, command in plan.commands:
             if runner.asked:
                 return stopped(f"stopped before step {step.number}", plan)
@@ -91,7 +90,7 @@ def stopped(what: str, plan: launch.Plan, folder: Path | None = None) -> int:
     found = newest(folder) if folder else None
     where = f", saved in {found.folder}" if found else ""
     again = f" without {' and '.join(plan.anew)}" if plan.anew else ""
-    sys.stderr.write(f"{what}{where}; the same command{again} goes on from there\n")
+    running.say(f"{what}{where}; the same command{again} goes on from there")
     return stopping.EXIT_CODE
 
 
@@ -115,7 +114,10 @@ def memory_request(config: recipe.TrainConfig, plan: launch.Plan) -> Request:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)  # before the next step's own output
+    try:
+        print(line, flush=True)  # before the next step's own output
+    except OSError:  # a terminal that was closed, or `| tee` that Ctrl-C ended: the run goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from dschat import stopping
-from dschat.checkpoint import Checkpoints, RunState
+from dschat import dist, stopping
+from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
 from dschat.config import CommonConfig
-from dschat.resume import changes, describe, settings_of
+from dschat.resume import changes, check_step_size, describe, settings_of
 from dschat.reward_programs.programs import RewardError
 
 logger = logging.getLogger("dschat")
@@ -44,8 +44,9 @@ class Boundaries:
             return None
         found = checkpoints.latest(None if config.resume == "latest" else config.resume)
         if found is None:
-            logger.warning("there is no whole checkpoint in %s: beginning", config.output_dir)
+            logger.info("there is no checkpoint in %s yet: beginning", config.output_dir)
             return None
+        check_step_size(found, config, dist.world_size())
         changed = changes(found, config)
         if changed:
             logger.warning("going on with other settings: %s", describe(changed))
@@ -61,21 +62,34 @@ class Boundaries:
         if self._checkpoints is None or is_last:
             return
         self._last = step, state()
+        self._last[1].generators = read_generators()
         stop = self._request is not None and self._request.agreed()
         if stop or (self._config.save_steps and step % self._config.save_steps == 0):
             self._checkpoints.save(*self._last)
         if stop:
             self._checkpoints.wait()
-            raise stopping.Stopped(step, self._checkpoints.last)
+            last = self._checkpoints.last
+            if dist.is_main_process() and (last is None or last.name != step_name(step)):
+                logger.warning("step %d could not be saved", step)
+            raise stopping.Stopped(step, last)
+
+    def leave(self) -> None:
+        """Another step has changed weights: what was at the last boundary is gone."""
+        self._last = None
 
     def save_last(self) -> None:
         """Collective. Save what was at the last boundary, where a step failed before it changed
-        any weight: a reward function, say.
+        any weight: a reward function, say. What is being written becomes whole in any case.
         """
-        if self._checkpoints is None or self._last is None or not self._config.save_steps:
+        if self._checkpoints is None or not self._config.save_steps:
             return
-        self._checkpoints.save(*self._last)
         self._checkpoints.wait()
+        if self._last is None:
+            return
+        last = self._checkpoints.last
+        if not dist.max_int(last is not None and last.name == step_name(self._last[0])):
+            self._checkpoints.save(*self._last)
+            self._checkpoints.wait()
         logger.info("saved before the error: --resume latest goes on once its cause is mended")
 
     def last_good(self) -> str:

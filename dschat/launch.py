@@ -107,7 +107,9 @@ def plan(
         _environment(root, where.processes_here, where.gpus_here),
         recipe.summary and where.is_first,
         where,
-        ["--restart"] * config.restart + ["--overwrite_output_dir"] * overwrites,
+        ["--restart"] * config.restart
+        + ["--overwrite_output_dir"] * overwrites
+        + ["--resume"] * any(values[n].get("resume") not in (None, "latest") for n in numbers),
     )
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class _TqdmHandler(logging.Handler):
             self._held.append(record)
         else:
             # NOTE one write: Ctrl-C between a line and its end would put its own line beside it.
-            with tqdm.external_write_mode(file=sys.stderr):
+            # A reader or a terminal that is gone costs the line, not the run.
+            with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
                 sys.stderr.write(self.format(record) + "\n")
 
     def hold(self, seconds: float) -> None:
@@ -135,14 +137,18 @@ def check_sinks(config: CommonConfig) -> None:
 
 class MetricsLog:
     """Writes the settings, then one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same
-    numbers to the
-    other sinks.
+    numbers to the other sinks.
+
+    Rows that a full disk does not take wait, in memory and in every checkpoint, until it does.
     """
 
     def __init__(self, output_dir: str | None, config: CommonConfig) -> None:
         self._file: Any = None
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._end = 0  # bytes in the file
+        self._unwritten = b""
+        self._failing = False  # which is said once
         if not dist.is_main_process() or output_dir is None:
             return
         folder = Path(output_dir)
@@ -151,9 +157,9 @@ class MetricsLog:
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._folder = folder
         # A run that goes on keeps what there is, up to where `go_on_from` says.
-        mode = "a" if config.resume else "w"
-        self._file = (folder / "metrics.jsonl").open(mode, encoding="utf-8")
-        self._found = self._file.tell()
+        mode = "ab" if config.resume else "wb"
+        self._file = (folder / "metrics.jsonl").open(mode, buffering=0)
+        self._found = self._end = os.fstat(self._file.fileno()).st_size
         self._uses_tensorboard = config.enable_tensorboard
         if config.enable_tensorboard and not config.resume:
             self._start_tensorboard()
@@ -168,27 +174,27 @@ class MetricsLog:
         self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), **options)
 
     @property
-    def position(self) -> int:
-        """Bytes written to metrics.jsonl; 0 where another process writes it."""
-        return self._file.tell() if self._file is not None else 0
+    def files(self) -> list[Path]:
+        """What `position` speaks of; nothing where another process writes it."""
+        return [] if self._file is None else [Path(self._file.name)]
 
-    def go_on_from(self, position: int, step: int) -> None:
+    def position(self) -> dict[str, Any]:
+        """Bytes in metrics.jsonl, and the rows that belong behind them and are not written yet."""
+        self._write_out()
+        return {"bytes": self._end, "rows": self._unwritten.decode()}
+
+    def go_on_from(self, position: dict[str, Any], step: int) -> None:
         """Forget what was recorded after ``position``, which a checkpoint of ``step`` remembers."""
         if self._file is None:
             return
-        if position > self._file.tell():
+        if position["bytes"] > self._found:
             raise UserError(
                 f"{self._file.name} is shorter than when the checkpoint of step {step} was made; "
                 "put it back, or begin anew with --restart"
             )
-        self._truncate(position)
+        self._begin_with(position["bytes"], position["rows"].encode())
         if self._uses_tensorboard:
             self._start_tensorboard(purge_step=step + 1)
-
-    def _truncate(self, position: int) -> None:
-        self._file.flush()
-        self._file.truncate(position)
-        self._file.seek(position)
 
     def begin(self) -> None:
         """Forget what an earlier run recorded: there was nothing to go on from."""
@@ -196,29 +202,55 @@ class MetricsLog:
             return
         if self._found:
             own = Path(self._file.name).read_bytes()[self._found :]
-            self._truncate(0)
-            self._file.write(own.decode())
-            self._file.flush()
+            self._begin_with(0, own + self._unwritten)
         if self._uses_tensorboard and self._tensorboard is None:
             self._start_tensorboard()
+
+    def _begin_with(self, size: int, unwritten: bytes) -> None:
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._end, self._unwritten = size, unwritten
+        self._write_out()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""
         if self._file is not None:
             row = {"step": step} | {k: float(v) for k, v in metrics.items()}
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._unwritten += (json.dumps(row) + "\n").encode()
+            self._write_out()
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+            try:
+                for name, value in metrics.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            except OSError as error:
+                self._tensorboard = None
+                logger.warning("TensorBoard gets no more numbers: %s", error)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def _write_out(self) -> None:
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten)
+                self._end, self._unwritten = self._end + written, self._unwritten[written:]
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "%s cannot be written (%s); training goes on, its rows wait",
+                    self._file.name,
+                    error.strerror,
+                )
+            self._failing = True
+            return
+        if self._failing:
+            logger.warning("%s is written again", self._file.name)
+        self._failing = False
+
     def close(self) -> None:
-        for sink, method in (
-            (self._file, "close"),
-            (self._tensorboard, "close"),
-            (self._wandb, "finish"),
-        ):
-            if sink is not None:
-                getattr(sink, method)()
+        if self._file is not None:
+            self._write_out()
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

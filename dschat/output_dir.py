@@ -5,16 +5,21 @@ the check and the claim nothing is left on disk, so that a mistake found meanwhi
 checkpoint) costs nobody a finished model. It must not know what is written.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from dschat import dist
 from dschat.knobs import UserError
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
 CHECKPOINTS = "checkpoints"  # the folder of what a run can go on from
+_LOCK = ".lock"
+_claims: dict[str, IO[str]] = {}  # by folder
 
 
 def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
@@ -70,10 +75,36 @@ def claim_output_dir(output_dir: str | Path, goes_on: bool = False) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
+        _claim(folder)
         if not goes_on:
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         (folder / COMPLETE).unlink(missing_ok=True)
     dist.barrier()
+
+
+def _claim(folder: Path) -> None:
+    """``UserError`` where another process writes into ``folder``: one that lost its train.py while
+    it loads or saves a model, say. The claim ends with this process.
+    """
+    if held := _claims.pop(str(folder), None):
+        held.close()
+    file = (folder / _LOCK).open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # NOTE of this process, not of its forks
+    except OSError as error:
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a disk without locks
+        raise UserError(
+            f"--output_dir {folder} is being written by another run; end that, or let it finish"
+        ) from None
+    _claims[str(folder)] = file
+
+
+def _release(folder: Path) -> None:
+    (folder / _LOCK).unlink(missing_ok=True)
+    if file := _claims.pop(str(folder), None):
+        file.close()
 
 
 def mark_complete(output_dir: str | Path) -> None:
@@ -81,4 +112,5 @@ def mark_complete(output_dir: str | Path) -> None:
     dist.barrier()
     if dist.is_main_process():
         (Path(output_dir) / COMPLETE).write_text("")
+        _release(Path(output_dir))
     dist.barrier()

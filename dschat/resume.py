@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat.checkpoint.manifest import FOLDER, Found, changed_settings, step_folders
-from dschat.config import CommonConfig, UserError
+from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 
 # What may change without a question: no number that training computes depends on it.
 FREE = {
@@ -36,6 +36,12 @@ FREE = {
     "local_rank": "set by the launcher",
     "reward_workers": "how many calls at a time",
 }
+# What may change as long as its product, times the processes, does not: see `check_step_size`.
+_Flags = tuple[str, ...]
+_ROWS = ("--per_device_train_batch_size", "--gradient_accumulation_steps")
+_PROMPTS = ("--per_device_generation_batch_size", "--generation_batches")
+_SEQUENCES = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
+_CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
 Change = tuple[str, Any, Any]  # name, old, new
 
 
@@ -47,15 +53,44 @@ def settings_of(config: CommonConfig) -> dict[str, Any]:
 
 def changes(found: Found, config: CommonConfig) -> list[Change]:
     """The settings of ``config`` that are not those of the checkpoint's run. A knob that the
-    checkpoint is too old to know has changed if it has not its default.
+    checkpoint is too old to know has changed if it has not its default. The sizes that
+    `check_step_size` compares are not among them.
     """
     defaults = settings_of(type(config)())
     changed = changed_settings(found, settings_of(config))
     return [
         (name, old, new)
         for name, old, new in changed
-        if name not in FREE and (name in found.settings or new != defaults.get(name))
+        if name not in {*FREE, *_CHECKED} and (name in found.settings or new != defaults.get(name))
     ]
+
+
+def check_step_size(found: Found, config: CommonConfig, num_processes: int) -> None:
+    """``UserError`` where a step takes another number of rows than in the checkpoint's run: its
+    place in the data, and how many steps there are, count steps.
+    """
+    known = {f.name for f in dataclasses.fields(config)}
+    before = type(config)(**{k: v for k, v in found.settings.items() if k in known})
+    then, now = _step_sizes(before, found.world_size), _step_sizes(config, num_processes)
+    for (what, flags), size in then.items():
+        if now[what, flags] != size:
+            raise UserError(
+                f"{found.folder} is of a run with {size} {what} over all processes "
+                f"({found.world_size}); here it would be {now[what, flags]} ({num_processes}); "
+                f"make it {size} again with {' and '.join(flags)}, or begin anew with "
+                "--overwrite_output_dir (train.py: --restart)"
+            )
+
+
+def _step_sizes(config: CommonConfig, num_processes: int) -> dict[tuple[str, _Flags], int]:
+    """What a step takes, and the flags that it is the product of -> how much."""
+    if isinstance(config, SupervisedConfig):
+        return {("rows a step", _ROWS): config.global_batch_size(num_processes)}
+    assert isinstance(config, RLHFConfig)
+    return {
+        ("prompts an iteration", _PROMPTS): config.rollout_prompts(num_processes),
+        ("sequences a step", _SEQUENCES): config.mini_batch_size(num_processes),
+    }
 
 
 def describe(changed: list[Change]) -> str:

@@ -67,7 +67,7 @@ class Runner:
                 time.sleep(0.05)
             told = process.poll() is None and _ask(ranks, process.pid, relay)
             if told:
-                sys.stderr.write("stopping after this step; a second signal ends it at once\n")
+                say("stopping after this step; a second signal ends it at once")
             # A launcher may have died of the signal, if that came to it too; its processes stop.
             while told and len(self._caught) < 2 and (process.poll() is None or ranks.here()):
                 time.sleep(0.05)
@@ -79,8 +79,14 @@ class Runner:
         if not self.asked or (told and len(self._caught) < 2):
             return code
         interrupted = self._caught[0] == signal.SIGINT
-        sys.stderr.write("interrupted\n" if interrupted else "terminated\n")
+        say("interrupted" if interrupted else "terminated")
         return 128 + self._caught[0]
+
+
+def say(line: str) -> None:
+    """A line on standard error, as long as somebody reads it."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
 
 
 def _ask(ranks: register.Register, command: int, relay: Optional[int]) -> bool:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ REPEATED_S = 1.0  # launchers pass on what the terminal sent to all: both are on
 
 
 class Stopped(Exception):
-    """Training stopped as it was asked to, after ``step``. ``saved``: its newest checkpoint."""
+    """Training stopped as it was asked to, after ``step``. ``saved``: its newest checkpoint, of
+    that step or, where it could not be written, of one before.
+    """
 
     def __init__(self, step: int, saved: Path | None) -> None:
         where = f"saved in {saved}" if saved else "nothing is saved"
@@ -62,7 +64,8 @@ class StopRequest:
 def _say(line: str) -> None:
     """Once, and at once; train.py says so itself."""
     if dist.is_main_process() and LAUNCHED_BY not in os.environ:
-        os.write(2, f"{line}\n".encode())
+        with suppress(OSError):  # the terminal is gone, or what we were piped into
+            os.write(2, f"{line}\n".encode())
 
 
 @contextmanager
@@ -101,6 +104,7 @@ def _listening(request: StopRequest) -> Iterator[None]:
     for signum in before:
         signal.signal(signum, _leave_it_to_the_thread)
     _caught_here.extend(before)
+    _pipe.extend((reader, writer))
     thread = threading.Thread(target=_listen, args=(reader, request), name="signals", daemon=True)
     thread.start()
     try:
@@ -110,13 +114,18 @@ def _listening(request: StopRequest) -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(wakeup)
-        os.close(writer)
+        os.set_blocking(writer, True)
+        os.write(writer, bytes([_NO_MORE]))  # no end of file: a fork may have the pipe open
         thread.join()
+        _pipe.clear()
+        os.close(writer)
         os.close(reader)
 
 
 def _listen(reader: int, request: StopRequest) -> None:
-    while numbers := os.read(reader, 64):
+    numbers = b""
+    while _NO_MORE not in numbers:
+        numbers = os.read(reader, 64)
         for signum in numbers:
             if signum in SIGNALS:
                 request.take(signum)
@@ -126,7 +135,9 @@ def _leave_it_to_the_thread(*_: Any) -> None:
     """The handler in Python; the thread has the number already."""
 
 
+_NO_MORE = 0  # no signal has this number
 _caught_here: list[signal.Signals] = []  # in the block
+_pipe: list[int] = []  # its descriptors, in the block
 _forking = threading.local()  # the signals that this thread held back before
 
 
@@ -147,6 +158,9 @@ def _reset_in_fork() -> None:
             is_int = signum == signal.SIGINT
             signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
         _caught_here.clear()
+        for descriptor in _pipe:
+            os.close(descriptor)
+        _pipe.clear()
     _let_come()
 
 

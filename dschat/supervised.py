@@ -289,8 +289,8 @@ def train(
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
 
     def state() -> RunState:
-        values = {"step": steps.taken, "bad": skipped.in_a_row, "log": metrics_log.position}
-        return RunState({"model": engine}, values=values)
+        values = {"step": steps.taken, "bad": skipped.in_a_row, "log": metrics_log.position()}
+        return RunState({"model": engine}, values=values, files=metrics_log.files)
 
     with boundaries(config) as bounds:
         values = bounds.begin(RunState({"model": engine}))

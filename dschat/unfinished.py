@@ -13,7 +13,7 @@ from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_fol
 from dschat.config import UserError
 from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
-from dschat.resume import Change, changes, describe
+from dschat.resume import Change, changes, check_step_size, describe
 
 Ask = Callable[[str], bool]  # a question -> yes or no
 
@@ -48,7 +48,9 @@ def go_on(
     found = newest(folder)
     if found is None:  # all are damaged; the step names what is wrong with each
         return [f"step {step.number}: no checkpoint in {checkpoints} is whole"]
-    changed = changes(found, step.config_class(**values))
+    config = step.config_class(**values)
+    check_step_size(found, config, num_processes)
+    changed = changes(found, config)
     changed += _trained_again(found, values, made_here)
     if changed and given is None:
         _settle(step, folder, changed, ask)

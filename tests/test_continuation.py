@@ -1,5 +1,10 @@
 """What a loop loses where a reward function fails, or numbers do: nothing that was learned."""
 
+import json
+import random
+import signal
+import time
+
 import pytest
 from program_cases import parity, trainer_of
 from step_cases import PROMPTS
@@ -10,6 +15,7 @@ from dschat.rlhf import collect
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.rewards import RewardError
 from dschat.rlhf.run import Reporter
+from dschat.stopping import Stopped
 
 ITERATIONS = 4
 
@@ -52,6 +58,66 @@ def test_a_failing_reward_function_loses_no_iteration(models_folder, tmp_path):
         loop(models_folder, tmp_path / "cut", fails_at(4))
     assert [p.name for p in (tmp_path / "cut/checkpoints").iterdir()] == ["step_000003"]
     assert loop(models_folder, tmp_path / "cut", parity, "latest") == {4: whole[4]}
+
+
+def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp_path):
+    """An endpoint that fails in an evaluation: the weights are those of a later step already."""
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+
+    def loop():
+        with boundaries(trainer.args) as bounds:
+            bounds.begin(trainer.run_state())
+            bounds.after(1, trainer.run_state)
+            bounds.leave()
+            trainer.engine.version = 7
+            raise RewardError("in the evaluation after step 2")
+
+    with pytest.raises(RewardError, match="in the evaluation"):
+        loop()
+    (last,) = (tmp_path / "checkpoints").iterdir()
+    assert json.loads((last / "values.json").read_text())["version"] == 0
+
+
+def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
+    """A reward function draws from them, then fails."""
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=100)
+    states = []
+
+    def loop():
+        with boundaries(trainer.args) as bounds:
+            bounds.begin(trainer.run_state())
+            bounds.after(1, trainer.run_state)
+            states.append(random.getstate())
+            random.random()
+            raise RewardError("in step 2")
+
+    with pytest.raises(RewardError, match="in step 2"):
+        loop()
+    config = trainer.args
+    config.resume = "latest"
+    with boundaries(config) as bounds:
+        bounds.begin(trainer.run_state())
+        assert [random.getstate()] == states
+
+
+def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog):
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
+
+    def loop():
+        with boundaries(trainer.args) as bounds:
+            bounds.begin(trainer.run_state())
+            bounds.after(2, trainer.run_state)
+            bounds._checkpoints.wait()
+            (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            bounds.after(3, trainer.run_state)
+
+    with pytest.raises(Stopped) as stopped:
+        loop()
+    assert "could not be written" in caplog.text
+    assert "step 3 could not be saved" in caplog.text
+    assert str(stopped.value).endswith("checkpoints/step_000002")
 
 
 def three_steps(trainer, error):

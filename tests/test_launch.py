@@ -348,7 +348,9 @@ QUIET = ("--recipe", "quiet", "--output-dir", "out")
 def test_an_unfinished_step_goes_on(tree):
     step1 = Path("out/step1_sft")
     cut_short(step1, sft(), step=12)
-    newest = cut_short(step1, sft(), step=24, world_size=2)
+    half = sft().per_device_train_batch_size // 2
+    smaller = sft(per_device_train_batch_size=half)
+    newest = cut_short(step1, smaller, step=24, world_size=2)
     cut_short(step1, sft(), step=36).joinpath("manifest.json").write_text("{")  # damaged
     fields = planned(tree, *QUIET, "--save-steps", "7", "--log-level", "error")
     assert [fields[n].get("resume") for n in (1, 2, 3)] == ["latest", None, None]

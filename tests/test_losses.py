@@ -180,7 +180,8 @@ def test_rewards_and_gae(seed, all_truncated):
 
     dirty_scores = torch.tensor(scores, dtype=torch.float32)
     dirty_scores[[n == 0 for n in lens]] = float("nan")
-    rewards = losses.shape_rewards(dirty_scores, with_garbage(kl, mask, rng), mask, 0.1, 5.0)
+    clipped = losses.clip_scores(dirty_scores, 5.0)
+    rewards = losses.shape_rewards(clipped, with_garbage(kl, mask, rng), mask, 0.1)
     expected = naive_rewards(scores, kl, lens, 0.1, 5.0)
     assert_close(rewards, expected)
 
@@ -196,7 +197,8 @@ def test_rewards_and_gae(seed, all_truncated):
 def test_rewards_and_gae_by_hand():
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
     kl = torch.tensor([[0.5, -1.0, 9.0], [2.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    rewards = losses.shape_rewards(torch.tensor([7.0, -1.0, 3.0]), kl, mask, 0.1, 5.0)
+    scores = losses.clip_scores(torch.tensor([7.0, -1.0, 3.0]), 5.0)
+    rewards = losses.shape_rewards(scores, kl, mask, 0.1)
     assert_close(rewards, [[-0.05, 5.1, 0.0], [-1.2, 0.0, 0.0], [0.0, 0.0, 0.0]])
     values = torch.tensor([[1.0, 2.0, 9.0], [0.5, 9.0, 9.0], [9.0, 9.0, 9.0]])
     advantages, returns = losses.gae(rewards, values, mask, gamma=0.9, lam=0.5)

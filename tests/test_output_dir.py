@@ -1,5 +1,9 @@
 """A step's folder: refused before anything loads, and without a trace; claimed; marked."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,32 @@ def test_old_checkpoints_go_before_the_mark_and_stay_with_a_run_that_goes_on(tmp
     monkeypatch.setattr(Path, "unlink", killed_here)
     claim_output_dir(tmp_path)
     assert not made_again.exists()
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from dschat.output_dir import claim_output_dir
+
+claim_output_dir("out")
+Path("ready").write_text("")
+time.sleep(60)
+"""
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    """One whose train.py was killed loads on, and would clear away what another one saves."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    other = subprocess.Popen([sys.executable, "-c", WRITES], cwd=tmp_path, env=environment)
+    try:
+        while not (tmp_path / "ready").exists() and other.poll() is None:
+            time.sleep(0.01)
+        with pytest.raises(UserError, match="--output_dir .*out is being written by another run"):
+            claim_output_dir(tmp_path / "out")
+    finally:
+        other.kill()
+        other.wait()
+    claim_output_dir(tmp_path / "out")  # the claim went with its process
+    claim_output_dir(tmp_path / "out")
+    mark_complete(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [COMPLETE]

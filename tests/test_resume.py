@@ -54,6 +54,37 @@ def test_a_knob_that_came_later_changes_nothing_by_its_default():
     assert resume.changes(found(saved), linear) == [gone, ("lr_scheduler_type", None, "linear")]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "num_processes", "message"),
+    [
+        (SFTConfig(), SFTConfig(), 1, ""),
+        (SFTConfig(), SFTConfig(), 2, "16 .* 32 .*--gradient_accumulation_steps"),
+        (
+            SFTConfig(gradient_accumulation_steps=2),
+            SFTConfig(per_device_train_batch_size=SFTConfig().per_device_train_batch_size),
+            2,
+            "",
+        ),
+        (RLHFConfig(), RLHFConfig(), 2, "prompts an iteration .*--generation_batches"),
+        (
+            RLHFConfig(),
+            RLHFConfig(per_device_generation_batch_size=RLHFConfig().rollout_prompts(1) // 2),
+            2,
+            "sequences a step .*--per_device_training_batch_size",
+        ),
+    ],
+)
+def test_a_step_stays_as_large(before, now, num_processes, message):
+    """Its place in the data counts steps."""
+    of_one = found(resume.settings_of(before))
+    assert resume.changes(of_one, now) == []
+    if not message:
+        resume.check_step_size(of_one, now, num_processes)
+        return
+    with pytest.raises(UserError, match=message):
+        resume.check_step_size(of_one, now, num_processes)
+
+
 def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
     config = SFTConfig(output_dir=str(tmp_path))
     resume.check_start(config)

@@ -117,6 +117,41 @@ def test_forks_get_their_own_signals(tmp_path):
     assert asked(tmp_path, body) == (0, "-15 False")
 
 
+def test_a_fork_that_lives_on_does_not_hold_up_the_end(tmp_path):
+    """A pool that a reward function made has the pipe of the signals open too."""
+    body = """
+        pid = os.fork()
+        if pid == 0:
+            os.close(1), os.close(2)
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        asked = stop.agreed()
+    os.kill(pid, signal.SIGKILL)
+    sys.stderr.write(f"{asked}")
+"""
+    began = time.monotonic()
+    assert asked(tmp_path, body) == (0, f"{NOTICE}True")
+    assert time.monotonic() - began < 15
+
+
+def test_nobody_reads_what_is_said(tmp_path):
+    """`| tee` that the same Ctrl-C ended: training stops in peace all the same."""
+    body = """
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        log.setup()
+        log.logger.info("step 1")
+        Path("after").write_text(f"{stop.agreed()}")
+"""
+    asked(tmp_path, body.replace("log.setup()", "from dschat import log; log.setup()"))
+    assert (tmp_path / "after").read_text() == "True"
+
+
 def test_signals_are_as_before_after_the_block(tmp_path):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     handlers = [signal.getsignal(s) for s in stopping.SIGNALS]

@@ -19,6 +19,8 @@ _EXPORTS = {
     "Found": "dschat.checkpoint.manifest",
     "changed_settings": "dschat.checkpoint.manifest",
     "newest": "dschat.checkpoint.manifest",
+    "step_name": "dschat.checkpoint.manifest",
+    "read_generators": "dschat.checkpoint.randoms",
     "read_tensors": "dschat.checkpoint.run",
     "Checkpoints": "dschat.checkpoint.run",
     "RunState": "dschat.checkpoint.run",

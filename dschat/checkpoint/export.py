@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat import dist
+from dschat.checkpoint.files import sync_file
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -144,7 +145,9 @@ def _move_in(staging: Path, folder: Path) -> None:
         target = folder / path.name
         if target.is_dir():
             shutil.rmtree(target)
+        sync_file(path)
         os.replace(path, target)
+    sync_file(folder)
     staging.rmdir()
 
 
@@ -161,6 +164,10 @@ def export_adapter(
     if dist.is_main_process():
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        fresh = folder / ".adapter_model.safetensors.new"
+        save_file(state, fresh, metadata={"format": "pt"})
+        sync_file(fresh)
         wrapped.peft_config["default"].save_pretrained(str(folder))
+        os.replace(fresh, folder / "adapter_model.safetensors")
+        sync_file(folder)
     dist.barrier()

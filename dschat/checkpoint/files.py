@@ -121,11 +121,12 @@ def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
 def sync_folders(folder: Path) -> None:
     """Put the names in ``folder`` and in the folders below it on disk."""
     for path, _, _ in os.walk(folder):
-        sync_folder(Path(path))
+        sync_file(Path(path))
 
 
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Put a file, or the names in a folder, on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -159,7 +160,7 @@ def move_in(staging: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, old)
     os.rename(staging, target)
-    sync_folder(target.parent)
+    sync_file(target.parent)
     if old.exists():
         shutil.rmtree(old, ignore_errors=True)
 

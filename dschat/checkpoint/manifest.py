@@ -103,7 +103,9 @@ def read_manifest(folder: Path) -> Found:
 
 
 def check_sizes(found: Found) -> None:
-    """``Damaged`` where a file is missing or has another size than the manifest says."""
+    """``Damaged`` where a file is missing or has another size than the manifest says, or one of
+    the kind that is unpickled is not in it: DeepSpeed takes all that it finds.
+    """
     for name, (size, _) in found.files.items():
         path = found.folder / name
         try:
@@ -112,6 +114,9 @@ def check_sizes(found: Found) -> None:
             raise Damaged(f"{path} is missing") from None
         if actual != size:
             raise Damaged(f"{path} has {actual} bytes, the manifest says {size}")
+    for path in sorted(found.folder.rglob("*.pt")):
+        if path.relative_to(found.folder).as_posix() not in found.files:
+            raise Damaged(f"{path} is not in the manifest")
 
 
 def check_checksums(found: Found, names: Iterable[str]) -> None:

@@ -55,12 +55,16 @@ class RunState:
     """What a step's loop holds that the next one depends on.
 
     ``engines``: DeepSpeed engines by name. ``tensors``: this process's own, by group and name.
-    ``values``: what JSON can say, the same on all processes.
+    ``values``: what JSON can say, the same on all processes. ``generators``: from
+    `randoms.read_generators`; None: as they are when it is saved. ``files``: those outside of the
+    checkpoint that ``values`` speak of; they are on disk before it is.
     """
 
     engines: dict[str, Any] = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Tensor] | None = None
+    files: list[Path] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -79,6 +83,7 @@ class Checkpoints:
         self._settings = json.loads(json.dumps(settings))
         self._total_limit = total_limit
         self._writing: Writing | None = None
+        self._damaged: set[Path] = set()
         self._failing = False  # the last one could not be written, which is said once
         self.last: Path | None = None  # the newest that is known to be whole; on the main process
         hosts = dist.gather_objects(socket.gethostname())
@@ -110,6 +115,11 @@ class Checkpoints:
         self.wait()
         self._tidy()
         target = self._folder / step_name(step)
+        problem = _made(files.staging_of(target), list(state.engines))
+        if problem:
+            if dist.is_main_process():
+                self._finished(None, problem)
+            return
         contents = self._contents(files.staging_of(target), state)
         in_background = snapshot.fits(snapshot.num_bytes(contents), self._processes_here)
         if in_background:
@@ -117,7 +127,13 @@ class Checkpoints:
         else:
             logger.info("too little memory to write in the background: training waits")
         self._writing = Writing(
-            target, step, self._settings, dist.rank(), dist.world_size(), self._finished
+            target,
+            step,
+            self._settings,
+            dist.rank(),
+            dist.world_size(),
+            self._finished,
+            state.files,
         )
         self._writing.start(contents, in_background)
 
@@ -127,7 +143,8 @@ class Checkpoints:
         contents: dict[str, Any] = {}
         for name, engine in state.engines.items():
             contents |= engines.capture(engine, staging, name)
-        groups = state.tensors | {_RANDOM: randoms.read_generators()}
+        generators = randoms.read_generators() if state.generators is None else state.generators
+        groups = state.tensors | {_RANDOM: generators}
         contents[_rank_file(dist.rank())] = {
             f"{group}/{name}": tensor
             for group, tensors in groups.items()
@@ -167,7 +184,7 @@ class Checkpoints:
         self._prune(found)
 
     def _prune(self, newest: Found) -> None:
-        """Remove what is too many, and what a run that was taken up before it had written later."""
+        """Remove what is too many, and what is damaged."""
         older = []
         for folder, step in step_folders(self._folder).items():
             if step < newest.step:
@@ -183,8 +200,11 @@ class Checkpoints:
     def latest(self, path: str | Path | None = None) -> Found | None:
         """Collective. The newest whole checkpoint, its checksums verified; None without any.
 
-        A damaged one is named in a warning, and the one before it is taken. With ``path`` that one,
-        or ``UserError`` for what is wrong with it.
+        A damaged one is named in a warning, and the one before it is taken.
+
+        Raises:
+            UserError: none of those that there are is whole; or ``path`` is not, which was asked
+                for.
         """
         if path is not None:
             found, problem = _verified(Path(path))
@@ -195,12 +215,19 @@ class Checkpoints:
                 )
             return self._taken(found)
         (folders, *_) = dist.gather_objects(list(step_folders(self._folder)))
+        problem = ""
         for folder in folders:
             found, problem = _verified(folder)
             if found is not None:
                 return self._taken(found)
+            self._damaged.add(folder)
             logger.warning(
                 "the checkpoint %s is damaged: %s; trying the one before", folder, problem
+            )
+        if folders:
+            raise UserError(
+                f"--resume latest: no checkpoint in {self._folder} is whole ({problem}); put one "
+                "back, or begin anew with --overwrite_output_dir (train.py: --restart)"
             )
         return None
 
@@ -210,7 +237,9 @@ class Checkpoints:
 
     def load(self, found: Found, state: RunState) -> dict[str, Any]:
         """Collective. Put everything back, into new engines and in place into ``state.tensors``;
-        returns the values. ``found``: from `latest`, which has verified it.
+        returns the values. ``found``: from `latest`, which has verified it. Later checkpoints in
+        this folder are removed: the run is taken up before them. Damaged ones stay until the next
+        one is whole.
 
         With another number of processes than the checkpoint was written by, a tensor is taken for
         this process's equal part of a flat one, padded at the end, and cut anew to the length that
@@ -232,7 +261,14 @@ class Checkpoints:
             randoms.write_generators(read_tensors(found, dist.rank(), _RANDOM))
         else:
             randoms.seed_generators(self._settings.get("seed", 0), dist.rank(), found.step)
-        return json.loads((found.folder / _VALUES).read_bytes())
+        values = json.loads((found.folder / _VALUES).read_bytes())
+        # Before anything that they speak of is cut back.
+        if dist.is_main_process():
+            for folder, step in step_folders(self._folder).items():
+                if step > found.step and folder not in self._damaged:
+                    files.remove(folder)
+        dist.barrier()
+        return values
 
     def _check_holds(self, found: Found, state: RunState) -> None:
         folders = {name.partition("/")[0] for name in found.files if "/" in name}
@@ -245,6 +281,19 @@ class Checkpoints:
                 f"--resume {found.folder}: it holds no {' and no '.join(missing)}; go on with the "
                 "settings it was made with, or begin anew with --restart"
             )
+
+
+def _made(staging: Path, names: list[str]) -> str:
+    """Collective. Make the folders of a checkpoint, before anybody writes into them: what stands in
+    the way on any process.
+    """
+    problem = ""
+    try:
+        for name in names:
+            (staging / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{error.strerror}: {error.filename}"
+    return next(filter(None, dist.gather_objects(problem)), "")
 
 
 def _verified(folder: Path) -> tuple[Found | None, str]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ class Writing:
         rank: int,
         world_size: int,
         finished: Callable[[Found | None, str], None],
+        others: Sequence[Path] = (),
     ) -> None:
         """``finished(found, problem)`` is called on rank 0, once, when it is whole or has failed;
-        perhaps from another thread.
+        perhaps from another thread. ``others``: files of rank 0 that are on disk before it is.
         """
         self.step = step
         self.problem = ""
@@ -62,6 +63,7 @@ class Writing:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._finished = finished
+        self._others = others
         self._bug: BaseException | None = None
         self._own = threading.Event()
         self._give_up = threading.Event()
@@ -146,6 +148,8 @@ class Writing:
             written |= files.unclaimed(self._staging, written)
             for path in self._staging.glob(".done_*"):
                 path.unlink()
+            for path in self._others:
+                files.sync_file(path)
             text = manifest_bytes(self.step, self._world_size, self._settings, written)
             files.write_file(self._staging / MANIFEST, text)
             files.sync_folders(self._staging)

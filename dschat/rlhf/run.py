@@ -100,7 +100,8 @@ class Reporter:
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "log": self._log.position}
+        state.values |= {"best": self._best, "log": self._log.position()}
+        state.files = self._log.files
         return state
 
     def step(self, experience: Experience) -> None:
@@ -109,6 +110,7 @@ class Reporter:
         Raises ``Stopped`` where the run was asked to stop, once it is saved.
         """
         done, args = self._trainer.iteration, self._args
+        self._bounds.leave()
         self._bar.update()
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)

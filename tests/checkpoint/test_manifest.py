@@ -63,7 +63,8 @@ def test_any_byte_of_the_manifest(tmp_path, caplog):
     for text in (b"", b"null", b"[1]", good[:-40]):
         path.write_bytes(text)
         caplog.clear()
-        assert Checkpoints(tmp_path, {}).latest() is None
+        with pytest.raises(UserError, match="no checkpoint in .* is whole .*; put one back, or "):
+            Checkpoints(tmp_path, {}).latest()
         assert f"{path} is broken" in caplog.text
     content = json.loads(good) | {"format": 99}
     path.write_text(json.dumps(content))
@@ -81,8 +82,23 @@ def test_a_path_is_taken_though_there_are_newer_ones_which_then_go(tmp_path):
     save(Checkpoints(tmp_path, {}), 1, 2, 5)
     checkpoints = Checkpoints(tmp_path, {})
     assert step_loaded(checkpoints, tmp_path / "checkpoints/step_000001") == 1
+    assert names(tmp_path) == ["step_000001"]  # the metrics are cut back to it
     save(checkpoints, 3)
-    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+
+
+def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
+    """DeepSpeed takes every file of its pattern."""
+    checkpoints = Checkpoints(tmp_path, {})
+    save(checkpoints, 1, 2)
+    stray = tmp_path / "checkpoints/step_000002/actor/mp_rank_01_model_states.pt"
+    torch.save({}, stray)
+    assert step_loaded(checkpoints) == 1
+    assert f"{stray} is not in the manifest" in caplog.text
+
+
+def test_a_folder_without_checkpoints_is_no_mistake(tmp_path):
+    assert Checkpoints(tmp_path, {}).latest() is None
 
 
 def test_pickles_of_others_are_not_run(tmp_path):

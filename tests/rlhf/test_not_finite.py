@@ -1,0 +1,131 @@
+"""NaN and infinity in a rollout: nothing is learned from it, nothing remembers it, it is counted."""
+
+import pytest
+import torch
+from step_cases import PROMPTS, Case
+from test_ppo import trainer_of, weights
+
+from dschat.optimizer_step import Step
+from dschat.rlhf import collect, ppo, scoring
+
+NAN, INF = float("nan"), float("inf")
+
+
+def spoil_scores(monkeypatch):
+    scored = collect.reward_model_scores
+
+    def spoilt(*args):
+        scores = scored(*args)
+        scores[1] = NAN
+        return scores
+
+    monkeypatch.setattr(collect, "reward_model_scores", spoilt)
+
+
+def spoil(name, value):
+    def put(monkeypatch):
+        filled = scoring.fill_in
+
+        def fill_in(engine, e, args):
+            filled(engine, e, args)
+            getattr(e, name)[1, 0] = value
+
+        monkeypatch.setattr(ppo, "fill_in", fill_in)
+
+    return put
+
+
+PROBLEMS = {
+    "1 scores not finite": spoil_scores,
+    "1 log-probs of the rollout not finite": spoil("rollout_logprobs", NAN),
+    "1 log-probs of the actor not finite": spoil("logprobs", NAN),
+    "1 log-probs of the reference not finite": spoil("ref_logprobs", -INF),
+    "1 values of the critic not finite": spoil("values", INF),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_nothing_is_learned_from_it(problem, models_folder, monkeypatch, caplog):
+    trainer = trainer_of(
+        models_folder, kl_target=0.1, kl_horizon=100, normalize_reward=True, max_bad_steps=2
+    )
+    models = (trainer.engine.actor, trainer.engine.critic)
+    before = [weights(model) for model in models]
+    with monkeypatch.context() as patches:
+        PROBLEMS[problem](patches)
+        e = trainer.generate_experience(PROMPTS[:4])
+    assert e.problem == problem
+    policy, value = trainer.train_rlhf(e)
+    assert policy != policy
+    assert value != value
+    for model, old in zip(models, before, strict=True):
+        assert all(map(torch.equal, weights(model), old))
+    assert trainer.kl.value == trainer.args.kl_coef
+    assert trainer.metrics["train/bad_steps"] == 1
+    assert trainer.metrics["throughput/train_tokens_per_s"] == 0
+    assert trainer.iteration == 1
+    assert f"iteration 0: the update skipped: {problem} (1 in a row)" in caplog.text
+    assert all(value == value for value in trainer.collector.scale.state_dict()["reward_model"])
+
+    e = trainer.generate_experience(PROMPTS[4:8])
+    assert e.problem == ""
+    policy, value = trainer.train_rlhf(e)
+    assert policy == policy
+    assert trainer.metrics["train/bad_steps"] == 0
+    assert trainer.kl.value != trainer.args.kl_coef
+
+
+def test_too_many_end_the_run(models_folder, monkeypatch):
+    trainer = trainer_of(models_folder, max_bad_steps=2)
+    spoil_scores(monkeypatch)
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    e = trainer.generate_experience(PROMPTS[:4])
+    with pytest.raises(FloatingPointError, match="2 steps of the actor .* 1 scores not finite"):
+        trainer.train_rlhf(e)
+
+
+def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
+    """Dynamic sampling passes over groups without variance; these have none that is a number."""
+    trainer = trainer_of(
+        models_folder,
+        Case("ppo"),
+        advantage_estimator="grpo",
+        num_samples_per_prompt=2,
+        dynamic_sampling=True,
+    )
+    spoil_scores(monkeypatch)
+    assert trainer.generate_experience(PROMPTS[:4]).problem.endswith("scores not finite")
+
+
+class PlainEngine:
+    """As much of an engine without ZeRO as a `Step` asks for."""
+
+    def __init__(self):
+        self.module = torch.nn.Linear(2, 1, bias=False)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+
+    def zero_optimization_stage(self):
+        return 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        pass
+
+    def backward(self, loss, scale_wrt_gas):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_infinite_loss_with_a_finite_gradient(place):
+    engine = PlainEngine()
+    before = engine.module.weight.detach().clone()
+    step = Step(engine, 2, 1.0)
+    for i in range(2):
+        loss = engine.module(torch.ones(2)).sum()
+        step.backward(loss + INF if i == place else loss)
+    assert torch.isfinite(engine.module.weight.grad).all()
+    assert not step.finish()
+    assert step.outcome == "bad"
+    assert torch.equal(engine.module.weight, before)
