@@ -1,14 +1,24 @@
-"""NaN and infinity in a rollout: nothing is learned from it, nothing remembers it, it is counted."""
+"""NaN and infinity in a rollout: nothing learns from it or remembers it, and it is counted."""
 
 import pytest
 import torch
-from step_cases import PROMPTS, Case
-from test_ppo import trainer_of, weights
+from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
 from dschat.optimizer_step import Step
 from dschat.rlhf import collect, ppo, scoring
 
 NAN, INF = float("nan"), float("inf")
+
+
+def trainer_of(models_folder, **options):
+    config = ppo_config(Case("ppo", iterations=1), models_folder)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return build_trainer(config, ptx=False)
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.module.parameters()]
 
 
 def spoil_scores(monkeypatch):
@@ -88,7 +98,6 @@ def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
     """Dynamic sampling passes over groups without variance; these have none that is a number."""
     trainer = trainer_of(
         models_folder,
-        Case("ppo"),
         advantage_estimator="grpo",
         num_samples_per_prompt=2,
         dynamic_sampling=True,
