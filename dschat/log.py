@@ -164,9 +164,19 @@ class MetricsLog:
         if config.enable_tensorboard and not config.resume:
             self._start_tensorboard()
         if config.enable_wandb:
-            import wandb
+            self._start_wandb(config)
 
-            self._wandb = wandb.init(project="dschat", dir=str(folder), config=vars(config))
+    def _start_wandb(self, config: CommonConfig) -> None:
+        """A run that goes on stays one run there too."""
+        import wandb
+
+        mark, options = self._folder / ".wandb_run", {}
+        if config.resume and mark.exists():
+            options = {"id": mark.read_text(), "resume": "allow"}
+        self._wandb = wandb.init(
+            project="dschat", dir=str(self._folder), config=vars(config), **options
+        )
+        mark.write_text(self._wandb.id)
 
     def _start_tensorboard(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -57,8 +57,9 @@ class Runner:
         """Run ``command`` in a process group of its own, wait for it, and return its exit code.
 
         75 where it was asked to stop and did, saved; 130 for Ctrl-C and 143 for SIGTERM where it
-        could not. However the command ends, no process of its group is left. ``relay``: a signal
-        that the command itself passes on to processes on other machines.
+        could not, while models load, but 75 for SIGUSR1. However the command ends, no process of
+        its group is left. ``relay``: a signal that the command itself passes on to processes on
+        other machines.
         """
         with register.opened(output_dir) as ranks:
             ours = {stopping.LAUNCHED_BY: str(os.getpid())}
@@ -78,6 +79,8 @@ class Runner:
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         if not self.asked or (told and len(self._caught) < 2):
             return code
+        if self._caught[0] == signal.SIGUSR1 and len(self._caught) < 2:
+            return stopping.EXIT_CODE  # SLURM's: nothing is lost that a job could go on with
         interrupted = self._caught[0] == signal.SIGINT
         say("interrupted" if interrupted else "terminated")
         return 128 + self._caught[0]

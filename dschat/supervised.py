@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat import dist
+from dschat import dist, stopping
 from dschat.checkpoint import RunState, export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.continuation import boundaries
@@ -216,16 +216,18 @@ def save(
     output folder, of which that may be a ``subfolder``.
 
     An adapter is of use only on the weights it was trained on: it is kept where those were frozen.
+    A signal meanwhile waits until all is saved; a second one does not.
 
     ``companions``: model configuration, tokenizer, architecture name and stop ids, as `export_hf`
     takes them.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
-    export_hf(folder, weight_stream(module, dist.device()), *companions)
-    if config.lora_dim and config.only_optimize_lora:
-        export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
-    mark_complete(config.output_dir)
+    with stopping.requests(config.output_dir):
+        export_hf(folder, weight_stream(module, dist.device()), *companions)
+        if config.lora_dim and config.only_optimize_lora:
+            export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
+        mark_complete(config.output_dir)
 
 
 def _reduce(parts: list[Sums]) -> Sums:
@@ -326,7 +328,7 @@ def train(
                 _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
             bounds.after(done, state, is_last=done == total)
         bar.close()
-    return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)
+        return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)
 
 
 def _evaluate_and_log(

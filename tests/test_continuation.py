@@ -6,11 +6,14 @@ import signal
 import time
 
 import pytest
+import torch
 from program_cases import parity, trainer_of
 from step_cases import PROMPTS
 
-from dschat.config import UserError
+from dschat import supervised
+from dschat.config import SFTConfig, UserError
 from dschat.continuation import boundaries
+from dschat.output_dir import COMPLETE
 from dschat.rlhf import collect
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.rewards import RewardError
@@ -142,3 +145,13 @@ def test_a_mistake_that_one_process_may_have_met_alone_is_not_waited_for(models_
     with pytest.raises(UserError, match="mine"):
         three_steps(trainer, UserError("mine"))
     assert not (tmp_path / "checkpoints/step_000003").exists()
+
+
+def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
+    def export(*_):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(supervised, "export_hf", export)
+    supervised.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)))
+    assert (tmp_path / COMPLETE).exists()

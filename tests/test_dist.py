@@ -163,6 +163,7 @@ def test_processes_with_different_flags_refuse_each_other(tmp_path):
     assert done[1][1] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_process_that_stays_alone_says_so(tmp_path):
     """So does the first of another machine: rank 0, which speaks for all, never came."""

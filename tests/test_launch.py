@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat import launch, recipe, resume
+from dschat import launch, recipe, resume, stopping
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 
@@ -670,6 +670,14 @@ def test_interruption_leaves_no_orphan(tree, signals, code, variables):
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_slurms_signal_while_a_model_loads_puts_the_job_back_into_the_queue(tree):
+    returned, said, started = interrupted([], [signal.SIGUSR1])
+    line = "stopped in step 1; the same command goes on from there\n"
+    assert (returned, said) == (stopping.EXIT_CODE, line)
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+
+
 def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:
     """train.py, and the processes of its first step once they are in their loop."""
     run = subprocess.Popen(
@@ -750,6 +758,7 @@ def test_a_folder_that_is_written_already(tree):
     assert wait_for(lambda: plan(tree, "--recipe", "quiet", "--output-dir", "out"), 5)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_signal_stops_all_ranks_together(tree):
     run, pids = in_loop("--num-gpus", "2", ranks=2)
@@ -823,6 +832,7 @@ def test_train_py_is_not_a_task_itself(tree, monkeypatch):
     assert plan(tree, "--recipe", "quiet", *by_hand).nodes.num_processes == 4
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):

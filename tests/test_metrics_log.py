@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,3 +114,21 @@ def test_rows_of_this_process_do_not_make_a_short_file_long(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl is shorter"):
         log.go_on_from(position, 2)
     log.close()
+
+
+def test_weights_and_biases_goes_on_with_its_run(tmp_path, monkeypatch):
+    """As much of the library as is called."""
+    begun = []
+
+    def init(**options):
+        begun.append(options)
+        return SimpleNamespace(id="abc", finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for resume in (None, "latest", None):
+        config = SFTConfig(resume=resume, enable_tensorboard=False, enable_wandb=True)
+        MetricsLog(str(tmp_path), config).close()
+    first, second, third = begun
+    assert {"id": "abc", "resume": "allow"}.items() <= second.items()
+    assert "id" not in first
+    assert "id" not in third

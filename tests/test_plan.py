@@ -462,6 +462,7 @@ def check_advice(before, make):
     return advice
 
 
+@pytest.mark.slow
 def test_first_advice_saves_what_it_says(opt):
     fields = {
         "actor_model_name_or_path": opt("small"),
@@ -477,6 +478,7 @@ def test_first_advice_saves_what_it_says(opt):
     assert f"1. {first.change.flags(3)}: saves {first.saved / GIB:.3g} GiB" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "config"), [(1, SFTConfig), (2, RewardConfig)])
 def test_advice_of_the_other_steps(opt, number, config):
     fields = {"model_name_or_path": opt("small"), "max_seq_len": 128}

@@ -76,6 +76,7 @@ def test_the_inputs_are_as_they_were(outcomes, folder, tmp_path):
     assert after == before
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(outcomes, table, folder, tmp_path):
     def run(name: str) -> subprocess.CompletedProcess:
         first, *words = table[name].argv

@@ -93,6 +93,7 @@ def test_a_stream_is_shown_by_its_first_rows(caplog):
     assert not caplog.records  # what the log would hear stands in the report
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     """Exit code 0 and the report on stdout; or 2, one line on stderr and nothing on stdout."""
     path = write("x.jsonl", pairs(40))

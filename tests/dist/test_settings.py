@@ -97,15 +97,15 @@ def test_two_processes(case, two_processes, run_here):
 
 CHECKPOINTING = [
     case("sft", 0, 8, LORA),
-    case("reward", 3, 8, LORA),
-    case("ppo", 0, 8, **ONE),
     case("ppo", 3, 8, LORA_BOTH, **ONE),
 ]
 SLOW_CHECKPOINTING = [
     case(step, zero, 8, lora)
     for step, zero, lora in itertools.product(("sft", "reward"), (0, 3), ({}, LORA))
 ]
-SLOW_CHECKPOINTING += [case("ppo", 0, 8, LORA_BOTH, **ONE), case("ppo", 3, 8, **ONE)]
+SLOW_CHECKPOINTING += [
+    case("ppo", zero, 8, lora, **ONE) for zero, lora in itertools.product((0, 3), ({}, LORA_BOTH))
+]
 REST = [case for case in SLOW_CHECKPOINTING if case not in CHECKPOINTING]
 
 

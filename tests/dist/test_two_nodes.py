@@ -79,6 +79,7 @@ def data(tmp_path):
     return ("--data_path", str(path), "--data_split", "1,1,1", "--eval_fraction", "0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_machines_train_as_two_processes_of_one(tmp_path, data):
     (tmp_path / "two").mkdir()

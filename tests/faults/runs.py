@@ -204,8 +204,8 @@ def is_saving(out: Path) -> bool:
 
 def phase(folder: Path) -> str:
     """What the processes are doing: the one that has come farthest."""
-    said = [path.read_text().strip() for path in folder.iterdir()]
-    return max(said, key=PHASES.index, default=PHASES[0])
+    said = {path.read_text().strip() for path in folder.iterdir()}
+    return max(said & {*PHASES}, key=PHASES.index, default=PHASES[0])
 
 
 # -- Killing

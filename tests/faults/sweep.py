@@ -18,6 +18,8 @@ from pathlib import Path
 from cases import SWEEP
 from runs import KINDS, Case, finish, make_models, survive
 
+from dschat import log
+
 KILLS_OF_ONE = 4  # before a run may come to its end
 
 
@@ -28,6 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     share = 1.0 if args.kills is None else args.kills / sum(SWEEP.values())
     began, kills, runs, lost = time.monotonic(), Counter(), 0, []
+    log.setup("error")
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
         for number, (case, wanted) in enumerate(SWEEP.items()):

@@ -304,7 +304,9 @@ def test_compiled_once(kernels, fresh_load, monkeypatch, tmp_path):
     assert (tmp_path / "dschat" / name).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(d, marks=pytest.mark.slow) for d in ("empty", "changed"))]
+)
 def test_damaged_library_is_compiled_again(kernels, fresh_load, tmp_path, damage):
     assert fresh_load() is not None
     (name,) = libraries(tmp_path)
@@ -319,6 +321,7 @@ def test_damaged_library_is_compiled_again(kernels, fresh_load, tmp_path, damage
     assert libraries(tmp_path) == [name]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(kernels, tmp_path):
     code = "from dschat.inference import cpu_kernels as c; assert c.load() is not None"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
