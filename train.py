@@ -60,6 +60,9 @@ def main() -> int:
             say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
             start = time.monotonic()
             code = runner.run(command, plan.environment, plan.folder(step), plan.nodes.relay)
+            seconds = time.monotonic() - start
+            if plan.summary and code in (0, stopping.EXIT_CODE):
+                write_summary(plan.output_dir, {step.number: seconds}, "--resume" in command)
             if code == stopping.EXIT_CODE:
                 return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
             if code == 0 and not plan.finished(step):
@@ -68,10 +71,7 @@ def main() -> int:
                 code = 1
             if code:
                 return code
-            seconds = time.monotonic() - start
             say(f"== step {step.number} finished in {seconds:.0f} s")
-            if plan.summary:
-                write_summary(plan.output_dir, {step.number: seconds})
 
     # Say what came out.
     finished = [plan.finished(step) for step in plan.steps]

@@ -12,7 +12,7 @@ from typing import Any
 
 from dschat import dist, stopping
 from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
-from dschat.config import CommonConfig
+from dschat.config import CommonConfig, UserError
 from dschat.resume import changes, check_step_size, describe, settings_of
 from dschat.reward_programs.programs import RewardError
 
@@ -37,7 +37,9 @@ class Boundaries:
         """Collective. Put back what the checkpoint to go on from holds, into ``state``'s engines
         and tensors; returns its values. None where the run begins.
 
-        Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or does not fit.
+        ``rows`` among ``state``'s values, how many the data has (None: nobody knows), must be as
+        many as then. Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or
+        does not fit.
         """
         config, checkpoints = self._config, self._checkpoints
         if checkpoints is None or not config.resume:
@@ -51,6 +53,13 @@ class Boundaries:
         if changed:
             logger.warning("going on with other settings: %s", describe(changed))
         values = checkpoints.load(found, state)
+        then, now = values.get("rows"), state.values.get("rows")
+        if then != now:
+            raise UserError(
+                f"the data has {now} rows and had {then} when {found.folder} was made, so its "
+                "place in them is lost; put the data back, or begin anew with "
+                "--overwrite_output_dir (train.py: --restart)"
+            )
         logger.info("going on after step %d, from %s", found.step, found.folder)
         return values
 

@@ -42,7 +42,9 @@ _PAIRS_TITLES = {
 }
 
 
-def write_summary(output_dir: str | Path, step_seconds: Mapping[int, float]) -> dict[str, Number]:
+def write_summary(
+    output_dir: str | Path, step_seconds: Mapping[int, float], went_on: bool = False
+) -> dict[str, Number]:
     """Write ``OUTPUT_DIR/summary.json`` and return what is in it.
 
     Args:
@@ -50,6 +52,7 @@ def write_summary(output_dir: str | Path, step_seconds: Mapping[int, float]) -> 
             trained the policy, that lies in the last, and there is nothing of a third step to tell.
         step_seconds: wall seconds of the steps that ran just now, by number; the others keep what
             an earlier summary said.
+        went_on: these steps were cut short before: their seconds are added to what it said.
 
     Raises:
         UserError: a metrics file with a line that is no JSON object.
@@ -57,7 +60,9 @@ def write_summary(output_dir: str | Path, step_seconds: Mapping[int, float]) -> 
     folder = Path(output_dir)
     rows = {n: _read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
     former = _former(folder / "summary.json")
-    seconds = {f"step{n}_s": step_seconds.get(n, former.get(f"step{n}_s")) for n in _STEP_FOLDERS}
+    seconds = {f"step{n}_s": former.get(f"step{n}_s") for n in _STEP_FOLDERS}
+    for n, ran in step_seconds.items():
+        seconds[f"step{n}_s"] = ran + (seconds[f"step{n}_s"] or 0.0 if went_on else 0.0)
     of_pairs = bool(_column(rows[3], "eval/rewards/accuracies"))
     summary = (_of_pairs if of_pairs else _of_ppo)(rows) | seconds
     titles = _PAIRS_TITLES if of_pairs else _PPO_TITLES

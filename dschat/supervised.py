@@ -291,11 +291,12 @@ def train(
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
 
     def state() -> RunState:
-        values = {"step": steps.taken, "bad": skipped.in_a_row, "log": metrics_log.position()}
+        values = {"step": steps.taken, "bad": skipped.in_a_row, "rows": train_batches.num_rows}
+        values["log"] = metrics_log.position()
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
     with boundaries(config) as bounds:
-        values = bounds.begin(RunState({"model": engine}))
+        values = bounds.begin(state())
         if values is None:
             metrics_log.begin()
             _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)

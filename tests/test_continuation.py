@@ -123,6 +123,27 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
     assert str(stopped.value).endswith("checkpoints/step_000002")
 
 
+@pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), (None, False)])
+def test_data_that_has_changed_is_not_gone_on_with(now, fits, models_folder, tmp_path):
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+
+    def state(rows):
+        found = trainer.run_state()
+        found.values["rows"] = rows
+        return found
+
+    with boundaries(trainer.args) as bounds:
+        bounds.begin(state(512))
+        bounds.after(1, lambda: state(512))
+    trainer.args.resume = "latest"
+    with boundaries(trainer.args) as bounds:
+        if fits:
+            assert bounds.begin(state(now))["rows"] == 512
+        else:
+            with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
+                bounds.begin(state(now))
+
+
 def three_steps(trainer, error):
     with boundaries(trainer.args) as bounds:
         assert bounds.begin(trainer.run_state()) is None

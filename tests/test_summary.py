@@ -83,6 +83,13 @@ def test_seconds_of_steps_that_did_not_run_stay(tmp_path):
     assert [summary[f"step{n}_s"] for n in (1, 2, 3)] == [11.0, 20.0, None]
 
 
+def test_seconds_of_a_step_that_went_on_add_up(tmp_path):
+    write_summary(tmp_path, {1: 10.0})
+    assert write_summary(tmp_path, {1: 2.5}, went_on=True)["step1_s"] == 12.5
+    assert write_summary(tmp_path, {2: 3.0}, went_on=True)["step2_s"] == 3.0
+    assert write_summary(tmp_path, {1: 4.0})["step1_s"] == 4.0
+
+
 @pytest.mark.parametrize("former", ["", "[1]", '{"step1_s": 1'])
 def test_a_broken_former_summary_is_replaced(tmp_path, former):
     (tmp_path / "summary.json").write_text(former)

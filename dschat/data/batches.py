@@ -82,6 +82,11 @@ class StepBatches:
         full, rest = divmod(len(self.dataset), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the data set; None for a stream."""
+        return None if isinstance(self.dataset, RowStream) else len(self.dataset)
+
     def epoch_of(self, step: int) -> int:
         """The epoch of the step after so many."""
         return 0 if isinstance(self.dataset, RowStream) else step // max(1, len(self))
@@ -213,6 +218,11 @@ class PromptBatches:
     def __len__(self) -> int:
         """Rollouts in an epoch."""
         return len(self._batches)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the data set; None for a stream."""
+        return self._batches.num_rows
 
     def __iter__(self) -> Iterator[Prompts]:
         if self._rollouts is not None:
