@@ -256,8 +256,8 @@ class RLHFConfig(LearningConfig, RewardSourcesConfig, RolloutConfig, CommonConfi
     critic_model_name_or_path: str = flag(
         "",
         "What the critic starts from; default: --reward_model_name_or_path, or the actor where no "
-        "reward model scores. Without a critic (--advantage_estimator): the reward model, if that "
-        "is not named.",
+        "reward model scores. Without a critic (--advantage_estimator): the reward model, where "
+        "neither that is named nor programs score.",
     )
     num_padding_at_beginning: Optional[int] = flag(
         None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
@@ -326,7 +326,6 @@ class RLHFConfig(LearningConfig, RewardSourcesConfig, RolloutConfig, CommonConfi
     eval_steps: int = flag(0, "Evaluate every N iterations, besides before and after.")
     eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
     eval_num_samples: int = flag(1, "Answers sampled for each held-out prompt; k of pass@k.")
-    eval_pass_score: float = flag(1.0, "An answer passes that scores so much, before clipping.")
     keep_best: bool = flag(False, "Keep the actor of the best evaluation as OUTPUT_DIR/actor_best.")
     best_metric: str = flag("eval/score", "Which evaluation is best: of the highest such metric.")
     print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")

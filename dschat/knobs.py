@@ -67,7 +67,11 @@ def _type_problem(value: Any, hint: Any) -> str:
     if hint is float:
         if not isinstance(value, Real) or isinstance(value, bool):
             return "is not a number"
-        return "" if _is_finite(value) else "is not a finite number"
+        if not _is_finite(value):
+            return "is not a finite number"
+        # What is read from a flag is a float, and would be another number.
+        is_exact = not isinstance(value, Integral) or float(value) == value
+        return "" if is_exact else "has more digits than a float"
     if not isinstance(value, (str, os.PathLike)):
         return "is not text"
     if str(value) == "--":  # which command lines read as the end of flags

@@ -56,7 +56,9 @@ class LearningConfig:
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
         "ppo", "PPO's clipped ratio of tokens, GSPO's of sequences, or CISPO's clipped weight."
     )
-    cliprange: float = flag(0.2, "PPO's clip range of the probability ratio, on both sides.")
+    cliprange: Optional[float] = flag(
+        None, "PPO's clip range of the probability ratio, on both sides; default: 0.2."
+    )
     cliprange_low: Optional[float] = flag(
         None, "How far below 1 the ratio may go; default: --cliprange; gspo 3e-4, cispo 1."
     )
@@ -128,7 +130,8 @@ class LearningConfig:
     def cliprange_sides(self) -> tuple[float, float]:
         """How far the ratio may fall below 1, and rise above it."""
         own = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-        low, high = own.get(self.policy_loss, (self.cliprange, self.cliprange))
+        both = 0.2 if self.cliprange is None else self.cliprange
+        low, high = own.get(self.policy_loss, (both, both))
         return (
             low if self.cliprange_low is None else self.cliprange_low,
             high if self.cliprange_high is None else self.cliprange_high,
@@ -166,6 +169,11 @@ class LearningConfig:
         for name in ("cliprange", "cliprange_value", "cliprange_low", "cliprange_high"):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name} {value} must be positive")
+        require(
+            self.cliprange is None or self.policy_loss == "ppo",
+            f"--cliprange {self.cliprange} is part of --policy_loss ppo; with {self.policy_loss} "
+            "give --cliprange_low and --cliprange_high, or leave it out",
+        )
         require(
             self.cliprange_low is None or self.cliprange_low <= 1,
             f"--cliprange_low {self.cliprange_low} must be at most 1: a ratio is never negative",

@@ -16,8 +16,8 @@ class RewardSourcesConfig:
     reward_model_name_or_path: str = flag(
         "",
         "The reward model (step 2's folder); default: --critic_model_name_or_path, unless "
-        "--reward_fn or --reward_url scores. With another tokenizer than the actor's it reads the "
-        "text anew, and the critic starts as the actor.",
+        "--reward_fn or --reward_url scores: then it scores only if it is named here. With another "
+        "tokenizer than the actor's it reads the text anew, and the critic starts as the actor.",
     )
     reward_model_weight: float = flag(1.0, "What the reward model's score is multiplied by.")
     reward_fn: Optional[list[str]] = flag(
@@ -52,14 +52,29 @@ class RewardSourcesConfig:
     normalize_reward: bool = flag(
         False, "Shift and scale each source by its running mean and standard deviation."
     )
-    clip_reward: float = flag(
-        5.0, "Clip the weighted sum of the scores to +- this.", aliases=["--clip_reward_value"]
+    clip_reward: Optional[float] = flag(
+        None,
+        "Clip the weighted sum of the scores to +- this, before penalties and KL; default: 5 where "
+        "a reward model alone scores, else as it is.",
+        aliases=["--clip_reward_value"],
+    )
+    eval_pass_score: float = flag(1.0, "An answer passes that scores so much, before clipping.")
+    eval_pass_source: Optional[str] = flag(
+        None,
+        "The source by whose own score an answer passes: a function's name, http or reward_model; "
+        "default: the weighted sum.",
     )
 
     @property
     def has_reward_programs(self) -> bool:
         """Whether anything but a reward model scores."""
         return bool(self.reward_fn or self.reward_url)
+
+    def clip_where(self, model_alone: bool) -> Optional[float]:
+        """What bounds the weighted sum, None where nothing does. ``model_alone``: all other sources
+        have no weight. Functions given in Python are none of these knobs, so the caller says it.
+        """
+        return 5.0 if self.clip_reward is None and model_alone else self.clip_reward
 
     def validate_rewards(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
@@ -71,7 +86,7 @@ class RewardSourcesConfig:
         )
         for name in ("clip_reward", "reward_timeout_s"):
             value = getattr(self, name)
-            require(value > 0, f"--{name} {value} must be positive")
+            require(value is None or value > 0, f"--{name} {value} must be positive")
         url = self.reward_url
         require(
             url is None or url.startswith(("http://", "https://")),

@@ -30,8 +30,8 @@ def main() -> None:
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
     from dschat.resume import check_start
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
-    from dschat.rlhf.evaluation import HeldOutPrompts
-    from dschat.rlhf.rewards import RewardPrograms
+    from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+    from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
     from dschat.rlhf.run import Reporter, unsupervised_steps
 
     log.setup(args.log_level, hold=True)
@@ -59,6 +59,8 @@ def main() -> None:
     programs = RewardPrograms.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
         programs.check_columns(prompt_columns(table))
+    sources = [*([REWARD_MODEL] if found.reward else []), *programs.names]
+    check_evaluation(args, sources, len(held_out))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
@@ -73,7 +75,11 @@ def main() -> None:
     )
     prompt_batches = prompt_train_dataloader.endless()  # epoch after epoch
     trainer = DeepSpeedPPOTrainer(
-        engine=engine, args=args, unsupervised=unsupervised, more_prompts=prompt_batches
+        engine=engine,
+        args=args,
+        unsupervised=unsupervised,
+        more_prompts=prompt_batches,
+        programs=programs,
     )
 
     # Loop.

@@ -56,6 +56,9 @@ def test_refused_in_steps_1_and_2(config_class, knobs, words):
         ({"top_p": 0.0}, ["--top_p", "(0, 1]"]),
         ({"per_device_training_batch_size": 5}, ["--per_device_training_batch_size", "divide"]),
         ({"actor_model_name_or_path": ""}, ["--actor_model_name_or_path", "missing"]),
+        ({"clip_reward": 0.0}, ["--clip_reward", "positive"]),
+        ({"policy_loss": "gspo", "cliprange": 0.1}, ["--cliprange 0.1", "--cliprange_low"]),
+        ({"policy_loss": "cispo", "cliprange": 0.2}, ["--cliprange 0.2", "--cliprange_high"]),
     ],
 )
 def test_refused_in_step_3(knobs, words):
@@ -67,6 +70,22 @@ def test_refused_in_step_3(knobs, words):
 def test_any_namespace_with_some_of_the_fields_will_do():
     args = RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1))
     assert args.kl_coef == 0.3
-    assert args.cliprange == RLHFConfig().cliprange
+    assert args.gamma == RLHFConfig().gamma
     assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
     assert RLHFConfig.from_namespace(args) is args
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sides"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"cliprange": 0.1}, (0.1, 0.1)),
+        ({"cliprange": 0.1, "cliprange_high": 0.3}, (0.1, 0.3)),
+        ({"policy_loss": "gspo"}, (3e-4, 4e-4)),
+        ({"policy_loss": "cispo", "cliprange_high": 5.0}, (1.0, 5.0)),
+    ],
+)
+def test_the_ratio_is_clipped_on_both_sides(knobs, sides):
+    args = RLHFConfig(**MODELS, **knobs)
+    args.validate()
+    assert args.cliprange_sides == sides

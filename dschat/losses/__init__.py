@@ -13,6 +13,7 @@ of ``0 * inf`` is NaN. Metrics are detached 0-d fp32 sums on the inputs' device.
 
 from dschat.losses.advantages import (
     AdaptiveKL,
+    clip_scores,
     dr_grpo_advantages,
     gae,
     group_has_variance,
@@ -55,6 +56,7 @@ __all__ = [
     "aggregation_count",
     "aggregation_weights",
     "cispo_loss",
+    "clip_scores",
     "dpo_loss",
     "dr_grpo_advantages",
     "entropy_from_logits",

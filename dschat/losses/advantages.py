@@ -31,16 +31,19 @@ def kl_penalty(
     return torch.expm1(-log_ratio) + log_ratio
 
 
+def clip_scores(scores: Tensor, bound: float | None) -> Tensor:
+    """``scores`` of any shape within +- ``bound``; None: as they are. NaN stays NaN."""
+    return scores if bound is None else scores.clamp(-bound, bound)
+
+
 @torch.no_grad()
-def shape_rewards(
-    scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: float, clip_reward: float
-) -> Tensor:
-    """Reward of every action: ``-kl_coef * kl``, and the clipped score on top of the last.
+def shape_rewards(scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: float) -> Tensor:
+    """Reward of every action: ``-kl_coef * kl``, and the score on top of the last.
 
     Ouyang et al. 2022 (arXiv 2203.02155, eq. 2), whose KL is spread over the tokens it sums.
 
     Args:
-        scores: (B,) one score per sequence, clipped to +- ``clip_reward``.
+        scores: (B,) any float, one score per sequence.
         kl: (B, A) per-token estimate in nats.
         answer_mask: (B, A) bool. A row without actions gets zeros; its score goes nowhere.
 
@@ -50,8 +53,7 @@ def shape_rewards(
     rewards = torch.where(answer_mask, -kl_coef * kl.float(), 0.0)
     actions_from_here = answer_mask.flip(1).cumsum(dim=1).flip(1)
     is_last = answer_mask & (actions_from_here == 1)
-    score = scores.float().clamp(-clip_reward, clip_reward).unsqueeze(1)
-    return torch.where(is_last, rewards + score, rewards)
+    return torch.where(is_last, rewards + scores.float().unsqueeze(1), rewards)
 
 
 @torch.no_grad()

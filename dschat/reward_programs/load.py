@@ -41,10 +41,18 @@ class Program:
     recipe: tuple[Any, ...]  # for another process, which makes it anew by `made`
     bound: dict[str, Any] = field(default_factory=dict)  # arguments that are the same every time
     mapped: dict[str, str] = field(default_factory=dict)  # parameter -> column, as the user said
+    limit_per_answer_s: float = 0.0  # what it may take by its own limits, where that is longer
 
     @property
     def is_async(self) -> bool:
         return is_async(self.function)
+
+    def leave_to_others(self) -> None:
+        """Only other processes call it from now on: keep no more than its signature, where they
+        make one of their own.
+        """
+        if self.recipe[0] == "spec":
+            self.function = _Signature(inspect.signature(self.function))
 
     def sources(self, columns: Iterable[str]) -> dict[str, str]:
         """Its parameters -> what they are given of samples with these columns.
@@ -56,6 +64,16 @@ class Program:
             return sources_of(self.function, self.bound, self.mapped, list(columns))
         except UserError as error:
             raise UserError(str(error).replace("NAME.", f"{self.name}.")) from None
+
+
+class _Signature:
+    """What `inspect.signature` reads, in the place of a function that is not called here."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.__signature__ = signature
+
+    def __call__(self) -> None:
+        raise AssertionError("left to other processes")
 
 
 def load_programs(
@@ -214,7 +232,8 @@ def _program(
         if key not in found and not catches_all:
             raise UserError(f"{where}.{key}: it takes no {key}; it takes: {', '.join(found)}")
     recipe = ("spec", spec, values) if spec else ("callable", function)
-    return Program(name, label, weight, function, recipe, bound, mapped)
+    limit_s = getattr(function, "limit_per_answer_s", 0.0)
+    return Program(name, label, weight, function, recipe, bound, mapped, limit_s)
 
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:

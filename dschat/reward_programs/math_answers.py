@@ -7,14 +7,16 @@ code that no signal interrupts and no other thread runs beside. So it is asked i
 be killed, which also frees it from math-verify's own limits: signals, which fail in threads.
 """
 
+import contextlib
 import importlib.util
 import logging
 import queue
 import re
+import threading
 
 from dschat.knobs import UserError
 from dschat.reward_programs.call import Fault
-from dschat.reward_programs.worker import Worker
+from dschat.reward_programs.worker import Died, Worker
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
@@ -28,7 +30,9 @@ def require_library() -> None:
 
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:
-    """Whether ``answer`` says what ``reference`` does; an answer that takes too long does not."""
+    """Whether ``answer`` says what ``reference`` does; an answer that takes longer than ``limit_s``
+    or too much memory does not. A process that has to start first (`START_S`) counts apart.
+    """
     reference, answer = reference.strip(), answer.strip()
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
@@ -36,15 +40,23 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
         worker = _idle.get_nowait()
     except queue.Empty:
         worker = Worker([("spec", f"{__name__}:Comparison", {})])
+    worker.start()  # what keeps it from starting is no answer's fault
     try:
         (value,) = worker.call(0, {"reference": reference, "answer": answer}, [0], limit_s)
     except Fault as fault:
-        if fault.timed_out:
+        # It starts again, if it must, while the next answer is asked of another.
+        threading.Thread(target=_restart, args=(worker,), daemon=True).start()
+        if fault.timed_out or isinstance(fault, Died):
             return False
         raise
-    finally:
-        _idle.put(worker)
+    _idle.put(worker)
     return value == 1.0
+
+
+def _restart(worker: Worker) -> None:
+    with contextlib.suppress(Fault):  # the next call will say it
+        worker.start()
+    _idle.put(worker)
 
 
 class Comparison:

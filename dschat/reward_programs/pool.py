@@ -1,6 +1,7 @@
 """Where reward functions run: threads and processes, each call within its time limit.
 
-Calls come in; their values come out, or a `Fault`. It must not know what a call is about.
+Calls come in; their values come out, or a `Fault`. It must not know what a call is about, nor what
+a thread that runs functions does first: whoever has it made gives that as ``begin``.
 
 A thread cannot be stopped. One that overruns is given up: the run goes on without it, and it ends
 with the run. Python runs one thread at a time, so a function that computes for long in C without
@@ -19,6 +20,10 @@ from dschat.reward_programs.worker import Worker
 
 Values = list[Value | Fault]
 _GRACE_S = 1.0  # what an event loop may take to notice a time limit
+
+
+def nothing() -> None:
+    """For ``begin``, where a thread has nothing to do first."""
 
 
 class Pool:
@@ -63,11 +68,20 @@ def _carry_out(future: concurrent.futures.Future, job: Callable[..., Any], args:
 
 
 def in_thread(
-    function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+    function: Callable,
+    kwargs: Mapping[str, Any],
+    lengths: list[int],
+    limit_s: float,
+    begin: Callable[[], None] = nothing,
 ) -> Values:
     """`call` in a thread of its own, for at most ``limit_s``."""
     future: concurrent.futures.Future = concurrent.futures.Future()
-    work = (future, call, (function, kwargs, lengths))
+
+    def begun(*args: Any) -> Values:
+        begin()
+        return call(*args)
+
+    work = (future, begun, (function, kwargs, lengths))
     threading.Thread(target=_carry_out, args=work, daemon=True).start()
     if not concurrent.futures.wait([future], timeout=limit_s).done:
         raise _overran(limit_s)
@@ -109,9 +123,12 @@ class Processes:
 
 
 class Loop:
-    """One event loop in a thread, for coroutines: what they keep open serves every call."""
+    """An event loop in a thread, for the coroutines of one function: what it keeps open serves
+    every call, and where it blocks the loop nobody else is held up, or blamed.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None] = nothing) -> None:
+        self._begin = begin
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
@@ -140,8 +157,12 @@ class Loop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+                threading.Thread(target=self._run, args=(self._loop,), daemon=True).start()
             return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begin()
+        loop.run_forever()
 
     def close(self) -> None:
         with self._lock:

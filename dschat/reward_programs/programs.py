@@ -73,7 +73,8 @@ class RewardPrograms:
         self._config = config
         self._closing: list[Callable[[], None]] = []
         self._sources = [*self._function_sources(), *self._endpoint_sources()]
-        self.names = [source.name for source in self._sources]
+        self.weights = {source.name: source.weight for source in self._sources}
+        self.names = list(self.weights)
         self.overlaps = any(source.submit is not at_once for source in self._sources)
 
     @classmethod
@@ -154,8 +155,9 @@ class RewardPrograms:
         works = [program for program in self._functions if not program.is_async]
         sources = {}
         if waits:
-            loop, threads = self._kept(Loop()), self._kept(Pool(config.reward_workers))
+            threads = self._kept(Pool(config.reward_workers))
             for p in waits:
+                loop = self._kept(Loop(begin=use_own_device))
                 ask = functools.partial(_ask, p, functools.partial(loop.call, p.function))
                 sources[p.name] = self._source(p, ask, threads.submit, 1)
         submit, parts, ready = at_once, 1, Attempts.ready
@@ -163,13 +165,15 @@ class RewardPrograms:
             submit, parts = self._kept(Pool(config.reward_workers)).submit, config.reward_workers
         if works and pool == "process":
             recipes = [portable(p) for p in works]
+            for p in works:
+                p.leave_to_others()
             processes = self._kept(Processes(recipes, config.reward_workers))
             ready = processes.ready
         for number, p in enumerate(works):
             if pool == "process":
                 carry_out = functools.partial(processes.call, number)
             else:
-                carry_out = functools.partial(in_thread, p.function)
+                carry_out = functools.partial(in_thread, p.function, begin=use_own_device)
             ask = functools.partial(_ask, p, carry_out)
             sources[p.name] = self._source(p, ask, submit, parts, ready)
         return [sources[program.name] for program in self._functions]
@@ -209,6 +213,13 @@ class RewardPrograms:
         return resource
 
 
+def use_own_device() -> None:
+    """For a new thread: CUDA's current device belongs to a thread, and is 0 in each that begins."""
+    device = dist.device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _ask(
     program: Program,
     carry_out: Callable[[dict[str, Any], list[int], float], list[Value | Fault]],
@@ -222,6 +233,7 @@ def _ask(
         raise MissingColumn(str(error)) from None
     # A copy: a function may change what it gets, and may be asked again.
     kwargs = program.bound | arguments(sources, samples.part(0, len(samples)))
+    limit_s = max(limit_s, len(samples) * program.limit_per_answer_s)
     return carry_out(kwargs, [len(ids) for ids in samples.answer_ids], limit_s)
 
 

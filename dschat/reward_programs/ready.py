@@ -15,9 +15,11 @@ import regex
 
 from dschat.knobs import UserError, require, require_types
 from dschat.reward_programs.math_answers import are_equal, require_library
+from dschat.reward_programs.worker import START_S
 
 _PATTERN_S = 2.0  # what a search in one answer may take
-_FENCE = regex.compile(r"```(?:json)?\s*\n(.*?)\n\s*```", regex.DOTALL | regex.IGNORECASE)
+# NOTE every blank has one place in it: where several could take it, trying all takes n^3 steps.
+_FENCE = regex.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", regex.DOTALL | regex.IGNORECASE)
 
 
 @dataclass
@@ -78,6 +80,11 @@ class MathEqual:
             self.limit_s > 0, f"--reward_args math_equal.limit_s={self.limit_s} must be above 0"
         )
         require_library()
+
+    @property
+    def limit_per_answer_s(self) -> float:
+        """What an answer may take at most: its own limit, and the start of the process."""
+        return self.limit_s + START_S
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
         return [

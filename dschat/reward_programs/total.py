@@ -1,10 +1,11 @@
 """A reward is a weighted sum of sources, the reward model among them.
 
-The scores of each source come in; one score a sample goes out. It must not know how a source
-scores, nor what is learned from the sum.
+The scores of each source come in; one score a sample, and each source's mean, go out. It must not
+know how a source scores, nor what is learned from the sum.
 """
 
 import math
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -22,12 +23,12 @@ def combine(
     """Collective where ``normalize_reward``. The weighted sum of the sources' scores.
 
     Each source is normalised first, if at all, with statistics that count these samples too; where
-    one said None it adds 0. ``scale`` None: as they are.
+    one said None it adds 0. One of weight 0 adds nothing, NaN neither. ``scale`` None: as they are.
 
     Returns:
-        scores (S,) fp32, NaN where a source has none; and, where a source gave scores by token,
-        the weighted sum of those (S,) of (A,). The first counts them too: what belongs to the
-        answer as a whole is the difference.
+        scores (S,) fp32, NaN where a source with a weight has none; and, where such a source gave
+        scores by token, the weighted sum of those (S,) of (A,). The first counts them too: what
+        belongs to the answer as a whole is the difference.
     """
     scales = {source.name: (0.0, 1.0) for source in sources}
     if config.normalize_reward and scale is not None:
@@ -36,6 +37,8 @@ def combine(
     total = torch.zeros(len(sources[0].scores), dtype=torch.float64)
     by_token: list[list[float]] | None = None
     for source in sources:
+        if not source.weight:
+            continue
         mean, std = scales[source.name]
         normal = (source.scores.double() - mean) / std
         if source.applies is not None:
@@ -45,6 +48,42 @@ def combine(
             factor = source.weight / std
             by_token = _added(by_token or [[] for _ in total], source.token_scores, factor)
     return total.float(), by_token
+
+
+def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
+    """The same sources over one generation batch after the other."""
+    together = []
+    for same in zip(*parts, strict=True):
+        by_token = None
+        if any(source.token_scores is not None for source in same):
+            by_token = [
+                row
+                for source in same
+                for row in (source.token_scores or [[] for _ in source.scores])
+            ]
+        joined_fields = {"token_scores": by_token, "applies": None}
+        for name in ("scores", "applies"):
+            if getattr(same[0], name) is not None:
+                joined_fields[name] = torch.cat([getattr(source, name) for source in same])
+        together.append(replace(same[0], **joined_fields))
+    return together
+
+
+def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
+    """Collective. Mean score of each source, of the samples that it scored (those it said None of
+    are none), as it gave them: ``prefix/NAME``.
+    """
+    sums = []
+    for source in sources:
+        scored = torch.isfinite(source.scores)
+        if source.applies is not None:
+            scored &= source.applies
+        sums += [float(source.scores[scored].double().sum()), float(scored.sum())]
+    totals = dist.sum_floats(sums)
+    return {
+        f"{prefix}/{source.name}": total / max(number, 1.0)
+        for source, total, number in zip(sources, totals[::2], totals[1::2], strict=True)
+    }
 
 
 def _that_apply(source: SourceScores) -> Tensor:

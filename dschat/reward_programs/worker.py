@@ -5,13 +5,15 @@ or torch. A fresh interpreter, not a fork: the parent has threads and may hold a
 `multiprocessing`, which would import the user's main script again.
 """
 
+import faulthandler
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -21,6 +23,12 @@ from dschat.reward_programs.call import Fault, Value, call, raised
 from dschat.reward_programs.load import made
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
+_GRACE_S = 5.0  # how long after a call's limit a process ends by itself that nobody killed
+_LONGEST_S = 1e6  # of that limit: beyond some 1e9 the timer refuses it
+
+
+class Died(Fault):
+    """The process ended in the call."""
 
 
 class Worker:
@@ -38,11 +46,11 @@ class Worker:
         """Call function ``number``; see `dschat.reward_programs.call.call`.
 
         Raises:
-            Fault: the call failed, took longer than ``limit_s``, or the process died in it.
+            Fault: the call failed, took longer than ``limit_s``, or (`Died`) the process ended.
         """
         self.start()
         try:
-            self._pipe.send((number, dict(kwargs), lengths))
+            self._pipe.send((number, dict(kwargs), lengths, limit_s))
         except OSError:
             raise self._died() from None
         except Exception as error:  # pickle raises nearly anything
@@ -100,7 +108,7 @@ class Worker:
             code = self._process.wait()
         self.close()
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return Fault(f"ended its process ({how})")
+        return Died(f"ended its process ({how})")
 
 
 def serve(descriptor: int) -> NoReturn:
@@ -124,11 +132,28 @@ def serve(descriptor: int) -> NoReturn:
         try:
             if isinstance(message, Fault):
                 raise message
-            number, kwargs, lengths = message
-            reply: Any = call(functions[number], kwargs, lengths)
+            number, kwargs, lengths, limit_s = message
+            with _ending_alone(limit_s):
+                reply: Any = call(functions[number], kwargs, lengths)
         except Fault as fault:
             reply = fault
         pipe.send(reply)
+
+
+@contextmanager
+def _ending_alone(limit_s: float) -> Iterator[None]:
+    """A scope that ends the process where it takes longer than ``limit_s`` and a grace.
+
+    The parent kills it before that; but one that is gone cannot, and `_listen` does not hear of it
+    while a call computes in C code that keeps the interpreter's lock. This timer needs no lock.
+    """
+    with open(os.devnull, "w") as nowhere:
+        limit_s = min(limit_s, _LONGEST_S) + _GRACE_S
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _listen(pipe: Connection, messages: "queue.SimpleQueue[Any]") -> None:

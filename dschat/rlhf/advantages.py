@@ -11,6 +11,7 @@ from torch import Tensor
 from dschat import dist
 from dschat.config import RLHFConfig
 from dschat.losses import (
+    clip_scores,
     dr_grpo_advantages,
     gae,
     group_stats,
@@ -34,15 +35,16 @@ _OF_GROUPS = {
 
 
 def fill_in_advantages(
-    e: Experience, args: RLHFConfig, kl_coef: float, num_groups: int
+    e: Experience, args: RLHFConfig, kl_coef: float, num_groups: int, clip: float | None = None
 ) -> tuple[Tensor, dict[str, float]]:
     """Collective. Rewards (S, A), and this rank's sums over actions of what was corrected.
 
     Args:
         kl_coef: weight of the KL in the reward (none where it is in the loss).
         num_groups: prompts of the whole rollout, over all ranks.
+        clip: see `token_rewards`.
     """
-    rewards = token_rewards(e, args, 0.0 if args.kl_is_in_loss else kl_coef)
+    rewards = token_rewards(e, args, 0.0 if args.kl_is_in_loss else kl_coef, clip)
     groups = e.numbers // args.num_samples_per_prompt
     if args.advantage_estimator == "gae":
         e.advantages, e.returns = gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
@@ -56,7 +58,8 @@ def fill_in_advantages(
     else:
         left = rewards
         if args.advantage_estimator == "reinforce_pp_baseline":
-            left = _less_group_mean(rewards, e, args, groups, num_groups)
+            without_kl = token_rewards(e, args, 0.0, clip)
+            left = _less_group_mean(rewards, without_kl, e, groups, num_groups)
         e.advantages = e.returns = returns_to_go(left, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.answer_mask)
@@ -69,15 +72,19 @@ def fill_in_advantages(
     return rewards, {name: float(value) for name, value in corrected.items()}
 
 
-def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float) -> Tensor:
+def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None) -> Tensor:
     """The reward of every action: (S, A) fp32, 0 outside the answers.
 
-    The score of a sequence, less ``missing_eos_penalty`` where it is unfinished and what its
-    length costs, is clipped to +- ``clip_reward`` and stands at its last action; scores of single
-    actions, clipped likewise, stand at theirs. Less ``kl_coef`` times the KL everywhere.
+    An answer's rewards sum up to its score, clipped to +- ``clip`` (None: as it is), less
+    ``missing_eos_penalty`` where it is unfinished, what its length costs, and ``kl_coef`` times its
+    KL. Scores of single actions stand at theirs, as they are; the rest at the last action, and what
+    the clip takes off, it takes there.
     """
-    kl = kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
-    scores = e.scores - e.token_scores.sum(dim=1)
+    # Without weight it may still be infinite: k3, where the policy all but excludes what it drew.
+    kl = torch.zeros_like(e.logprobs)
+    if kl_coef != 0:
+        kl = kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
+    scores = clip_scores(e.scores, clip) - e.token_scores.sum(dim=1)
     scores = scores - args.missing_eos_penalty * (~e.finished).float()
     scores = scores + overlong_penalty(
         e.answer_mask.sum(dim=1),
@@ -85,21 +92,19 @@ def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float) -> Tensor:
         args.overlong_buffer_len,
         args.overlong_penalty,
     )
-    clip = args.clip_reward
-    return shape_rewards(scores, kl, e.answer_mask, kl_coef, clip) + torch.where(
-        e.answer_mask, e.token_scores.clamp(-clip, clip), 0.0
-    )
+    of_tokens = torch.where(e.answer_mask, e.token_scores, 0.0)
+    return shape_rewards(scores, kl, e.answer_mask, kl_coef) + of_tokens
 
 
 def _less_group_mean(
-    rewards: Tensor, e: Experience, args: RLHFConfig, groups: Tensor, num_groups: int
+    rewards: Tensor, without_kl: Tensor, e: Experience, groups: Tensor, num_groups: int
 ) -> Tensor:
     """REINFORCE++-baseline (arXiv 2501.03262): without KL, a group's rewards sum to 0."""
-    of_sequence = token_rewards(e, args, kl_coef=0.0).sum(dim=1)
+    of_sequence = without_kl.sum(dim=1)
     stats = _of_all_ranks(of_sequence, groups, num_groups)
     less = dr_grpo_advantages(of_sequence, groups, stats) - of_sequence
     nothing = torch.zeros_like(rewards)
-    return rewards + shape_rewards(less, nothing, e.answer_mask, 0.0, float("inf"))
+    return rewards + shape_rewards(less, nothing, e.answer_mask, 0.0)
 
 
 def _of_all_ranks(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:

@@ -70,6 +70,13 @@ def find_checkpoints(
     lora = args.actor_lora_modules if args.actor_lora_dim else ()
     attention = args.attn_implementation
     check_fit(actor_config, found.actor, ACTOR, "lm", attention, lora, "--actor_lora_modules")
+    # The actor's own name is what `RLHFConfig` fills in.
+    if not (scores or args.has_critic) and critic and resolve_model(critic) != found.actor:
+        raise UserError(
+            f"{CRITIC} {critic} has no use: --advantage_estimator {args.advantage_estimator} has "
+            f"no critic, and programs score; if it is to score too, name it {REWARD}, else leave "
+            "it out"
+        )
     if scores:
         # One name for both is called by the flag that most users give it with.
         flag = REWARD if separate else CRITIC

@@ -4,10 +4,11 @@ Prompts of this rank come in, an `Experience` with scores goes out, and what it 
 know log-probs, advantages or how the actor learns.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dschat import dist
 from dschat.config import RLHFConfig, UserError
-from dschat.losses import group_has_variance, group_stats
+from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout, joined
 from dschat.rlhf.reporting import generation_metrics
@@ -28,9 +29,13 @@ from dschat.rlhf.rewards import (
     Samples,
     SourceScores,
     combine,
+    joined_scores,
+    source_means,
 )
 from dschat.rlhf.scoring import reward_model_scores
 from dschat.rollout import Generator, Rollout, SamplingParams, prompt_problem
+
+logger = logging.getLogger("dschat")
 
 PromptBatch = list[list[int]] | Mapping[str, Tensor]
 
@@ -102,7 +107,9 @@ class Collector:
         programs: RewardPrograms,
         more_prompts: Iterator[PromptBatch] | None = None,
     ) -> None:
-        """``more_prompts``: where dynamic sampling goes on; None: with the same prompts anew."""
+        """``more_prompts``: where dynamic sampling goes on; None, or once that is used up on any
+        rank: with the same prompts anew.
+        """
         if engine.reward is None and not programs.names:
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
@@ -114,6 +121,24 @@ class Collector:
         self._programs = programs
         self._more = more_prompts
         self._left = Prompts()  # of all ranks, taken from there, but not asked yet
+        self._announce()
+
+    def _announce(self) -> None:
+        weights = {} if self._engine.reward is None else {REWARD_MODEL: self._model_weight}
+        weights |= self._programs.weights
+        terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
+        bound = "as it is" if self.clip is None else f"clipped to +-{self.clip:g}"
+        logger.info("score: %s, %s", " + ".join(terms), bound)
+
+    @property
+    def _model_weight(self) -> float:
+        return self._args.reward_model_weight
+
+    @property
+    def clip(self) -> float | None:
+        """What bounds an answer's score where it is learned from; None: nothing."""
+        alone = self._engine.reward is not None and not any(self._programs.weights.values())
+        return self._args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, as JSON can say it; the same on all ranks."""
@@ -143,8 +168,9 @@ class Collector:
         return self._answer(prompts, sampling, first, total)
 
     def score(self, collected: Collected) -> None:
-        """Collective. Fill in the scores, from all sources; sequences that a program gave none are
-        dropped. Those that the reward model made NaN stay, for the trainer to see.
+        """Collective. Fill in the scores, not clipped, from all sources; sequences that a program
+        with a weight gave none are dropped. Those that the reward model made NaN stay, for the
+        trainer to see.
 
         Raises ``RewardError`` on all ranks where a program of one of them failed.
         """
@@ -159,7 +185,7 @@ class Collector:
             e.token_scores[row, : len(values)] = torch.tensor(values)
         unscored = torch.zeros(e.num_sequences, dtype=torch.bool)
         for source in sources:
-            if source.name != REWARD_MODEL:
+            if source.name != REWARD_MODEL and source.weight:
                 unscored |= source.scores.isnan()
         (missing,) = dist.sum_floats([float(unscored.sum())])
         if missing:
@@ -171,13 +197,13 @@ class Collector:
 
         ``size``: sequences of a forward of the reward model.
         """
-        sources, weight, pending = [], self._args.reward_model_weight, collected.pending
+        sources, pending = [], collected.pending
         assert pending is not None, "scored already"
         collected.pending = None
         if self._engine.reward is not None:
             scores = reward_model_scores(self._engine, collected.experience, size)
-            sources.append(SourceScores(REWARD_MODEL, weight, scores))
-        return sources + _joined_scores([self._programs.finish(part) for part in pending])
+            sources.append(SourceScores(REWARD_MODEL, self._model_weight, scores))
+        return sources + joined_scores([self._programs.finish(part) for part in pending])
 
     def answers_of(
         self,
@@ -270,11 +296,12 @@ class Collector:
         return Collected(e, len(kept), metrics)
 
     def _that_differ(self, e: Experience, before: int, total: int, n: int) -> list[int]:
-        """Collective. Numbers of this round's prompts whose answers do not all score alike, or
-        have a score that is not finite.
+        """Collective. Numbers of this round's prompts whose answers do not all score alike once
+        they are clipped, or have a score that is not finite.
         """
         groups = e.numbers // n - before
-        stats = dist.all_reduce_sum(group_stats(e.scores, groups, total))
+        scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, self.clip), e.scores)
+        stats = dist.all_reduce_sum(group_stats(scores, groups, total))
         differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
         return (before + differ.nonzero().flatten()).tolist()
 
@@ -283,9 +310,12 @@ class Collector:
         ranks; ``again``: what to ask anew where there are no more.
         """
         while len(self._left.ids) < size:
-            mine = again if self._more is None else Prompts.of(next(self._more))
-            for of_rank in dist.gather_objects(mine):
+            batch = None if self._more is None else next(self._more, None)
+            mine = again if batch is None else Prompts.of(batch)
+            for of_rank, is_last in dist.gather_objects((mine, batch is None)):
                 self._left = self._left.and_then(of_rank)
+                if is_last:  # on one rank, and so on all
+                    self._more = None
         rows = list(range(len(self._left.ids)))
         taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
         return taken.pick(dist.my_share(rows[:size]))
@@ -307,40 +337,6 @@ def _total_and_first(num_prompts: int) -> tuple[int, int]:
     """Collective. Prompts over all ranks, and how many stand on ranks before this one."""
     counts = dist.gather_objects(num_prompts)
     return sum(counts), sum(counts[: dist.rank()])
-
-
-def _joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
-    """The same sources over one generation batch after the other."""
-    together = []
-    for same in zip(*parts, strict=True):
-        by_token = None
-        if any(source.token_scores is not None for source in same):
-            by_token = [
-                row
-                for source in same
-                for row in (source.token_scores or [[] for _ in source.scores])
-            ]
-        joined_fields = {"token_scores": by_token, "applies": None}
-        for name in ("scores", "applies"):
-            if getattr(same[0], name) is not None:
-                joined_fields[name] = torch.cat([getattr(source, name) for source in same])
-        together.append(replace(same[0], **joined_fields))
-    return together
-
-
-def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
-    """Collective. Mean score of each source, of the samples that it scored, as it gave them:
-    ``prefix/NAME``.
-    """
-    sums = []
-    for source in sources:
-        scored = torch.isfinite(source.scores)
-        sums += [float(source.scores[scored].double().sum()), float(scored.sum())]
-    totals = dist.sum_floats(sums)
-    return {
-        f"{prefix}/{source.name}": total / max(number, 1.0)
-        for source, total, number in zip(sources, totals[::2], totals[1::2], strict=True)
-    }
 
 
 def _accumulate(sums: dict[str, float], metrics: dict[str, float], weight: int) -> None:

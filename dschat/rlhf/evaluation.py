@@ -6,7 +6,9 @@ reference, length, share ended by EOS, and the gold score where the prompts are 
 It must not know how the policy is trained.
 """
 
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,15 @@ from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.gold import answer_metrics
-from dschat.rlhf.collect import Collector, Prompts, source_means
+from dschat.knobs import require
+from dschat.rlhf.collect import Collector, Prompts
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, source_means
 from dschat.rlhf.scoring import action_logprobs, evaluating, pieces
 from dschat.rollout import Generator, SamplingParams
+
+logger = logging.getLogger("dschat")
 
 
 @dataclass
@@ -71,15 +77,22 @@ def evaluate_policy(
     e = collected.experience
     sources = collector.sources_of(collected, args.eval_batch_size)
     of_sources = source_means("eval/scores", sources)
-    scores = sum(source.weight * source.scores.double() for source in sources)
+    scores = torch.zeros(e.num_sequences, dtype=torch.float64)
+    for source in sources:
+        if source.weight:  # 0 x NaN would be NaN
+            scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
     sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
         sums["kl"] = _kl(engine, e)
     sums |= _judged(engine, e, held_out, sampling.n)
-    if collector.has_programs:
-        passed = (scores >= args.eval_pass_score).reshape(-1, sampling.n)
+    if collector.has_programs or args.eval_pass_source:
+        judge = scores
+        if args.eval_pass_source:
+            judge = _own_scores(args.eval_pass_source, sources)
+        # 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
+        passed = (judge >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
         sums |= _passes(passed.sum(dim=1), sampling.n)
     names = list(sums)
     totals = dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
@@ -100,6 +113,58 @@ def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
                 difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
                 total += float(difference.double().sum())
     return total
+
+
+def _own_scores(name: str, sources: list[SourceScores]) -> Tensor:
+    """What the source ``name`` gave: (S,), NaN where it said None. ``UserError`` where it is none
+    of ``sources``.
+    """
+    require_source(name, [source.name for source in sources])
+    (source,) = (source for source in sources if source.name == name)
+    if source.applies is None:
+        return source.scores.double()
+    return torch.where(source.applies, source.scores.double(), math.nan)
+
+
+def require_source(name: str, names: Sequence[str]) -> None:
+    """Raise ``UserError`` where no source is called ``name``."""
+    require(name in names, f"--eval_pass_source {name} is none of what scores: {', '.join(names)}")
+
+
+def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> None:
+    """What can be known of evaluations before any weight loads.
+
+    Args:
+        sources: names of all that score, in their order.
+        num_held_out: prompts, over all ranks.
+
+    Raises:
+        UserError: ``keep_best`` has nothing to judge by, or a name is none.
+    """
+    if args.eval_pass_source:
+        require_source(args.eval_pass_source, sources)
+    if not num_held_out:
+        none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
+        require(not args.keep_best, f"--keep_best goes by evaluations, but {none}")
+        if args.eval_steps:
+            logger.warning("--eval_steps evaluates nothing: %s", none)
+    elif args.keep_best:
+        name, known = args.best_metric, _metrics_of(args, sources)
+        require(name in known, f"--best_metric {name} is none of {', '.join(known)}")
+
+
+def _metrics_of(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
+    """The names that `evaluate_policy` returns."""
+    names = ["score", "answer_length", "eos_share"]
+    if gold_knows(args.eval_data_path or args.data_path):
+        names.append("gold")
+    if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):
+        names.append("kl")
+    if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):
+        names += _passes(torch.zeros(0), args.eval_num_samples)
+    if len(sources) > 1:
+        names += [f"scores/{name}" for name in sources]
+    return [f"eval/{name}" for name in names]
 
 
 def _judged(

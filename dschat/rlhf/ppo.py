@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dschat import dist
 from dschat.checkpoint import RunState
@@ -49,7 +50,8 @@ class DeepSpeedPPOTrainer:
         reward_fns: functions that score answers, besides those of ``args`` and any reward model: a
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
         more_prompts: batches that ``dynamic_sampling`` goes on with where a rollout is not full;
-            without, it tries the same prompts anew.
+            without, or once they are used up on a rank, it tries the same prompts anew.
+        programs: those of ``args``, where they are made already; then without ``reward_fns``.
 
     Attributes: ``metrics`` holds the last iteration's numbers under the names of metrics.jsonl,
     ``iteration`` how many there were, ``kl`` the weight of the KL penalty.
@@ -64,18 +66,21 @@ class DeepSpeedPPOTrainer:
         unsupervised: Iterator[list[list[dict[str, Any]]]] | None = None,
         reward_fns: Sequence[Any] = (),
         more_prompts: Iterator[PromptBatch] | None = None,
+        programs: RewardPrograms | None = None,
     ) -> None:
+        if programs is not None and len(reward_fns):
+            raise UserError("give reward_fns to RewardPrograms.of where you give programs")
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
         self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
-        self.programs = RewardPrograms.of(self.args, reward_fns)
+        self.programs = programs or RewardPrograms.of(self.args, reward_fns)
         self.collector = Collector(engine, self.args, self.programs, more_prompts)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
-        self._looks = False  # whether this mini-batch is the first time that the actor is asked
+        self._looks = False  # whether training is the first that asks the actor, and has not yet
 
     def run_state(self) -> RunState:
         """All that the next iteration depends on: a checkpoint's content. For the boundary between
@@ -143,10 +148,11 @@ class DeepSpeedPPOTrainer:
         self.collector.score(collected)
         e = collected.experience
         e.problem = not_finite(e)
+        clip = self.collector.clip
         rewards, corrected = fill_in_advantages(
-            e, self.args, self.kl.value, max(collected.num_prompts, 1)
+            e, self.args, self.kl.value, max(collected.num_prompts, 1), clip
         )
-        self.metrics = experience_metrics(e, rewards, corrected, self.engine)
+        self.metrics = experience_metrics(e, rewards, corrected, self.engine, clip)
         self.metrics |= collected.metrics | {"objective/kl_coef": self.kl.value}
         if "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))
@@ -174,6 +180,7 @@ class DeepSpeedPPOTrainer:
         actor.train()
         if critic is not None:
             critic.train()
+        self._looks = args.old_logprobs == "rollout"
         sums: dict[str, float] = {}
         if experience.problem:
             sums = self._passed_over(experience)
@@ -182,7 +189,6 @@ class DeepSpeedPPOTrainer:
             number = mini_batch_of(experience.numbers, args.num_mini_batches, seed)
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
-                self._looks = args.old_logprobs == "rollout" and epoch == m == 0
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
         self.metrics |= training_metrics(sums)
         self.metrics["policy/learning_rate"] = rate
@@ -224,6 +230,7 @@ class DeepSpeedPPOTrainer:
             step = steps["actor"] = Step(self.engine.actor, count + len(text), all_counted)
             for part in parts:
                 _add(sums, self._actor_micro_batch(step, experience.take(part, self._device)))
+            self._looks = False  # the step changes what was measured
             _add(sums, self._ptx_micro_batches(step, text, all_counted))
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # its gradients go before the critic's come
@@ -265,8 +272,7 @@ class DeepSpeedPPOTrainer:
             loss = loss - args.entropy_coef * bonus
             named["entropy"] = float(bonus.detach())
         if self._looks:  # scoring did not ask the actor: this is its first pass
-            gap = (logprobs.detach() - batch.rollout_logprobs).abs()[batch.answer_mask]
-            named |= {"gap": float(gap.double().sum()), "gap_actions": float(len(gap))}
+            named |= _mismatch(logprobs.detach(), batch)
         step.backward(loss)
         return named
 
@@ -314,6 +320,16 @@ class DeepSpeedPPOTrainer:
             if self.engine.ema is not None:
                 self.engine.ema.update()
         return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
+
+
+def _mismatch(logprobs: Tensor, batch: Experience) -> dict[str, float]:
+    """How far training's log-probs (B, A) are from the generator's: sums over actions."""
+    ours, theirs = logprobs[batch.answer_mask], batch.rollout_logprobs[batch.answer_mask]
+    return {
+        "gap": float((ours - theirs).abs().double().sum()),
+        "mismatch_kl": float(kl_penalty(theirs, ours, "k3").double().sum()),
+        "gap_actions": float(len(ours)),
+    }
 
 
 def _add(sums: dict[str, float], part: dict[str, float]) -> None:

@@ -29,12 +29,17 @@ _GLOBAL = (
 
 
 def experience_metrics(
-    e: Experience, rewards: Tensor, corrected: dict[str, float], engine: DeepSpeedRLHFEngine
+    e: Experience,
+    rewards: Tensor,
+    corrected: dict[str, float],
+    engine: DeepSpeedRLHFEngine,
+    clip: float | None,
 ) -> dict[str, float]:
     """Collective. Means over all sequences or all actions of a rollout.
 
     ``rewards`` (S, A); ``corrected``: this rank's sums of the importance weights, see
-    `dschat.losses.rollout_weights`. KL, values and entropy are those of models that were asked.
+    `dschat.losses.rollout_weights`; ``clip``: what scores were clipped to, but not here. KL, values
+    and entropy are those of models that were asked.
     """
     mask, args = e.answer_mask, engine.args
     scores = e.scores.double()
@@ -49,6 +54,7 @@ def experience_metrics(
         "kl": total(e.logprobs - e.ref_logprobs),
         "scores": float(scores.sum()),
         "scores_sq": float(scores.square().sum()),
+        "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
         "rewards": total(rewards),
         "entropy": total(e.entropy),
         "values": total(e.values),
@@ -71,6 +77,8 @@ def experience_metrics(
         "rollout/sequences": totals["sequences"],
         "rollout/tokens": totals["tokens"],
     }
+    if clip is not None:
+        metrics["objective/clipped_share"] = totals["clipped"] / n
     if engine.has_reference:
         metrics["objective/kl"] = totals["kl"] / n
     if engine.critic is not None:
@@ -141,6 +149,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         "loss/kl_avg": ("kl_loss", "policy_count"),
         "loss/entropy_avg": ("entropy", "policy_count"),
         "rollout/logprob_gap": ("gap", "gap_actions"),
+        "rollout/mismatch_kl": ("mismatch_kl", "gap_actions"),
     }
     for name, (total, number) in optional.items():
         if total in totals:

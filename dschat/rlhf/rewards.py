@@ -16,7 +16,7 @@ from dschat.reward_programs.programs import (
     SourceScores,
 )
 from dschat.reward_programs.samples import Samples
-from dschat.reward_programs.total import RunningScale, combine
+from dschat.reward_programs.total import RunningScale, combine, joined_scores, source_means
 
 __all__ = [
     "REWARD_MODEL",
@@ -27,7 +27,9 @@ __all__ = [
     "Samples",
     "SourceScores",
     "combine",
+    "joined_scores",
     "score_sequences",
+    "source_means",
 ]
 
 

@@ -306,7 +306,7 @@ def test_reinforce_pp_over_ranks(seed, with_baseline):
             score = as_score[part]
             if with_baseline:
                 score = losses.dr_grpo_advantages(score, as_id[part], stats)
-            reward = losses.shape_rewards(score, as_kl[part], mask[part], 0.1, math.inf)
+            reward = losses.shape_rewards(score, as_kl[part], mask[part], 0.1)
             returns.append(losses.returns_to_go(reward, mask[part], gamma))
         sums = [
             losses.masked_whiten_stats(x, mask[part])

@@ -1,16 +1,21 @@
 """All programs of a run together: pools agree, slow ones overlap, and ranks fail together."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from dschat import dist
 from dschat.config import RLHFConfig
 from dschat.knobs import UserError
+from dschat.reward_programs.load import find
 from dschat.reward_programs.programs import RewardPrograms, SourceScores
 
 HERE = Path(__file__).parent
@@ -140,6 +145,65 @@ def test_a_loop_that_is_kept(programs, samples):
     for _ in range(2):
         asked.finish(asked.start(samples(2)))
     assert loops[0] is loops[1]
+
+
+def test_a_function_that_blocks_its_loop_holds_up_and_shames_no_other(programs, samples):
+    async def innocent(answers):
+        await asyncio.sleep(0.05)
+        return [1.0] * len(answers)
+
+    async def blocks(answers):
+        time.sleep(1.6)
+        return [1.0] * len(answers)
+
+    asked = programs([innocent, blocks], reward_timeout_s=0.2, on_reward_error="skip")
+    scores = [source.scores.isnan().all() for source in asked.finish(asked.start(samples(1)))]
+    assert scores == [False, True]
+
+
+@pytest.mark.parametrize("pool", ["none", "thread"])
+def test_functions_find_their_own_device(programs, samples, monkeypatch, pool):
+    """CUDA's current device is a thread's, and 0 where nobody has set it."""
+    device = threading.local()
+    monkeypatch.setattr(dist, "device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda to: setattr(device, "current", to))
+
+    def here(answers):
+        return [float(device.current.index)] * len(answers)
+
+    async def later(answers):
+        return here(answers)
+
+    asked = programs([here, later], reward_pool=pool)
+    for source in asked.finish(asked.start(samples(2))):
+        assert source.scores.tolist() == [3, 3]
+
+
+HEAVY = """
+import weakref
+
+made = weakref.WeakSet()
+
+class Heavy:
+    def __init__(self, size: int = 1):
+        made.add(self)
+
+    def __call__(self, answers, difficulty):
+        return [1.0] * len(answers)
+"""
+
+
+@pytest.mark.parametrize(("pool", "kept"), [("none", 1), ("process", 0)])
+def test_an_instance_stays_where_it_is_called(programs, tmp_path, pool, kept):
+    """Making one here checks its arguments; in a pool, processes have one each."""
+    path = tmp_path / f"heavy_{pool}.py"
+    path.write_text(HEAVY)
+    asked = programs(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
+    gc.collect()
+    assert len(find(f"{path}:made")) == kept
+    asked.check_columns(["difficulty"])
+    with pytest.raises(UserError, match="needs the column difficulty"):
+        asked.check_columns(["level"])
 
 
 def test_columns_are_checked_before_anything_runs(programs, file):

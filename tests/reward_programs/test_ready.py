@@ -1,6 +1,7 @@
 """The ready-made functions, on answers as policies write them."""
 
 import json
+import queue
 import sys
 import threading
 import time
@@ -8,7 +9,9 @@ import time
 import pytest
 
 from dschat.knobs import UserError
-from dschat.reward_programs import ready
+from dschat.reward_programs import math_answers, ready
+from dschat.reward_programs.call import Fault
+from dschat.reward_programs.worker import Died
 
 
 def one(function, answer, *reference):
@@ -82,6 +85,68 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
     assert time.monotonic() - started < 8
 
 
+class Mathematician:
+    """In the place of the process: slow answers overrun, deadly ones end it, and 1 is right."""
+
+    started = 0
+
+    def __init__(self, recipes):
+        self._runs = False
+
+    def start(self):
+        if not self._runs:
+            Mathematician.started += 1
+            time.sleep(0.05)
+        self._runs = True
+
+    def call(self, number, kwargs, lengths, limit_s):
+        answer = kwargs["answer"]
+        if answer in ("slow", "deadly"):
+            self._runs = False
+            time.sleep(limit_s)
+            raise Fault("overran", timed_out=True) if answer == "slow" else Died("ended")
+        return [float(answer == "1")]
+
+
+@pytest.fixture
+def mathematician(monkeypatch):
+    monkeypatch.setattr(math_answers, "Worker", Mathematician)
+    monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
+    Mathematician.started = 0
+    yield
+    time.sleep(0.1)  # let those that start again come back to this queue
+
+
+def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician):
+    """However many: each has its own limit, and that of a call is not theirs."""
+    limits = {"reward_timeout_s": 0.15, "reward_args": ["math_equal.limit_s=0.05"]}
+    given = samples(8, reference=["0.5"] * 8)
+    given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
+    for pool in ("none", "thread"):
+        asked = programs(["math_equal"], reward_pool=pool, **limits)
+        (source,) = asked.finish(asked.start(given))
+        assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
+
+
+def test_a_process_is_replaced_while_the_next_answer_is_asked(mathematician):
+    ready.MathEqual(limit_s=0.15)(["slow"] * 4, ["0.5"] * 4)
+    time.sleep(0.15)
+    assert math_answers._idle.qsize() == 2  # by turns
+    assert Mathematician.started == 2 + 4  # all are running again
+    started = Mathematician.started
+    assert ready.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
+    assert Mathematician.started == started
+
+
+def test_a_process_that_cannot_start_is_no_wrong_answer(mathematician, monkeypatch):
+    def fails(_):
+        raise Died("ended its process")
+
+    monkeypatch.setattr(Mathematician, "start", fails)
+    with pytest.raises(Died):
+        ready.MathEqual()(["1"], ["0.5"])
+
+
 @pytest.mark.parametrize(
     ("settings", "answer", "score"),
     [
@@ -127,6 +192,8 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ('```\n{"n": 3}\n```\n', 1),
         ('Here: ```json\n{"n": 3}\n```', 0),
         ("[" * 100_000, 0),
+        ('```json  \n\n{"n": 3}\n\n  ```', 1),
+        ("```" + "\n " * 3000 + "x", 0),  # in no more steps than it has characters, or nearly
     ],
 )
 def test_json_schema(tmp_path, answer, score):

@@ -27,6 +27,17 @@ def test_sources_add_up_by_their_weights():
     assert combine(sources[:2], RLHFConfig(), RunningScale())[1] is None
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_source_without_weight_adds_nothing(normalize):
+    """0 times NaN is NaN."""
+    logged = source("logged", 0.0, [float("nan"), 1.0], token_scores=[[float("nan")], [1.0]])
+    sources = [source("rule", 2.0, [-1.0, 1.0]), logged]
+    config = RLHFConfig(normalize_reward=normalize)
+    scores, by_token = combine(sources, config, RunningScale())
+    assert scores.tolist() == [-2, 2]
+    assert by_token is None
+
+
 def test_normalised_scores_against_numpy():
     """Each source by the mean and deviation of all its scores so far, these included."""
     rng = np.random.default_rng(0)

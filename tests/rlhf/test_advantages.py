@@ -14,6 +14,7 @@ from dschat.rlhf.experience import Experience, from_rollout
 from dschat.rollout import Rollout
 
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
+CLIP = 3.0
 ESTIMATORS = (
     "gae",
     "grpo",
@@ -44,19 +45,19 @@ def experience(seed: int = 0) -> Experience:
 
 def config(estimator: str, **options) -> RLHFConfig:
     defaults = {"kl_in_loss": False, "kl_estimator": "k1", "num_samples_per_prompt": SAMPLES}
-    defaults |= {"max_answer_seq_len": WIDTH, "gamma": 0.9, "lam": 0.8, "clip_reward": 3.0}
+    defaults |= {"max_answer_seq_len": WIDTH, "gamma": 0.9, "lam": 0.8}
     return RLHFConfig(advantage_estimator=estimator, **(defaults | options))
 
 
-def rewards_by_hand(e: Experience, kl_coef: float, penalty: float = 0.0, clip: float = 3.0):
-    """A list of float64 rewards per sequence."""
+def rewards_by_hand(e: Experience, kl_coef: float, penalty: float = 0.0, clip: float = CLIP):
+    """A list of float64 rewards per sequence: a clipped score, less penalty and KL."""
     rows = []
     for i in range(e.num_sequences):
         n = int(e.answer_mask[i].sum())
         difference = (e.logprobs[i, :n] - e.ref_logprobs[i, :n]).double().numpy()
         row = -kl_coef * difference
-        score = float(e.scores[i]) - (0.0 if e.finished[i] else penalty)
-        row[-1] += min(max(score, -clip), clip)
+        score = min(max(float(e.scores[i]), -clip), clip)
+        row[-1] += score - (0.0 if e.finished[i] else penalty)
         rows.append(row)
     return rows
 
@@ -103,7 +104,7 @@ def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimators_by_hand(estimator):
     e = experience()
-    rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS)
+    rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
     mask = e.answer_mask
     np.testing.assert_allclose(
         rewards[mask].numpy(), np.concatenate(rewards_by_hand(e, 0.2)), atol=1e-5
@@ -141,13 +142,13 @@ class TwoRanks:
 @pytest.mark.parametrize("cut", [0, 1, 4, 6])
 def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
     whole, ranks = experience(1), TwoRanks()
-    fill_in_advantages(whole, config(estimator), 0.1, PROMPTS)
+    fill_in_advantages(whole, config(estimator), 0.1, PROMPTS, CLIP)
     rows = [list(range(cut)), list(range(cut, whole.num_sequences))]
     monkeypatch.setattr(dist, "all_reduce_sum", ranks.all_reduce_sum)
 
     def on_rank(rank):
         e = experience(1).pick(rows[rank])
-        fill_in_advantages(e, config(estimator), 0.1, PROMPTS)
+        fill_in_advantages(e, config(estimator), 0.1, PROMPTS, CLIP)
         return e.advantages[e.answer_mask]
 
     got = torch.cat(ranks.run(on_rank))
@@ -160,7 +161,7 @@ def test_rewards(estimator, penalty):
     e = experience(2)
     e.scores[0], e.scores[1], e.scores[2] = -9.0, 7.0, 4.0
     options = {"kl_estimator": estimator, "missing_eos_penalty": penalty}
-    rewards = token_rewards(e, config("gae", **options), 0.1)
+    rewards = token_rewards(e, config("gae", **options), 0.1, CLIP)
     d = (e.logprobs - e.ref_logprobs).double().numpy()
     kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator] * e.answer_mask.numpy()
     expected = -0.1 * kl
@@ -169,19 +170,45 @@ def test_rewards(estimator, penalty):
     np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
 
 
+def test_a_penalty_costs_as_much_where_scores_are_clipped():
+    e = experience(2)
+    e.finished[:] = torch.arange(e.num_sequences) % 2 == 0
+    e.scores[:] = 40.0
+    totals = token_rewards(e, config("gae", missing_eos_penalty=2.5), 0.0, CLIP).sum(dim=1)
+    assert totals.tolist() == pytest.approx([3.0, 0.5] * (e.num_sequences // 2))
+
+
+def test_without_a_bound_scores_are_learned_from_as_they_are():
+    e = experience(2)
+    e.scores[:3] = torch.tensor([10.0, 40.0, 70.0])
+    fill_in_advantages(e, config("grpo"), 0.0, PROMPTS)
+    assert e.advantages[:3, 0].tolist() == pytest.approx([-1, 0, 1], abs=1e-5)
+
+
+def test_a_kl_that_has_no_weight_may_be_infinite():
+    """k3 overflows where the reference, here zeros, is far more likely than the policy."""
+    e = experience(2)
+    e.logprobs = torch.where(e.answer_mask, -120.0, 0.0)
+    e.ref_logprobs = torch.zeros_like(e.logprobs)
+    rewards = token_rewards(e, config("grpo", kl_estimator="k3"), 0.0, CLIP)
+    np.testing.assert_allclose(rewards.sum(1), e.scores.clamp(-CLIP, CLIP), rtol=1e-6)
+
+
 def test_scores_of_tokens_stand_at_their_tokens():
+    """The clip bounds the whole answer's score, and takes what is too much at its end."""
     e = experience(3)
     e.token_scores = torch.where(e.answer_mask, 0.25, 0.0)
-    e.token_scores[1, 2] = 8.0  # clipped to 3
+    e.token_scores[1, 2] = 8.0
     rest = e.scores.clone()
     e.scores = rest + e.token_scores.sum(dim=1)
-    got = token_rewards(e, config("grpo"), 0.0)
+    got = token_rewards(e, config("grpo"), 0.0, CLIP)
     for i in range(e.num_sequences):
         n = int(e.answer_mask[i].sum())
         expected = [0.25] * n
         if i == 1:
-            expected[2] = 3.0
-        expected[-1] += min(max(float(rest[i]), -3), 3)
+            expected[2] = 8.0
+        bounded = min(max(float(rest[i]) + sum(expected), -3), 3)
+        expected[-1] += bounded - sum(expected)
         assert got[i, :n].tolist() == pytest.approx(expected, abs=1e-5)
         assert not got[i, n:].any()
 
@@ -189,8 +216,8 @@ def test_scores_of_tokens_stand_at_their_tokens():
 def test_overlong_answers_cost_and_teach_nothing():
     e = experience(4)
     options = {"overlong_buffer_len": 4, "overlong_penalty": 2.0, "overlong_filter": True}
-    plain = token_rewards(e, config("grpo", clip_reward=100.0), 0.0).sum(dim=1)
-    rewards, _ = fill_in_advantages(e, config("grpo", clip_reward=100.0, **options), 0.0, PROMPTS)
+    plain = token_rewards(e, config("grpo"), 0.0, None).sum(dim=1)
+    rewards, _ = fill_in_advantages(e, config("grpo", **options), 0.0, PROMPTS)
     lengths = e.answer_mask.sum(dim=1).tolist()
     cost = {1: 0.0, 2: 0.0, 3: 0.5, 4: 1.0, 5: 1.5, 6: 2.0}
     assert (plain - rewards.sum(dim=1)).tolist() == pytest.approx([cost[n] for n in lengths])
@@ -201,7 +228,7 @@ def test_overlong_answers_cost_and_teach_nothing():
 @pytest.mark.parametrize(("how", "low", "high"), [("tis", 0.0, 2.0), ("icepop", 0.5, 5.0)])
 def test_the_gap_to_the_rollout_is_weighed(how, low, high):
     e = experience(5)
-    _, sums = fill_in_advantages(e, config("grpo", rollout_is=how), 0.0, PROMPTS)
+    _, sums = fill_in_advantages(e, config("grpo", rollout_is=how), 0.0, PROMPTS, CLIP)
     ratio = np.exp((e.logprobs - e.rollout_logprobs).double().numpy())
     kept = (ratio >= low) & (ratio <= high)
     expected = np.minimum(ratio, high) if how == "tis" else np.where(kept, ratio, 0.0)
@@ -213,7 +240,7 @@ def test_the_gap_to_the_rollout_is_weighed(how, low, high):
 
 def test_a_missing_sample_leaves_its_group_smaller():
     e = experience(6).pick([0, 2, *range(3, 12)])  # sample 1 of prompt 0 has no score
-    fill_in_advantages(e, config("rloo"), 0.0, PROMPTS)
+    fill_in_advantages(e, config("rloo"), 0.0, PROMPTS, CLIP)
     a, b = (rewards.sum() for rewards in rewards_by_hand(e, 0.0)[:2])
     assert float(e.advantages[0, 0]) == pytest.approx(a - b, abs=1e-5)
     assert float(e.advantages[1, 0]) == pytest.approx(b - a, abs=1e-5)

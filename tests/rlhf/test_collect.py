@@ -8,6 +8,7 @@ from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
 from dschat.config import UserError
 from dschat.data.batches import Prompts
+from dschat.rlhf.experience import mini_batch_of
 
 
 def test_programs_alone_need_no_other_model(models_folder):
@@ -79,7 +80,7 @@ def test_weights_and_a_reward_model_add_up(models_folder):
         [(parity, 3.0)],
         reward_model_name_or_path=model,
         reward_model_weight=0.5,
-        clip_reward=100.0,
+        clip_reward=1.0,
     )
     assert trainer.engine.critic is None
     e = trainer.generate_experience(PROMPTS[:8])
@@ -90,6 +91,10 @@ def test_weights_and_a_reward_model_add_up(models_folder):
     torch.testing.assert_close(e.scores, 0.5 * expected.scores + 3 * even)
     mean = trainer.metrics["objective/scores/reward_model"]
     assert mean == pytest.approx(float(expected.scores.mean()), rel=1e-5)
+    # The clip is counted, and leaves the scores that are told alone.
+    share = float((e.scores.abs() > 1).float().mean())
+    assert trainer.metrics["objective/clipped_share"] == pytest.approx(share)
+    assert 0 < share < 1
 
 
 def token_values(answer_ids):
@@ -165,6 +170,21 @@ def test_samples_without_a_score_are_left_out(models_folder):
     trainer.train_rlhf(e)
 
 
+def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
+    """Against what the actor said before it took a step; in which mini-batch is no matter."""
+    trainer = trainer_of(models_folder, old_logprobs="rollout", ppo_epochs=2)
+    e = trainer.generate_experience(PROMPTS[:8])
+    e.rollout_logprobs[e.answer_mask] -= 0.5
+    number = mini_batch_of(e.numbers, 2, [trainer.args.seed, 0, 0])
+    e.loss_mask[torch.from_numpy(number == 0)] = False  # nothing to learn there
+    trainer.train_rlhf(e)
+    assert trainer.engine.version == 3
+    metrics = trainer.metrics
+    assert metrics["rollout/logprob_gap"] == pytest.approx(0.5, abs=1e-5)
+    k3 = np.exp(0.5) - 1 - 0.5
+    assert metrics["rollout/mismatch_kl"] == pytest.approx(k3, abs=1e-5)
+
+
 OPTIONS = {
     "gspo": {"policy_loss": "gspo"},
     "cispo": {"policy_loss": "cispo"},
@@ -199,5 +219,6 @@ def test_every_option_learns(options, models_folder):
         trainer.train_rlhf(e)
         assert all(np.isfinite(value) for value in trainer.metrics.values())
         assert 0 < trainer.metrics["rollout/logprob_gap"] < 1e-5
+        assert abs(trainer.metrics["rollout/mismatch_kl"]) < 1e-6
         assert trainer.metrics["policy/grad_norm"] > 0
     assert trainer.engine.version == 8

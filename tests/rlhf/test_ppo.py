@@ -103,8 +103,8 @@ def test_the_rollout_is_scored_as_numpy_scores_it(models_folder):
         n = mask.sum()
         log_ratio = (e.logprobs - e.ref_logprobs)[i, :n].double().numpy()
         rewards = -0.3 * log_ratio
-        score = float(e.scores[i]) - (0.0 if e.finished[i] else trainer.args.missing_eos_penalty)
-        rewards[-1] += np.clip(score, -5, 5)
+        penalty = 0.0 if e.finished[i] else trainer.args.missing_eos_penalty
+        rewards[-1] += np.clip(float(e.scores[i]), -5, 5) - penalty
         values = np.append(e.values[i, :n].double().numpy(), 0.0)
         advantage = 0.0
         for t in reversed(range(n)):
