@@ -19,7 +19,7 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
+    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log, stopping
     from dschat.builtin_model import resolve_model
     from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
@@ -85,19 +85,21 @@ def main() -> None:
     # Loop.
     claim_output_dir(args.output_dir, bool(args.resume))
     log.release()
-    report = Reporter(trainer, HeldOutPrompts.of(held_out, args), num_iters)
+    held_out = HeldOutPrompts.of(held_out, args)
+    report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
     with boundaries(args) as bounds:
         report.begin(bounds)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
             actor_loss, critic_loss = trainer.train_rlhf(out)
             report.step(out)
-    report.evaluate()
+        report.evaluate()
     report.close()
 
     # Save.
-    engine.save(args.output_dir)
-    mark_complete(args.output_dir)
+    with stopping.requests(args.output_dir):  # a signal waits until that is whole
+        engine.save(args.output_dir)
+        mark_complete(args.output_dir)
     log.logger.info("saved %s", args.output_dir)
     dist.shutdown()
 

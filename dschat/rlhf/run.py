@@ -74,13 +74,18 @@ class Reporter:
     """Logs iterations and evaluations of one run."""
 
     def __init__(
-        self, trainer: DeepSpeedPPOTrainer, held_out: HeldOutPrompts, num_iters: int
+        self,
+        trainer: DeepSpeedPPOTrainer,
+        held_out: HeldOutPrompts,
+        num_iters: int,
+        num_rows: int | None = None,
     ) -> None:
+        """``num_rows``: prompts to train on, where they are known to have an end."""
         self._trainer = trainer
         self._engine = trainer.engine
         self._args = trainer.args
         self._held_out = held_out
-        self._num_iters = num_iters
+        self._num_iters, self._num_rows = num_iters, num_rows
         self._log = MetricsLog(self._args.output_dir, self._args)
         self._best = -math.inf
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
@@ -88,7 +93,7 @@ class Reporter:
     def begin(self, bounds: Boundaries) -> None:
         """Collective. Go on where a checkpoint was made; or begin, and evaluate."""
         self._bounds = bounds
-        values = bounds.begin(self._trainer.run_state())
+        values = bounds.begin(self._state())
         if values is None:
             self._log.begin()
             self.evaluate()
@@ -100,7 +105,7 @@ class Reporter:
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "log": self._log.position()}
+        state.values |= {"best": self._best, "log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
 
