@@ -133,11 +133,15 @@ def test_the_checkpoint_before_a_damaged_one(
 
 @slow
 def test_no_checkpoint_is_whole(cut_short, whole, models, tmp_path):
+    """The run is not begun anew behind anybody's back."""
     out = tmp_path / "run"
     shutil.copytree(cut_short, out)
     for folder in (out / "checkpoints").iterdir():
         flipped(folder / MANIFEST)
-    assert "there is no whole checkpoint" in ran(STEP1, models, out)
+    line = ran(STEP1, models, out, code=2).splitlines()[-1]
+    assert re.search(r"error: --resume latest: no checkpoint in .* is whole .*begin anew", line)
+    anew = [*STEP1.command(models, out), "--overwrite_output_dir"]
+    assert finish(anew, tmp_path / "anew.log") == 0
     check_same(out, whole(STEP1))
 
 
