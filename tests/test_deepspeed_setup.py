@@ -301,22 +301,44 @@ def plain_norm(batches):
     return float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
 
 
+class NaNGradient(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_nan_under_a_loss_scale_still_ends_the_run(stage, fp16_works):
-    """As often as the scale can fall an overflow may explain it; from then on nothing does."""
+@pytest.mark.parametrize(
+    ("spoil", "overflows"),
+    [(NaNGradient.apply, 3), (lambda loss: loss * float("nan"), 0)],
+    ids=["gradient", "loss"],
+)
+def test_nan_under_a_loss_scale_still_ends_the_run(stage, spoil, overflows, fp16_works):
+    """As often as the scale can fall an overflow may explain a gradient; from then on nothing does.
+    A loss is not scaled.
+    """
     engine = engine_of(net(FP16), stage, FP16, fp16={"initial_scale_power": 3, "hysteresis": 1})
     skipped, before, outcomes = SkippedSteps(limit=3, of="actor"), weights(engine), []
 
     def train():
         while len(outcomes) < 20:
-            step = backward_only(engine, inputs(1, FP16), float("nan"))
+            (x,) = inputs(1, FP16)
+            step = Step(engine, 1, denominator=3.0)
+            step.backward(spoil(engine(x).float().square().sum()))
             step.finish()
             outcomes.append(step.outcome)
             skipped.take(step, "now")
 
     with pytest.raises(FloatingPointError, match="3 steps of the actor in a row .*max_bad_steps"):
         train()
-    assert outcomes == ["overflow"] * 3 + ["bad"] * 3  # 8 -> 4 -> 2 -> 1
+    assert outcomes == ["overflow"] * overflows + ["bad"] * 3  # 8 -> 4 -> 2 -> 1
+    assert loss_scale(engine) == 8 / 2**overflows
     assert all(torch.equal(before[n], t) for n, t in weights(engine).items())
 
 
