@@ -42,8 +42,10 @@ def waited(*args):
 blocked = []
 run.Reporter.step, continuation.Checkpoints.wait = timed, waited
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-sys.stderr.write(f"\\nseconds {times[-1] - times[0]} {sum(blocked)}\\n")
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    sys.stderr.write(f"\\nseconds {times[-1] - times[0]} {sum(blocked)}\\n")
 """
 
 
@@ -99,6 +101,7 @@ def seconds(work: Path, size: str, saves: bool = False) -> tuple[float, float, i
     total, waited = map(float, lines[-1].split()[1:])
     newest = max((out / "checkpoints").glob("step_*"), default=None)
     files = [] if newest is None else [p for p in newest.rglob("*") if p.is_file()]
+    print(f"{size}: {total:.1f} s, saves: {saves}, waited {waited:.2f} s", file=sys.stderr)
     return total, waited, sum(path.stat().st_size for path in files)
 
 
