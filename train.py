@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dschat import cli, launch, recipe, running, stopping
 from dschat.checkpoint import newest
+from dschat.config import UserError
 from dschat.plan import Request, log_lines, tables
 from dschat.summary import format_summary, write_summary
 
@@ -62,7 +63,7 @@ def main() -> int:
             code = runner.run(command, plan.environment, plan.folder(step), plan.nodes.relay)
             seconds = time.monotonic() - start
             if plan.summary and code in (0, stopping.EXIT_CODE):
-                write_summary(plan.output_dir, {step.number: seconds}, "--resume" in command)
+                note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
             if code == stopping.EXIT_CODE:
                 return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
             if code == 0 and not plan.finished(step):
@@ -83,6 +84,13 @@ def main() -> int:
         talk = [python, "chat.py", "--path", str(plan.folder(plan.steps[-1]) / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
+
+
+def note_seconds(output_dir: Path, seconds: dict[int, float], went_on: bool) -> None:
+    try:
+        write_summary(output_dir, seconds, went_on)
+    except (OSError, UserError) as error:  # a full disk, half a row of metrics: the run is not lost
+        say(f"summary.json is not written: {error}")
 
 
 def stopped(what: str, plan: launch.Plan, folder: Path | None = None) -> int:

@@ -60,6 +60,7 @@ class Boundaries:
                 "place in them is lost; put the data back, or begin anew with "
                 "--overwrite_output_dir (train.py: --restart)"
             )
+        checkpoints.remove_later(found)
         logger.info("going on after step %d, from %s", found.step, found.folder)
         return values
 

@@ -134,14 +134,18 @@ def test_data_that_has_changed_is_not_gone_on_with(now, fits, models_folder, tmp
 
     with boundaries(trainer.args) as bounds:
         bounds.begin(state(512))
-        bounds.after(1, lambda: state(512))
-    trainer.args.resume = "latest"
+        for step in (1, 2):
+            bounds.after(step, lambda: state(512))
+    folder = tmp_path / "checkpoints"
+    trainer.args.resume = str(folder / "step_000001")
     with boundaries(trainer.args) as bounds:
         if fits:
             assert bounds.begin(state(now))["rows"] == 512
         else:
             with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
                 bounds.begin(state(now))
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
 
 
 def three_steps(trainer, error):

@@ -714,6 +714,20 @@ def test_a_signal_stops_training_in_peace(tree, signum):
     check_stopped(run, pids)
 
 
+def test_a_summary_that_cannot_be_written_is_no_failure(tree):
+    """Half a row of metrics, as a full disk leaves it, when training stops in peace."""
+    folder = Path("out/step1_sft")
+    folder.mkdir(parents=True)
+    recipe_file = tree / "training/recipes/quiet.yaml"
+    recipe_file.write_text(recipe_file.read_text() + "summary: true\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "lo')
+    run, _ = in_loop()
+    run.send_signal(signal.SIGTERM)
+    out, said = run.communicate(timeout=60)
+    assert run.returncode == 75, said
+    assert "summary.json is not written: " in out
+
+
 def test_a_second_signal_ends_training_at_once(tree):
     run, pids = in_loop(STEP_S="60")
     for _ in range(2):

@@ -237,9 +237,7 @@ class Checkpoints:
 
     def load(self, found: Found, state: RunState) -> dict[str, Any]:
         """Collective. Put everything back, into new engines and in place into ``state.tensors``;
-        returns the values. ``found``: from `latest`, which has verified it. Later checkpoints in
-        this folder are removed: the run is taken up before them. Damaged ones stay until the next
-        one is whole.
+        returns the values. ``found``: from `latest`, which has verified it.
 
         With another number of processes than the checkpoint was written by, a tensor is taken for
         this process's equal part of a flat one, padded at the end, and cut anew to the length that
@@ -261,14 +259,17 @@ class Checkpoints:
             randoms.write_generators(read_tensors(found, dist.rank(), _RANDOM))
         else:
             randoms.seed_generators(self._settings.get("seed", 0), dist.rank(), found.step)
-        values = json.loads((found.folder / _VALUES).read_bytes())
-        # Before anything that they speak of is cut back.
+        return json.loads((found.folder / _VALUES).read_bytes())
+
+    def remove_later(self, found: Found) -> None:
+        """Collective. The run is taken up at ``found``: later checkpoints go, before anything that
+        they speak of is cut back. Damaged ones stay until the next one is whole.
+        """
         if dist.is_main_process():
             for folder, step in step_folders(self._folder).items():
                 if step > found.step and folder not in self._damaged:
                     files.remove(folder)
         dist.barrier()
-        return values
 
     def _check_holds(self, found: Found, state: RunState) -> None:
         folders = {name.partition("/")[0] for name in found.files if "/" in name}
