@@ -36,8 +36,9 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
     reference, answer = reference.strip(), answer.strip()
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
+    idle = _idle  # what takes from a queue gives back to the same
     try:
-        worker = _idle.get_nowait()
+        worker = idle.get_nowait()
     except queue.Empty:
         worker = Worker([("spec", f"{__name__}:Comparison", {})])
     worker.start()  # what keeps it from starting is no answer's fault
@@ -45,18 +46,18 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
         (value,) = worker.call(0, {"reference": reference, "answer": answer}, [0], limit_s)
     except Fault as fault:
         # It starts again, if it must, while the next answer is asked of another.
-        threading.Thread(target=_restart, args=(worker,), daemon=True).start()
+        threading.Thread(target=_restart, args=(worker, idle), daemon=True).start()
         if fault.timed_out or isinstance(fault, Died):
             return False
         raise
-    _idle.put(worker)
+    idle.put(worker)
     return value == 1.0
 
 
-def _restart(worker: Worker) -> None:
+def _restart(worker: Worker, idle: "queue.SimpleQueue[Worker]") -> None:
     with contextlib.suppress(Fault):  # the next call will say it
         worker.start()
-    _idle.put(worker)
+    idle.put(worker)
 
 
 class Comparison:

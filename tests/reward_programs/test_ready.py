@@ -86,35 +86,47 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
 
 
 class Mathematician:
-    """In the place of the process: slow answers overrun, deadly ones end it, and 1 is right."""
+    """In the place of the process: slow answers overrun, deadly ones end it, and 1 is right.
+
+    A call overruns until those that fell before run again: no test depends on how fast that is.
+    """
 
     started = 0
+    down = 0
 
     def __init__(self, recipes):
-        self._runs = False
+        self._runs = self._fell = False
 
     def start(self):
         if not self._runs:
-            Mathematician.started += 1
+            type(self).started += 1
             time.sleep(0.05)
+            type(self).down -= self._fell
         self._runs = True
 
     def call(self, number, kwargs, lengths, limit_s):
         answer = kwargs["answer"]
         if answer in ("slow", "deadly"):
-            self._runs = False
             time.sleep(limit_s)
+            wait_until(lambda: not self.down)
+            self._runs, self._fell = False, True
+            type(self).down += 1
             raise Fault("overran", timed_out=True) if answer == "slow" else Died("ended")
         return [float(answer == "1")]
 
 
+def wait_until(holds):
+    latest = time.monotonic() + 10
+    while not holds() and time.monotonic() < latest:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def mathematician(monkeypatch):
-    monkeypatch.setattr(math_answers, "Worker", Mathematician)
+    """A class of its own for each test: threads of the one before may still start theirs again."""
     monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
-    Mathematician.started = 0
-    yield
-    time.sleep(0.1)  # let those that start again come back to this queue
+    monkeypatch.setattr(math_answers, "Worker", type("Fresh", (Mathematician,), {}))
+    return math_answers.Worker
 
 
 def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician):
@@ -129,13 +141,21 @@ def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician)
 
 
 def test_a_process_is_replaced_while_the_next_answer_is_asked(mathematician):
-    ready.MathEqual(limit_s=0.15)(["slow"] * 4, ["0.5"] * 4)
-    time.sleep(0.15)
+    ready.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
+    wait_until(lambda: math_answers._idle.qsize() == 2)
     assert math_answers._idle.qsize() == 2  # by turns
-    assert Mathematician.started == 2 + 4  # all are running again
-    started = Mathematician.started
+    assert mathematician.started == 2 + 4  # all are running again
     assert ready.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
-    assert Mathematician.started == started
+    assert mathematician.started == 2 + 4
+
+
+def test_a_process_comes_back_to_the_queue_it_was_lent_by(mathematician, monkeypatch):
+    """It did not, once, when it took long: the next test got a process in place of its stand-in."""
+    lender = math_answers._idle
+    ready.MathEqual(limit_s=0.01)(["slow"], ["0.5"])
+    monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
+    wait_until(lambda: lender.qsize())
+    assert (lender.qsize(), math_answers._idle.qsize()) == (1, 0)
 
 
 def test_a_process_that_cannot_start_is_no_wrong_answer(mathematician, monkeypatch):
