@@ -1,6 +1,7 @@
 """What every test shares: no network, the tiny checkpoints, and runs of training steps."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ settings.load_profile("fixed")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A script's `make test &` starts us deaf to Ctrl-C, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("dist", "inference", "faults"))]
