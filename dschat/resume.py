@@ -11,6 +11,7 @@ from typing import Any
 
 from dschat.checkpoint.manifest import FOLDER, Found, changed_settings, step_folders
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.contents import fingerprint
 
 # What may change without a question: no number that training computes depends on it.
 FREE = {
@@ -42,27 +43,54 @@ _ROWS = ("--per_device_train_batch_size", "--gradient_accumulation_steps")
 _PROMPTS = ("--per_device_generation_batch_size", "--generation_batches")
 _SEQUENCES = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
 _CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
+# What names files that training reads: with other contents it is another setting.
+READ = {
+    "data_path",
+    "eval_data_path",
+    "unsupervised_dataset_name",
+    "chat_template",
+    "reward_fn",
+    "deepspeed",
+    "deepspeed_config",
+    "actor_deepspeed_config",
+    "critic_deepspeed_config",
+}
+_CONTENTS = "contents"
 Change = tuple[str, Any, Any]  # name, old, new
 
 
 def settings_of(config: CommonConfig) -> dict[str, Any]:
     """What a checkpoint records of a run, and another run must have equal to go on from it."""
-    values = dataclasses.asdict(config)
-    return {name: value for name, value in values.items() if name not in FREE}
+    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    return values | {_CONTENTS: _contents(values)}
+
+
+def _contents(values: dict[str, Any]) -> dict[str, str]:
+    """A fingerprint for every setting that names local files."""
+    named = {name: values[name] for name in sorted(READ & values.keys()) if values[name]}
+    prints = {
+        name: fingerprint([value] if isinstance(value, str) else value)
+        for name, value in named.items()
+    }
+    return {name: found for name, found in prints.items() if found}
 
 
 def changes(found: Found, config: CommonConfig) -> list[Change]:
     """The settings of ``config`` that are not those of the checkpoint's run. A knob that the
-    checkpoint is too old to know has changed if it has not its default. The sizes that
-    `check_step_size` compares are not among them.
+    checkpoint is too old to know has changed if it has not its default. A file that was edited
+    since is another setting. The sizes that `check_step_size` compares are not among them.
     """
-    defaults = settings_of(type(config)())
-    changed = changed_settings(found, settings_of(config))
-    return [
+    defaults, settings = settings_of(type(config)()), settings_of(config)
+    changed = [
         (name, old, new)
-        for name, old, new in changed
-        if name not in {*FREE, *_CHECKED} and (name in found.settings or new != defaults.get(name))
+        for name, old, new in changed_settings(found, settings)
+        if name not in {*FREE, *_CHECKED, _CONTENTS}
+        and (name in found.settings or new != defaults.get(name))
     ]
+    names = {name for name, _, _ in changed}
+    then, now = found.settings.get(_CONTENTS, {}), settings[_CONTENTS]
+    edited = [n for n in now if n in then and then[n] != now[n] and n not in names]
+    return changed + [(n, settings[n], f"{_shown(settings[n])}, edited since") for n in edited]
 
 
 def check_step_size(found: Found, config: CommonConfig, num_processes: int) -> None:

@@ -17,6 +17,7 @@ LAYERS = (
         "knobs",
         "shared_memory",
         "host_memory",
+        "contents",
         "rollout_config",
         "data_config",
         "deepspeed_file",

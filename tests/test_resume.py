@@ -1,6 +1,7 @@
 """Which settings a run must keep to go on from its checkpoints."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,35 @@ def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
         resume.check_start(config)
     resume.check_start(dataclasses.replace(config, resume="latest"))
     resume.check_start(dataclasses.replace(config, overwrite_output_dir=True))
+
+
+def test_an_edited_file_is_another_setting(tmp_path):
+    rows, score, settings = (tmp_path / name for name in ("rows.jsonl", "score.py", "ds.json"))
+    for path in (rows, score, settings):
+        path.write_text("as it was")
+    given = RLHFConfig(
+        data_path=[f"{rows}:2", "builtin/chat"],
+        reward_fn=[f"{score}:score"],
+        actor_deepspeed_config=str(settings),
+    )
+    # through JSON, as a manifest keeps it
+    saved = found(json.loads(json.dumps(resume.settings_of(given))))
+    assert resume.changes(saved, given) == []
+    for path in (rows, score, settings):
+        path.write_text("edited")
+    assert resume.describe(resume.changes(saved, given)) == (
+        f"actor_deepspeed_config: {settings} -> {settings}, edited since; "
+        f"data_path: {rows}:2 builtin/chat -> {rows}:2 builtin/chat, edited since; "
+        f"reward_fn: {score}:score -> {score}:score, edited since"
+    )
+    # another file is named once, and checkpoints from before this was recorded say nothing
+    other = dataclasses.replace(given, data_path=["builtin/chat"])
+    assert [name for name, _, _ in resume.changes(saved, other)].count("data_path") == 1
+    del saved.settings["contents"]
+    assert resume.changes(saved, given) == []
+
+
+def test_what_names_files_exists():
+    names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
+    assert names >= resume.READ
+    assert resume.READ.isdisjoint(resume.FREE)
