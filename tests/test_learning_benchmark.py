@@ -196,5 +196,5 @@ def test_dschat_alone(tmp_path):
     per_rollout = 4 * line["settings"]["num_samples_per_prompt"]
     assert samples == (0, per_rollout, 2 * per_rollout)
     assert 0 == seconds[0] < seconds[1] < seconds[2]
-    assert accuracies[0] == 0  # random weights know no sums
+    assert accuracies[0] < 0.02  # random weights know no sums, but may say a number
     assert not list(tmp_path.rglob("after_*"))

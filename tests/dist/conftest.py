@@ -57,9 +57,7 @@ def two_processes(models_folder, tmp_path_factory, request):
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
-        if item.get_closest_marker("dist")
-        and hasattr(item, "callspec")
-        and "case" in item.callspec.params
+        if "two_processes" in item.fixturenames
     ]
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
