@@ -46,9 +46,9 @@ def _files(name: str) -> list[str]:
         if os.path.isdir(path):
             base = glob.escape(path)
             found = [p for pattern in _IN_FOLDER for p in glob.glob(os.path.join(base, pattern))]
-            return sorted({p for p in found if _is_data(p)})
-        if glob.has_magic(path):
-            return sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            return sorted(set(filter(_is_data, found)))
+        if found := sorted(filter(_is_data, glob.glob(path, recursive=True))):
+            return found
         name, colon, _ = name.rpartition(":")
     return []
 

@@ -88,29 +88,31 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
 class Mathematician:
     """In the place of the process: slow answers overrun, deadly ones end it, and 1 is right.
 
-    A call overruns until those that fell before run again: no test depends on how fast that is.
+    A call overruns until no other is starting: no test depends on how fast they do.
     """
 
+    made: set
+    called: set
     started = 0
-    down = 0
 
     def __init__(self, recipes):
-        self._runs = self._fell = False
+        self.made.add(self)
+        self._runs = False
 
     def start(self):
         if not self._runs:
             type(self).started += 1
             time.sleep(0.05)
-            type(self).down -= self._fell
         self._runs = True
 
     def call(self, number, kwargs, lengths, limit_s):
         answer = kwargs["answer"]
         if answer in ("slow", "deadly"):
+            self.called.add(self)
             time.sleep(limit_s)
-            wait_until(lambda: not self.down)
-            self._runs, self._fell = False, True
-            type(self).down += 1
+            wait_until(lambda: math_answers._idle.qsize() + len(self.called) == len(self.made))
+            self.called.remove(self)
+            self._runs = False
             raise Fault("overran", timed_out=True) if answer == "slow" else Died("ended")
         return [float(answer == "1")]
 
@@ -125,8 +127,9 @@ def wait_until(holds):
 def mathematician(monkeypatch):
     """A class of its own for each test: threads of the one before may still start theirs again."""
     monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
-    monkeypatch.setattr(math_answers, "Worker", type("Fresh", (Mathematician,), {}))
-    return math_answers.Worker
+    fresh = type("Fresh", (Mathematician,), {"made": set(), "called": set()})
+    monkeypatch.setattr(math_answers, "Worker", fresh)
+    return fresh
 
 
 def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician):
