@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 from dschat.data.builtin import builtin_rows
+from dschat.disk_space import is_full, needed_and_free
+from dschat.knobs import UserError
 
 TINY_NAME = "builtin/tiny"
 
@@ -45,6 +47,8 @@ TINY_CONFIG = {
     "initializer_range": 0.06,
 }
 
+_NUM_BYTES = 9 << 18  # of the folder, about: half a million fp32 weights, and the tokenizer
+
 # A word keeps its leading space; every digit is a token of its own.
 _WORD_PATTERN = r" ?\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
 
@@ -55,13 +59,24 @@ def resolve_model(name: str, cache_dir: str | os.PathLike | None = None) -> str:
     The folder lies in ``cache_dir`` (default ``${XDG_CACHE_HOME:-~/.cache}/dschat``, or a temporary
     folder where that cannot be written) and is made at the first call. Its name carries a hash of
     all that determines its content.
+
+    Raises ``UserError`` where the disk has no space for it.
     """
     if name != TINY_NAME:
         return name
     folder = Path(cache_dir) if cache_dir is not None else _user_cache_dir()
     folder = folder / f"tiny-{_content_hash()}"
     if not folder.is_dir():
-        materialise_tiny(folder)
+        try:
+            materialise_tiny(folder)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            raise UserError(
+                f"the cache {folder.parent} has no space for {TINY_NAME}: "
+                f"{needed_and_free(_NUM_BYTES, folder)}; free some, or set XDG_CACHE_HOME to "
+                "another folder"
+            ) from None
     return str(folder)
 
 

@@ -8,11 +8,10 @@ which a module without memory cannot be made.
 
 import copy
 import logging
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,9 +21,10 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from dschat.cli import did_you_mean
 from dschat.config import UserError
-from dschat.models.kind import checkpoint_keys, reward_form
+from dschat.model_files import made_of, read_generation_config
+from dschat.models.kind import checkpoint_headers, integer_weights, reward_form
+from dschat.models.lora import check_rank
 
 Kind = Literal["lm", "score"]
 
@@ -35,34 +35,51 @@ def check_fit(
     flag: str,
     kind: Kind,
     attn_implementation: str | None = None,
+    lora_dim: int = 0,
     lora_modules: Sequence[str] = (),
-    lora_flag: str = "--lora_modules",
+    lora_flag: str = "--lora_dim",
 ) -> None:
     """Whether this checkpoint makes a model of ``kind``.
 
     Args:
-        lora_modules: what adapters are put on; empty without LoRA.
+        lora_dim: rank of the adapters on ``lora_modules``; 0: there are none.
 
     Raises:
-        UserError: it lacks weights, the architecture has no such attention, or no such modules.
+        UserError: it lacks weights or stores integers for them, the architecture has no such
+            attention or modules, or adapters of that rank do not fit into memory.
     """
-    keys = checkpoint_keys(name_or_path, flag)
-    if not keys:
+    headers = checkpoint_headers(name_or_path, flag)
+    if not headers:
         raise UserError(
             f"{flag} {name_or_path} holds no weights; name another folder, or save the model with "
             "save_pretrained"
         )
+    if integers := integer_weights(headers):
+        raise UserError(
+            f"{flag} {name_or_path} stores {len(integers)} weights as integers, such as "
+            f"{integers[0]}; name the checkpoint in floating point that it was made from"
+        )
+    if kind == "lm":
+        read_generation_config(name_or_path, flag)  # says where answers end
     if getattr(config, "auto_map", None):
         return  # its own code makes it, which loading runs
-    model = _empty(config, name_or_path, kind, attn_implementation)
-    missing = _missing(model, keys, may_miss="score." if kind == "score" else "\0")
-    if missing and (kind == "lm" or reward_form(config, name_or_path, flag) != "v_head"):
+    model = _empty(config, name_or_path, flag, kind, attn_implementation)
+    legacy = kind == "score" and reward_form(config, name_or_path, flag) == "v_head"
+    shapes = {key: stored.shape for key, stored in headers.items()}
+    missing, other = _differences(model, shapes, "score." if kind == "score" else "\0")
+    if other and not legacy:
+        raise UserError(
+            f"{flag} {name_or_path}: its weights have other shapes than its config.json asks for: "
+            f"{other[0]}; copy or download both again"
+        )
+    if missing and not legacy:
         shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise UserError(
             f"{flag} {name_or_path} lacks {len(missing)} weights of a {type(model).__name__}: "
             f"{shown}; copy or save it again"
         )
-    _check_modules(model, lora_modules, lora_flag)
+    if lora_dim:
+        check_rank(model, lora_dim, lora_modules, lora_flag)
 
 
 def check_positions(
@@ -75,22 +92,31 @@ def check_positions(
 
 
 def _empty(
-    config: PretrainedConfig, name_or_path: str, kind: Kind, attn_implementation: str | None
+    config: PretrainedConfig,
+    name_or_path: str,
+    flag: str,
+    kind: Kind,
+    attn_implementation: str | None,
 ) -> PreTrainedModel:
-    config = copy.deepcopy(config)
-    auto_class = AutoModelForCausalLM
-    if kind == "score":
-        config.num_labels, auto_class = 1, AutoModelForSequenceClassification
-    text = config.get_text_config()
-    if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
-        text.pad_token_id = config.pad_token_id = None
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    logging.disable(logging.WARNING)  # its advice is for those who compute with the model
-    try:
+    def make(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        config = copy.deepcopy(config)
+        auto_class = AutoModelForCausalLM
+        if kind == "score":
+            config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+        text = config.get_text_config()
+        if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
+            text.pad_token_id = config.pad_token_id = None
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
-    except (ValueError, ImportError) as error:
+
+    logging.disable(logging.WARNING)  # its advice is for those who compute with the model
+    try:
+        model = made_of(config, make, name_or_path, flag)
         if not attn_implementation:
+            return model
+        return make(config, attn_implementation=attn_implementation)
+    except (ValueError, ImportError) as error:
+        if isinstance(error, UserError):
             raise
         reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
         raise UserError(
@@ -101,14 +127,17 @@ def _empty(
         logging.disable(logging.NOTSET)
 
 
-def _missing(model: PreTrainedModel, keys: set[str], may_miss: str) -> list[str]:
-    """Names of weights that the model has and ``keys`` lacks, sorted.
+def _differences(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], may_miss: str
+) -> tuple[list[str], list[str]]:
+    """Names of weights that the model has and ``shapes`` lacks, sorted; then the others that have
+    another shape there: "NAME (64, 32) instead of (64, 48)".
 
     None where weights are made of several on disk: only loading knows how.
     """
     transforms = get_model_conversion_mapping(model)
     if any(isinstance(transform, WeightConverter) for transform in transforms):
-        return []
+        return [], []
     prefix = model.base_model_prefix + "."
 
     def plain(key: str) -> str:
@@ -116,30 +145,18 @@ def _missing(model: PreTrainedModel, keys: set[str], may_miss: str) -> list[str]
             key, _ = transform.rename_source_key(key)
         return key.removeprefix(prefix)
 
-    there = {plain(key) for key in keys} | {key.removeprefix(prefix) for key in keys}
+    there = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
+    there |= {plain(key): shape for key, shape in shapes.items()}
     for tied, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        pair = {tied.removeprefix(prefix), source.removeprefix(prefix)}
-        there |= pair if pair & there else set()
-    return sorted(
-        name
-        for name, _ in model.named_parameters()
-        if name.removeprefix(prefix) not in there and not name.startswith(may_miss)
-    )
-
-
-def _check_modules(model: nn.Module, modules: Sequence[str], flag: str) -> None:
-    """PEFT puts adapters on every module whose name is, or ends in, one of these."""
-    names = {name for name, _ in model.named_modules() if name}
-    for wanted in modules:
-        if wanted == "all-linear" or any(f".{name}".endswith(f".{wanted}") for name in names):
-            continue
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        }
-        raise UserError(
-            f"{flag} {wanted}: {type(model).__name__} has no such module"
-            f"{did_you_mean(wanted, linear)}; it has {', '.join(sorted(linear))}, and all-linear "
-            "means all of them"
-        )
+        pair = (tied.removeprefix(prefix), source.removeprefix(prefix))
+        for name, other in (pair, pair[::-1]):
+            if other in there:
+                there.setdefault(name, there[other])
+    missing, different = [], []
+    for name, parameter in model.named_parameters():
+        shape = there.get(name.removeprefix(prefix))
+        if shape is None and not name.startswith(may_miss):
+            missing.append(name)
+        elif shape is not None and shape != tuple(parameter.shape):
+            different.append(f"{name} {shape} instead of {tuple(parameter.shape)}")
+    return sorted(missing), different

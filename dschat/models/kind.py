@@ -9,13 +9,15 @@ import copy
 import json
 import os
 import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -25,7 +27,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
+from dschat.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.config import UserError
+from dschat.model_files import CONFIG, made_of, read_config, read_json
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -51,30 +55,27 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     if os.path.exists(path / "adapter_config.json") and not os.path.exists(path / "config.json"):
         raise UserError(f"{flag} {name_or_path} is a LoRA adapter; {_adapter_remedy(path)}")
     try:
-        raw, _ = PretrainedConfig.get_config_dict(name_or_path)
-        if "quantization_config" in raw:
+        raw = read_json(name_or_path, CONFIG, flag)
+        if raw is not None and "quantization_config" in raw:
             raise UserError(
                 f"{flag} {name_or_path} is quantised ({_quantisation(raw)}), which cannot be "
                 "trained or generated with here; name the checkpoint it was made from"
             )
-        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_config(name_or_path, flag, trust_remote_code)
+    except UserError as error:
+        if "trust_remote_code" not in str(error.__cause__):
+            raise
+        raise UserError(
+            f"{flag} {name_or_path} brings its own Python code, which is not run unless you ask "
+            "for it: read it, and pass --trust_remote_code if you trust it"
+        ) from error
+    except (OSError, ValueError) as error:
         if os.path.isfile(path):
             reason = " is a file; name the folder of a checkpoint"
         elif not os.path.isdir(path):
             reason = ": no such folder, and no such model on the hub; check the name"
-        elif not trust_remote_code and brings_code(name_or_path):
-            reason = (
-                " brings its own Python code, which is not run unless you ask for it: read it, "
-                "and pass --trust_remote_code if you trust it"
-            )
         else:
-            reason = (
-                ": its config.json is missing or not one that transformers knows; name a folder "
-                "that save_pretrained wrote"
-            )
+            reason = ": its config.json is missing; name a folder that save_pretrained wrote"
         raise UserError(f"{flag} {name_or_path}{reason}") from error
 
 
@@ -159,9 +160,13 @@ def require_score_head(config: PretrainedConfig, name_or_path: str, flag: str) -
     if found is None and getattr(config, "auto_map", None):
         return  # its own code defines it, and loading will tell
     if found is not None and not config.is_encoder_decoder:
-        with torch.device("meta"):
-            if hasattr(found(copy.deepcopy(config)), "score"):
-                return
+
+        def make(config: PretrainedConfig) -> nn.Module:
+            with torch.device("meta"):
+                return found(copy.deepcopy(config))
+
+        if hasattr(made_of(config, make, name_or_path, flag), "score"):
+            return
     named = found.__name__ if found is not None else type(config).__name__
     raise no_score_head(name_or_path, flag, named)
 
@@ -187,10 +192,18 @@ def weight_files(name_or_path: str) -> tuple[list[Path], dict[str, str]]:
             continue
         if not name.endswith(".json"):
             return [Path(file)], {}
-        index = json.loads(Path(file).read_text("utf-8"))["weight_map"]
+        index = _weight_map(Path(file))
         shards = [cached_file(name_or_path, shard) for shard in sorted(set(index.values()))]
         return [Path(shard) for shard in shards], index
     return [], {}
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    content = json.loads(file.read_text("utf-8"))
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{file.name} has no weight_map of tensors and files")
+    return found
 
 
 def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
@@ -199,12 +212,59 @@ def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
     Raises:
         UserError: naming ``flag``: a file that cannot be read, or that would run code.
     """
-    try:
+    with _reading(name_or_path, flag):
         files, index = weight_files(name_or_path)
-        if index:
-            return set(index)
-        return {key for file in files for key in _keys_of(file)}
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, EOFError) as error:
+        return set(index) or {key for file in files for key in _header(file)}
+
+
+class Stored(NamedTuple):
+    """What the header of a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    is_float: bool
+
+
+def checkpoint_headers(name_or_path: str, flag: str) -> dict[str, Stored]:
+    """All tensors in a checkpoint by their names; else as `checkpoint_keys`."""
+    with _reading(name_or_path, flag):
+        files, _ = weight_files(name_or_path)
+        return {key: stored for file in files for key, stored in _header(file).items()}
+
+
+def integer_weights(headers: Mapping[str, Stored]) -> list[str]:
+    """Names of weights that are stored as integers or booleans."""
+    return sorted(
+        key
+        for key, stored in headers.items()
+        if not (stored.is_float or is_constant(key)) and key.endswith((".weight", ".bias"))
+    )
+
+
+def has_own_head(name_or_path: str, flag: str) -> bool:
+    """Whether a checkpoint's head is another matrix than its embedding, though it says that they
+    are tied; else as `checkpoint_keys`.
+    """
+    pair: dict[str, torch.Tensor] = {}
+    with _reading(name_or_path, flag):
+        files, _ = weight_files(name_or_path)
+        for file in files:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as opened:
+                    keys = filter(embedding_or_head, opened.keys())
+                    pair |= {key: opened.get_tensor(key) for key in keys}
+            else:
+                pair |= {k: t for k, t in load_bin(file).items() if embedding_or_head(k)}
+    return is_untied(pair)
+
+
+@contextmanager
+def _reading(name_or_path: str, flag: str) -> Iterator[None]:
+    """A scope that reads headers: what goes wrong in it becomes a ``UserError``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, SafetensorError, RuntimeError, EOFError) as error:
         reason = next(iter(str(error).split(". Checkout")[0].splitlines()), type(error).__name__)
         raise UserError(
             f"{flag} {name_or_path}: its weights cannot be read: {reason}; copy or download it "
@@ -214,11 +274,19 @@ def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
         raise refused_pickle(name_or_path, flag) from error
 
 
-def _keys_of(file: Path) -> list[str]:
+def _header(file: Path) -> dict[str, Stored]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    return list(load_bin(file, "meta"))
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {  # F32, BF16, F8_E4M3 are floats; I8, BOOL are not
+                key: Stored(tuple(part.get_shape()), "F" in part.get_dtype())
+                for key, part in slices.items()
+            }
+    state = load_bin(file, "meta")
+    if not isinstance(state, dict):
+        raise ValueError(f"{file.name} holds a {type(state).__name__}, not a state dict")
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {key: Stored(tuple(t.shape), t.is_floating_point()) for key, t in tensors.items()}
 
 
 def load_bin(file: Path, device: str = "cpu") -> dict[str, torch.Tensor]:

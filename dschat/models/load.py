@@ -8,6 +8,7 @@ DeepSpeed.
 
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,16 +16,18 @@ from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from dschat import dist
+from dschat.checkpoint_tensors import is_constant, is_finite
 from dschat.config import UserError
 from dschat.models.kind import (
     checkpoint_keys,
+    has_own_head,
     load_config,
     no_score_head,
     refused_pickle,
@@ -61,6 +64,9 @@ def load_causal_lm(
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
     pad_token_id = _keep_padding_inside(config)
+    if config.get_text_config().tie_word_embeddings and has_own_head(name_or_path, flag):
+        # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     model = _from_pretrained(
         AutoModelForCausalLM,
         name_or_path,
@@ -204,9 +210,14 @@ def _checked(
     may_miss: tuple[str, ...],
     may_ignore: tuple[str, ...],
 ) -> PreTrainedModel:
+    """Collective under ZeRO-3. ``model``, or ``UserError`` where its weights are not all right."""
     info = model.__dict__.pop("dschat_loading_info")
     missing = {k for k in info["missing_keys"] if not k.startswith(may_miss or ("\0",))}
-    unexpected = {k for k in info["unexpected_keys"] if not k.startswith(may_ignore or ("\0",))}
+    unexpected = {
+        k
+        for k in info["unexpected_keys"]
+        if not (is_constant(k) or k.startswith(may_ignore or ("\0",)))
+    }
     reshaped = {f"{name} {tuple(on_disk)}" for name, on_disk, _ in info["mismatched_keys"]}
     faults = (("lacks", missing), ("has unexpected", unexpected), ("has of other shapes", reshaped))
     for what, keys in faults:
@@ -216,7 +227,28 @@ def _checked(
                 f"{flag} {name_or_path} {what} {len(keys)} weights of a {type(model).__name__}: "
                 f"{shown}"
             )
+    faulty = [name for name, weight in _own_weights(model) if not is_finite(weight)]
+    # NOTE: under ZeRO-3 a rank sees its own shards, and all must leave together.
+    everyones = dist.gather_objects(faulty) if is_deepspeed_zero3_enabled() else [faulty]
+    if found := sorted(set().union(*everyones)):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        raise UserError(
+            f"{flag} {name_or_path} has values that are NaN or infinite (in {dtype}) in "
+            f"{len(found)} weights, such as {found[0]}; copy it again, or name a model from before "
+            "it diverged"
+        )
     return model
+
+
+def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, or this rank's shard of it without padding."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_tensor"):
+            shard = parameter.ds_tensor.data.view(-1)
+            rest = parameter.ds_numel - dist.rank() * shard.numel()
+            yield name, shard[: max(0, rest)]
+        else:
+            yield name, parameter.data
 
 
 def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
@@ -240,11 +272,3 @@ def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
         if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & wanted
         and not any(re.search(pattern, key) for pattern in ignored)
     }
-
-
-def load_generation_config(name: str) -> GenerationConfig | None:
-    """The checkpoint's generation config; None where it has none."""
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:
-        return None

@@ -5,7 +5,7 @@ A transformers module comes in; a ``PeftModel`` around it goes out. It must not 
 gathers the weights hands `merge` whole tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -14,7 +14,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from dschat import dist
+from dschat.cli import did_you_mean
 from dschat.config import UserError
+from dschat.host_memory import available_memory
+
+_HEADS = ("score", "lm_head", "embed_out")
 
 
 def add_lora(
@@ -32,14 +37,11 @@ def add_lora(
     The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the
     rest of the model is trained besides, as DeepSpeed-Chat did.
     """
-    targets: str | list[str] = "all-linear"
-    if modules != ["all-linear"]:
-        targets = [target for name in modules for target in _targets(model, name)]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,
-        target_modules=targets,
-        exclude_modules=["score", "lm_head", "embed_out"],
+        target_modules=target_modules(model, modules, flag),
+        exclude_modules=list(_HEADS),
         lora_dropout=0.0,
         bias="none",
     )
@@ -53,13 +55,64 @@ def add_lora(
     return wrapped
 
 
-def _targets(model: nn.Module, name: str) -> list[str]:
-    """``name``, or the linear layers below it."""
-    if not name.endswith("."):
-        return [name]
-    kinds = (nn.Linear, Conv1D)
-    below = [n for n, m in model.named_modules() if isinstance(m, kinds) and name in n]
-    return below or [name]
+def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str | list[str]:
+    """What PEFT is told to put adapters on: names of linear layers, or ends of them.
+
+    Raises:
+        UserError: naming ``flag``: no such module, or one that takes no adapter.
+    """
+    if "all-linear" in modules:
+        return "all-linear"
+    return [target for name in modules for target in _targets(model, name, flag)]
+
+
+def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
+    """``wanted``, or the linear layers below it."""
+    layers = linear_layers(model)
+    if wanted.endswith(".") and (below := [name for name in layers if wanted in name]):
+        return below
+    named = {n: m for n, m in model.named_modules() if n and f".{n}".endswith(f".{wanted}")}
+    others = {name: module for name, module in named.items() if name not in layers}
+    if named and not others:
+        return [wanted]
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    fault = f"has no such module{did_you_mean(wanted, ends)}"
+    if others:
+        name, module = next(iter(others.items()))
+        is_head = name.rpartition(".")[2] in _HEADS
+        fault = f"puts no adapter on {'its head' if is_head else 'a ' + type(module).__name__}"
+    raise UserError(
+        f"{flag} {wanted}: {type(model).__name__} {fault}; adapters go on {', '.join(ends)}, and "
+        "all-linear means all of them"
+    )
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that adapters can be put on; heads get none."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] not in _HEADS
+    }
+
+
+def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -> None:
+    """Raise ``UserError``, with the figures, where adapters of ``rank`` do not fit into memory.
+
+    ``model`` may be on the meta device. Adapters are made whole and in fp32, in the memory of the
+    host; on a CPU their gradients and Adam's two moments live there as well, in shards at best.
+    """
+    targets = target_modules(model, modules, flag.replace("_dim", "_modules"))
+    ends = tuple(f".{target}" for target in targets) if targets != "all-linear" else ("",)
+    layers = [m for n, m in linear_layers(model).items() if f".{n}".endswith(ends)]
+    elements = rank * sum(sum(layer.weight.shape) for layer in layers)
+    copies = max(1, 4 // dist.world_size()) if dist.device().type == "cpu" else 1
+    needed, free = 4 * elements * copies, available_memory()
+    if needed > free:
+        raise UserError(
+            f"{flag} {rank}: adapters of this rank take {needed / 2**30:,.1f} GiB and "
+            f"{free / 2**30:.1f} GiB are free; lower it (8 to 128 are usual)"
+        )
 
 
 def prepare_for_training(

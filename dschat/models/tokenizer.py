@@ -5,15 +5,18 @@ others all that training used. It must not know models or data.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from dschat.chat_template import default_template
+from dschat.chat_template import default_template, failure
 from dschat.config import UserError
+from dschat.model_files import culprit, read_json
 from dschat.models.kind import brings_code
+from dschat.text_file import read_text
 
 PAD_TOKEN = "<|pad|>"
 
@@ -63,8 +66,9 @@ def read_tokenizer(
     """
     home = _home(name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(home, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(home, trust_remote_code=trust_remote_code)
+    # What it raises is whatever came up, a bare Exception of the Rust library included.
+    except Exception as error:
         if not trust_remote_code and brings_code(name_or_path, "tokenizer_config.json"):
             reason = (
                 "its tokenizer brings its own Python code, which is not run unless you ask for it: "
@@ -77,13 +81,44 @@ def read_tokenizer(
             )
         elif any(Path(name_or_path).glob("tokenizer*")):
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            reason = f"its tokenizer cannot be read ({first}); copy or download it again"
+            where = _damaged_file(name_or_path, flag)
+            reason = f"its {where} cannot be read ({first}); copy or download it again"
         else:
             reason = (
                 "no tokenizer there, in a folder or on the hub; save one with the model "
                 "(tokenizer.save_pretrained)"
             )
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or longest < 1:
+        raise UserError(
+            f"{flag} {name_or_path}: its tokenizer_config.json cannot be used: model_max_length is "
+            f"{longest!r} (not a number above 0); correct it, or copy or download it again"
+        )
+    return tokenizer
+
+
+def _damaged_file(folder: str, flag: str) -> str:
+    """Which of a tokenizer's files cannot be read, and which field of it is the cause.
+
+    Raises:
+        UserError: one of them is not a JSON object.
+    """
+    for filename in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        fields = read_json(folder, filename, flag) or {}
+
+        def read(kept: Mapping[str, Any], filename: str = filename) -> None:
+            with TemporaryDirectory() as copy:
+                for file in Path(folder).glob("*token*"):
+                    (Path(copy) / file.name).symlink_to(file.absolute())
+                (Path(copy) / filename).unlink()
+                (Path(copy) / filename).write_text(json.dumps(kept), "utf-8")
+                AutoTokenizer.from_pretrained(copy)
+
+        field = culprit(read, fields) if fields else None
+        if field is not None:
+            return f"{filename}: {field} {json.dumps(fields[field])[:60]}"
+    return "tokenizer.json" if read_json(folder, "tokenizer.json", flag) else "tokenizer"
 
 
 def _home(name_or_path: str) -> str:
@@ -100,22 +135,25 @@ def _home(name_or_path: str) -> str:
         origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
         return name_or_path
-    return origin or name_or_path
+    return origin if origin and isinstance(origin, str) else name_or_path
 
 
 def _read_template(file: str, tokenizer: Any) -> str:
     try:
-        template = Path(file).read_text("utf-8")
+        template = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(
-            f"--chat_template {file} cannot be read; name a file with a Jinja template"
+            f"--chat_template {file} cannot be read ({why}); name a file with a Jinja template"
         ) from error
     try:
         tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], chat_template=template, tokenize=False
         )
-    except TemplateError as error:
-        raise UserError(f"--chat_template {file} renders no chat: {error}") from error
+    except Exception as error:  # a template is a program: it may raise anything
+        raise UserError(
+            f"--chat_template {file} renders no chat ({failure(error)}); fix it"
+        ) from error
     return template
 
 

@@ -12,14 +12,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BambaConfig,
     BloomConfig,
     GPT2Config,
+    GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 
 VOCAB, EOS, PAD, POSITIONS = 64, 0, 1, 64
@@ -85,12 +89,48 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=16),
 }
 
+# Families that the engine does not know.
+OTHERS = {
+    "phi": lambda: PhiConfig(**_IDS | _SMALL, intermediate_size=48),
+    "gpt_neo": lambda: GPTNeoConfig(  # local layers that count columns
+        **_IDS,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.3,
+    ),
+    "bamba": lambda: BambaConfig(  # positions start again where none are given
+        **_LLAMA,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
+    ),
+    "recurrent_gemma": lambda: RecurrentGemmaConfig(  # states in the module, not in the cache
+        **_IDS,
+        hidden_size=32,
+        lru_width=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        attention_window_size=4,
+        w_init_variance_scale=3.0,
+    ),
+}
+
 
 def causal_lm(name: str, seed: int = 0) -> torch.nn.Module:
-    """A model of ``CONFIGS[name]``; biases and norms drawn too, so that a lost one shows."""
+    """A model of that name's config; biases and norms drawn too, so that a lost one shows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _randomised(AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32))
+        config = (CONFIGS | OTHERS)[name]()
+        return _randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def score_model(name: str, seed: int = 1) -> torch.nn.Module:

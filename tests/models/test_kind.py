@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tiny_models import PAD, causal_lm, score_model, tokenizer
 from transformers import (
+    CONFIG_MAPPING,
     BertConfig,
     BertLMHeadModel,
     GPT2Model,
@@ -16,9 +18,11 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.config import UserError
 from dschat.deepspeed_setup import ZeroSettings, sharded_loading
+from dschat.model_files import read_config
 from dschat.models.kind import (
     checkpoint_keys,
     load_config,
@@ -266,3 +270,18 @@ def test_tied_models_of_bert_kind_are_not_loaded_by_accident(tmp_path):
     T5ForConditionalGeneration(T5).save_pretrained(tmp_path / "t5")
     for name in ("bert", "t5"):
         refusal(load_actor, str(tmp_path / name))
+
+
+@pytest.mark.slow
+def test_no_configuration_of_transformers_own_is_refused(tmp_path):
+    read = 0
+    for kind in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*CONFIG_MAPPING}:
+        try:
+            config = CONFIG_MAPPING[kind]()
+            config.get_text_config()
+        except (ValueError, StrictDataclassError):  # it has no defaults, or is not for text alone
+            continue
+        config.save_pretrained(tmp_path / kind)
+        assert type(read_config(str(tmp_path / kind), FLAG)) is type(config)
+        read += 1
+    assert read > 100

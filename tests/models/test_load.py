@@ -1,5 +1,6 @@
 """Loading: exactly the checkpoint's weights, or one line that names what is wrong; ZeRO-3 too."""
 
+import json
 import shutil
 from contextlib import nullcontext
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat.config import UserError
 from dschat.data.collate import pad_right
 from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
+from dschat.inference import InferenceEngine
+from dschat.models.fit import check_fit
 from dschat.models.kind import checkpoint_keys, load_config
 from dschat.models.load import (
     load_causal_lm,
@@ -21,6 +24,7 @@ from dschat.models.load import (
 )
 from dschat.models.lora import add_lora
 from dschat.models.reward import ScoreModel
+from dschat.rollout import SamplingParams
 
 FP32 = torch.float32
 FLAG = "--model_name_or_path"
@@ -62,6 +66,84 @@ def test_a_whole_checkpoint_loads(name, stage, tiny):
 
 
 @STAGES
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_a_tied_head_that_is_stored_with_other_values_is_a_head(name, stage, tiny, tmp_path):
+    """transformers does not tie such a pair, whatever the configuration says."""
+    embedding = {"gpt2": "transformer.wte.weight"}.get(name, "model.embed_tokens.weight")
+    folder = edited(
+        tiny, tmp_path, name, lambda state: state.update({"lm_head.weight": -state[embedding]})
+    )
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert not torch.equal(plain.lm_head.weight, plain.get_input_embeddings().weight)
+    model = load_actor(folder, stage)
+    assert not model.config.tie_word_embeddings
+    model = initialize_frozen(model, ZeroSettings(stage, FP32))
+    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+    engine = InferenceEngine.from_pretrained(folder, max_num_seqs=1, max_seq_len=32)
+    (out,) = engine.generate([PROBES[0]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    ids = torch.tensor([[*PROBES[0], *out.token_ids]])
+    logits = plain(ids).logits[0, len(PROBES[0]) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    assert out.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+# What old checkpoints store besides: Llama 2, Pythia, distilgpt2 (whose names lack the prefix).
+CONSTANTS = {
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    "gpt_neox": {
+        "gpt_neox.layers.1.attention.rotary_emb.inv_freq": torch.ones(4),
+        "gpt_neox.layers.1.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "gpt_neox.layers.1.attention.masked_bias": torch.tensor(-1e9),
+    },
+    "gpt2": {
+        "h.1.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "h.1.attn.masked_bias": torch.tensor(-1e4),
+        "position_ids": torch.arange(4),
+    },
+}
+
+
+@STAGES
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_old_checkpoints_are_no_weights(name, shards, stage, tmp_path):
+    plain = causal_lm(name)
+    plain.config.save_pretrained(tmp_path)
+    prefix = "transformer." if name == "gpt2" else ""
+    state = {key.removeprefix(prefix): tensor.clone() for key, tensor in named_weights(plain)}
+    if not shards:
+        file = tmp_path / "model.safetensors"
+        save_file(state | CONSTANTS[name], file, metadata={"format": "pt"})
+    else:
+        parts = {"a.bin": state, "b.bin": CONSTANTS[name]}
+        for file, part in parts.items():
+            torch.save(part, tmp_path / file)
+        index = {key: file for file, part in parts.items() for key in part}
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+    check_fit(load_config(str(tmp_path), FLAG), str(tmp_path), FLAG, "lm")
+    model = initialize_frozen(load_actor(tmp_path, stage), ZeroSettings(stage, FP32))
+    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+    engine = InferenceEngine.from_pretrained(tmp_path)
+    rollout = engine.generate([PROBES[0][:2]], SamplingParams(max_new_tokens=1, temperature=0))
+    assert rollout.logprobs[0][0] == pytest.approx(max_logprob(plain, PROBES[0][:2]), abs=1e-5)
+
+
+def named_weights(model):
+    """Names on disk (GPT-NeoX's head is embed_out there) and weights; a tied head once."""
+    for name, parameter in model.named_parameters():
+        on_disk = "embed_out.weight" if "gpt_neox" in str(type(model)) else "lm_head.weight"
+        yield (on_disk if name == "lm_head.weight" else name), parameter.detach()
+
+
+@torch.no_grad()
+def max_logprob(model, ids):
+    return float(model(torch.tensor([ids])).logits[0, -1].log_softmax(-1).max())
+
+
+@STAGES
 def test_weights_that_are_missing_are_named(stage, tiny, tmp_path):
     def edit(state):
         del state["model.layers.1.mlp.up_proj.weight"]
@@ -87,6 +169,45 @@ def test_weights_of_another_shape_are_named(stage, tiny, tmp_path):
 
     with pytest.raises(UserError, match="lm_head.weight"):
         load_actor(edited(tiny, tmp_path, "llama", edit), stage)
+
+
+@STAGES
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(value, stage, tiny, tmp_path):
+    def edit(state):
+        state["score.weight"][0, -1] = value
+
+    with pytest.raises(UserError, match=r"NaN or infinite .* in 1 weights, such as score.weight"):
+        load_score(edited(tiny, tmp_path, "llama_reward", edit), stage)
+
+
+def test_weights_beyond_fp16_are_named(tiny, tmp_path):
+    """Finite on disk, infinite as they would be trained."""
+
+    def edit(state):
+        state["lm_head.weight"][0, 0] = 1e5
+
+    folder = str(edited(tiny, tmp_path, "llama", edit))
+    with pytest.raises(UserError, match=r"NaN or infinite \(in float16\) .* lm_head.weight"):
+        load_causal_lm(folder, FLAG, torch.float16)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integers_are_no_weights(dtype, form, tmp_path):
+    model = causal_lm("llama")
+    model.config.save_pretrained(tmp_path)
+    state = {k: v.to(dtype) if "up_proj" in k else v for k, v in model.state_dict().items()}
+    if form == "bin":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=rf"^{FLAG} .* stores 2 weights as integers, .*0.mlp.up_proj"
+    ):
+        check_fit(load_config(str(tmp_path), FLAG), str(tmp_path), FLAG, "lm")
+    with pytest.raises(UserError, match=r"up_proj.weight is stored as \w+, not in floating point"):
+        InferenceEngine.from_pretrained(tmp_path)
 
 
 @STAGES
@@ -166,6 +287,18 @@ def test_bin_checkpoints_load_and_are_checked(tiny, tmp_path):
             load_actor(folder, stage)
 
 
+def test_a_bin_that_is_no_state_dict(tmp_path):
+    causal_lm("llama").config.save_pretrained(tmp_path)
+    config = load_config(str(tmp_path), FLAG)
+    for content, fault in (
+        ({"epoch": 3, "model": {}}, "holds no weights"),
+        (torch.ones(3), "its weights cannot be read: .* holds a Tensor, not a state dict"),
+    ):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UserError, match=fault):
+            check_fit(config, str(tmp_path), FLAG, "lm")
+
+
 def test_keys_of_a_sharded_checkpoint(tmp_path):
     model = causal_lm("llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -179,11 +312,19 @@ def test_a_lora_adapter_is_not_a_model(tmp_path):
         load_config(str(tmp_path), FLAG)
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model_type": "no_such_thing"}'])
-def test_a_folder_that_is_no_checkpoint(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "is missing"),
+        ("{", "is not JSON"),
+        ('{"model_type": "no_such_thing"}', "no_such_thing"),
+        ("{}", "model_type is null"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(content, reason, tmp_path):
     if content:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=f"{FLAG} .*config.json is missing or not one"):
+    with pytest.raises(UserError, match=f"{FLAG} .*config.json .*{reason}"):
         load_config(str(tmp_path), FLAG)
 
 

@@ -5,11 +5,14 @@ import torch
 from peft.tuners.lora import LoraLayer
 from step_cases import PROBES, probe_logprobs
 from tiny_models import causal_lm, score_model
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
+from dschat import dist
 from dschat.config import UserError
 from dschat.hybrid.stream import weight_stream
-from dschat.models.lora import adapters, adapters_off, add_lora, unwrapped_name
+from dschat.models import lora
+from dschat.models.fit import check_fit
+from dschat.models.lora import adapters, adapters_off, add_lora, check_rank, unwrapped_name
 
 ALL = ["all-linear"]
 CPU = torch.device("cpu")
@@ -84,11 +87,40 @@ def test_chosen_modules_and_scaling():
     assert {n.split(".")[-2] for n in found} == {"q_proj", "v_proj"}
     assert len(found) == 4
     assert {a.scaling for a in found.values()} == {1.5}
+    unnamed = adapters(with_random_adapters(alpha=0.0))  # twice the rank, as --lora_alpha says
+    assert {a.scaling for a in unnamed.values()} == {2.0}
 
 
 def test_no_such_module():
     with pytest.raises(UserError, match=r"^--actor_lora_modules nothing_like_it: "):
         add_lora(causal_lm("llama"), 4, 0, ["nothing_like_it"], True, "--actor_lora_modules")
+
+
+@pytest.mark.parametrize(
+    ("modules", "needed"),  # (in + out) of two layers: 2 x 464 of all; 2 x 64 of a query's
+    [(ALL, 16 * 928), (["q_proj"], 16 * 128), (["layers.1."], 16 * 464)],
+)
+def test_a_rank_beyond_memory(modules, needed, monkeypatch):
+    """fp32 weights, gradients and Adam's moments: 16 bytes a number on a CPU."""
+    model, rank = causal_lm("llama"), 1_000_000
+    monkeypatch.setattr(dist, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(lora, "available_memory", lambda: needed * rank)
+    check_rank(model, rank, modules, "--actor_lora_dim")
+    monkeypatch.setattr(lora, "available_memory", lambda: needed * rank - 1)
+    figure = f"{needed * rank / 2**30:.1f} GiB and"
+    with pytest.raises(UserError, match=f"^--actor_lora_dim {rank}: .* take {figure}"):
+        check_rank(model, rank, modules, "--actor_lora_dim")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [("embed_tokens", "Embedding"), ("norm", "LlamaRMSNorm"), ("mlp", "LlamaMLP")],
+)
+def test_adapters_go_on_linear_layers_alone(wanted, named):
+    message = f"^--x {wanted}: LlamaForCausalLM puts no adapter on a {named}; adapters go on down"
+    with pytest.raises(UserError, match=message) as raised:
+        add_lora(causal_lm("llama"), 4, 0, ["q_proj", wanted], True, "--x")
+    assert "\n" not in str(raised.value)
 
 
 def test_names():
@@ -101,7 +133,7 @@ def test_names():
     assert len(PROBES) > 1
 
 
-def test_a_part_of_a_path_means_the_linear_layers_below_it():
+def test_a_part_of_a_path_means_the_linear_layers_below_it(tiny):
     """As DeepSpeed-Chat's scripts name them: ``--actor_lora_module_name decoder.layers.``"""
     sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "vocab_size": 50}
     config = OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
@@ -110,6 +142,9 @@ def test_a_part_of_a_path_means_the_linear_layers_below_it():
     adapted = {n for n, m in wrapped.named_modules() if isinstance(m, LoraLayer)}
     assert len(adapted) == 2 * 6
     assert all(".decoder.layers." in name for name in adapted)
+    name = str(tiny("opt"))
+    own = AutoConfig.from_pretrained(name)
+    check_fit(own, name, "--model_name_or_path", "lm", None, 2, ["decoder.layers."])
     with pytest.raises(UserError, match="encoder.layers."):
         add_lora(
             AutoModelForCausalLM.from_config(config),

@@ -259,3 +259,11 @@ def test_tokenizers_are_compared_by_what_they_do(tmp_path):
     assert same_tokens(one, other)
     other.eos_token = "w5"
     assert not same_ids(one, other)
+
+
+def test_ids_with_gaps_need_a_row_for_the_largest():
+    class Sparse:
+        def get_vocab(self):
+            return {"a": 0, "b": 9, "c": 4}
+
+    assert num_ids(Sparse()) == 10
