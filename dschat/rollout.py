@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, Literal, NamedTuple, Protocol
 
 from dschat.knobs import UserError, require_types
+from dschat.rollout_config import temperature_problem
 
 FinishReason = Literal["stop", "length"]
 
@@ -35,7 +36,7 @@ class SamplingParams:
             f"max_new_tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
             f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "
             f"({self.max_new_tokens})": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"temperature {self.temperature} must not be negative": self.temperature >= 0,
+            temperature_problem(self.temperature): not temperature_problem(self.temperature),
             f"top_p {self.top_p} must be in (0, 1]; 1 turns it off": 0 < self.top_p <= 1,
             f"top_k {self.top_k} must not be negative; 0 turns it off": self.top_k >= 0,
             f"min_p {self.min_p} must be in [0, 1); 0 turns it off": 0 <= self.min_p < 1,

@@ -8,6 +8,17 @@ from typing import Literal, Optional
 
 from dschat.knobs import flag, require
 
+# Sampling: logits / T, and their gradients, stay within fp32.
+TEMPERATURES = (0.01, 100.0)
+
+
+def temperature_problem(temperature: float) -> str:
+    """What keeps it from being one, in one line; empty where nothing does."""
+    low, high = TEMPERATURES
+    if temperature == 0 or low <= temperature <= high:
+        return ""
+    return f"temperature {temperature} must be 0 (greedy) or between {low} and {high:g}"
+
 
 @dataclass
 class RolloutConfig:
@@ -20,7 +31,7 @@ class RolloutConfig:
     per_device_generation_batch_size: int = flag(16, "Prompts per rollout batch and process.")
     generation_batches: int = flag(1, "Rollout batches per update; they form one experience.")
     num_samples_per_prompt: int = flag(1, "Answers sampled for each prompt.")
-    temperature: float = flag(1.0, "Sampling temperature; 0 is greedy.")
+    temperature: float = flag(1.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.")
     top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
     top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
     min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
@@ -78,7 +89,8 @@ class RolloutConfig:
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name} {value} must be at least 1")
-        require(self.temperature >= 0, f"--temperature {self.temperature} must not be negative")
+        problem = temperature_problem(self.temperature)
+        require(not problem, f"--{problem}")
         require(0 < self.top_p <= 1, f"--top_p {self.top_p} must be in (0, 1]; 1 turns it off")
         require(self.top_k >= 0, f"--top_k {self.top_k} must not be negative; 0 turns it off")
         require(0 <= self.min_p < 1, f"--min_p {self.min_p} must be in [0, 1); 0 turns it off")

@@ -21,7 +21,7 @@ from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_s
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.disk import normalised_names
 from dschat.inference.weights import check_shares
-from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
+from dschat.models.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.rollout import Generator
 
@@ -284,6 +284,7 @@ class ModuleRollout:
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
     _version: int | None = None
+    _batching: Batching | None = None
 
     def describe(self) -> str:
         of = "a whole copy" if self.settings.sharded else "training's own weights"
@@ -320,4 +321,9 @@ class ModuleRollout:
 
     def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
         s = self.settings
-        return HuggingFaceGenerator(module, s.stop_ids, s.pad_id, num_tokens=s.num_tokens)
+        generator = HuggingFaceGenerator(
+            module, s.stop_ids, s.pad_id, num_tokens=s.num_tokens, self_check=True
+        )
+        # What the first rollout finds out holds for all of them.
+        self._batching = generator.batching = self._batching or generator.batching
+        return generator

@@ -150,6 +150,12 @@ def weight_stream(
         del tensor  # NOTE: it would keep its bucket alive while the next one is gathered
 
 
+def weight_bytes(module: nn.Module) -> int:
+    """What `weight_stream` yields of ``module``, in all."""
+    shards = [shard for shard in module_shards(module) if unwrapped_name(shard.name) is not None]
+    return sum(shard.numel * shard.tensor.element_size() for shard in shards)
+
+
 def _factors(
     shards: list[Shard], device: torch.device, buckets: Buckets | None
 ) -> dict[str, Tensor]:

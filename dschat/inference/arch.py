@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.activations import ACT2FN
+
 from dschat.config import UserError
 
 
@@ -58,6 +60,7 @@ class ModelSpec:
     num_positions: int = 0  # rows of the learned position table; 0: none
     max_positions: int | None = None  # longest sequence; None: unbounded
     rotary: bool = False
+    partial_rotary: bool = False  # the family heeds ``partial_rotary_factor``; others rotate all
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: how many keys a query sees; (): all
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
@@ -108,9 +111,15 @@ def model_spec(config: Any) -> ModelSpec:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{config.model_type} is not in the architecture table ({known})")
     spec = row(config)
-    if spec.rotary and config.rope_parameters.get("rope_type") not in ROPE_TYPES:
-        kind = config.rope_parameters.get("rope_type")
-        raise UnsupportedModel(f"rotary positions of the type {kind} are unknown here")
+    if spec.activation not in ACT2FN:
+        raise UnsupportedModel(f"the activation {spec.activation} is unknown here")
+    if spec.rotary:
+        # NOTE: as transformers does when it makes the model: an original_max_position_embeddings
+        # beside rope_parameters (Phi-3's way to write LongRoPE) goes before the one in it.
+        config.standardize_rope_params()
+        kind = config.rope_parameters["rope_type"]
+        if kind not in ROPE_TYPES:
+            raise UnsupportedModel(f"rotary positions of the type {kind} are unknown here")
     return spec
 
 
@@ -236,6 +245,7 @@ def _gpt_neox(c: Any) -> ModelSpec:
         parallel_residual=c.use_parallel_residual,
         max_positions=c.max_position_embeddings,
         rotary=True,
+        partial_rotary=True,
     )
 
 

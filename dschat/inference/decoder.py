@@ -50,7 +50,9 @@ class Decoder:
         self._group = weights.group
         self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
-        self.rotary = Rotary(config, num_positions, dtype, device) if spec.rotary else None
+        self.rotary = None
+        if spec.rotary:
+            self.rotary = Rotary(config, spec.partial_rotary, num_positions, dtype, device)
         self.slopes = None
         if spec.alibi:
             mine = slice(self._group.rank * weights.num_heads, None)

@@ -7,6 +7,7 @@ reader's business, and so are dtype, ties and the place of each.
 """
 
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from dschat.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
 from dschat.config import UserError
 
 # In the order in which transformers' from_pretrained looks for them.
@@ -42,13 +44,6 @@ _OTHER_NAMES = (
     (re.compile(r"^lm_head\."), "embed_out."),
 )
 
-# Constants that old versions saved among the weights: causal masks and rotary frequencies.
-# `attn.c_attn.bias` and `attention.dense.bias` are weights: the bias must be attention's own.
-_NO_WEIGHTS = (
-    re.compile(r"(?:^|\.)(?:attn|attention|crossattention)\.(?:masked_)?bias$"),
-    re.compile(r"(?:^|\.)rotary_emb\.inv_freq$"),
-)
-
 
 def normalise(name: str, expected: Collection[str], prefix: str) -> str | None:
     """The member of ``expected`` that a checkpoint means by ``name``; None if it is no weight.
@@ -63,7 +58,7 @@ def normalise(name: str, expected: Collection[str], prefix: str) -> str | None:
         for candidate in (renamed, prefix + renamed, renamed.removeprefix(prefix)):
             if candidate in expected:
                 return candidate
-    return None if any(pattern.search(plain) for pattern in _NO_WEIGHTS) else name
+    return None if is_constant(plain) else name
 
 
 def normalised_names(expected: Collection[str], prefix: str) -> Callable[[str], str | None]:
@@ -95,6 +90,20 @@ def checkpoint_stream(
             with _opened_safetensors(file):
                 pass
     return _walk(files, names)
+
+
+def sound_weights(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The stream; ``UserError`` at the first weight whose values no model can compute with."""
+    for name, tensor in stream:
+        if (fault := value_fault(tensor)) is not None:
+            raise UserError(f"{name} {fault}; name another checkpoint, or copy it again")
+        yield name, tensor
+        del tensor  # NOTE: a tensor that is kept keeps its file mapped
+
+
+def has_own_head(path: str | Path) -> bool:
+    """Whether a checkpoint stores a head that is another matrix than its embedding."""
+    return is_untied(dict(checkpoint_stream(path, embedding_or_head)))
 
 
 def _walk(
@@ -211,8 +220,8 @@ def _weight_files(path: str) -> list[Path]:
 def _shards(path: str, index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(map(os.fspath, set(weight_map.values())))  # TypeError: one is no name
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{index} is no index of a checkpoint (JSON with a weight_map); copy or download it "
             f"again"

@@ -21,13 +21,14 @@ from dschat.inference import small_step
 from dschat.inference.arch import model_spec
 from dschat.inference.cache import KVCache
 from dschat.inference.decoder import Decoder
-from dschat.inference.disk import checkpoint_stream, normalised_names
+from dschat.inference.disk import checkpoint_stream, has_own_head, normalised_names, sound_weights
 from dschat.inference.draws import Drawer
 from dschat.inference.positions import rotary_limit
 from dschat.inference.runner import StepRunner
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.inference.weights import Weights
+from dschat.model_files import read_config, read_generation_config
 from dschat.rollout import Rollout, SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")
@@ -118,24 +119,21 @@ class InferenceEngine:
         Raises:
             UserError: the checkpoint is missing, damaged or incomplete (the tensor is named).
         """
-        from transformers import AutoConfig, GenerationConfig
-
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
         place = _device(device)
         try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            config = read_config(str(path), "path")
+            generation = read_generation_config(str(path), "path")
+        except OSError as error:
             checkpoint_stream(path)  # says it better where there is no such folder
             raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
         if "ForSequenceClassification" in str(config.architectures):
             raise UserError(f"{path} is a reward model, which scores and does not talk; name an LM")
+        config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(path)
         stops = config.eos_token_id
-        try:
-            generation = GenerationConfig.from_pretrained(path)
-            stops = generation.eos_token_id if generation.eos_token_id is not None else stops
-        except OSError:
-            pass
+        if generation is not None and generation.eos_token_id is not None:
+            stops = generation.eos_token_id
         if "stop_ids" not in knobs and stops is not None:
             knobs["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
         engine = cls(config, DTYPES[dtype], place, **knobs)
@@ -146,7 +144,10 @@ class InferenceEngine:
         """Read the weights of a checkpoint; one tensor of it is in memory at a time."""
         names = normalised_names(self.weights.names, self.spec.prefix)
         try:
-            self.weights.load(checkpoint_stream(path, names))
+            self.weights.check(
+                (name, tuple(tensor.shape)) for name, tensor in checkpoint_stream(path, names)
+            )
+            self.weights.load(sound_weights(checkpoint_stream(path, names)))
         except UserError as error:
             raise type(error)(
                 f"{path}: {error}" if str(path) not in str(error) else str(error)

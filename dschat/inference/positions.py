@@ -16,12 +16,18 @@ class Rotary:
 
     Su et al. 2021 (RoFormer), in the "rotate half" layout all families here share; sin is stored
     with the sign of the rotation, so that a rotated x is ``x * cos + swap_halves(x) * sin``.
+    ``partial``: the family rotates only the share of each head that its config names.
     """
 
     def __init__(
-        self, config: Any, num_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: Any,
+        partial: bool,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        inv_freq, scale = _frequencies(config)
+        inv_freq, scale = _frequencies(config, partial)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self.dim = 2 * inv_freq.numel()
@@ -41,7 +47,7 @@ class Rotary:
         x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _frequencies(config: Any) -> tuple[Tensor, float]:
+def _frequencies(config: Any, partial: bool) -> tuple[Tensor, float]:
     """Inverse frequencies (rotary_dim / 2,) fp32 and the factor of cos and sin.
 
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) are transformers' own functions; those
@@ -55,7 +61,8 @@ def _frequencies(config: Any) -> tuple[Tensor, float]:
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    dim = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    # NOTE: a factor in the config of another family is ignored, as its transformers module does.
+    dim = int(head_size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 

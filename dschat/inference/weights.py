@@ -237,17 +237,10 @@ class Weights:
             if name in seen:
                 raise WeightMismatch(f"the weights bring {name} twice")
             seen.add(name)
-            if name not in self._by_name:
-                if self.spec.tied and name.endswith("lm_head.weight"):
-                    continue
-                raise WeightMismatch(f"the weights bring {name}, which the model does not have")
+            if self._is_copy(name):
+                continue
+            self._check_tensor(name, tuple(tensor.shape))
             for source in self._by_name[name]:
-                expected = self._full_shape(source)
-                if tuple(tensor.shape) != expected:
-                    raise WeightMismatch(
-                        f"the weights bring {name} in shape {tuple(tensor.shape)} instead of "
-                        f"{expected}"
-                    )
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
                 linear = self.linears.get(base) if suffix == "weight" else None
@@ -260,6 +253,32 @@ class Weights:
                     if linear is not None and not waiting[source.target]:
                         linear.seal()
             del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
+        self._check_complete(seen)
+
+    def check(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Raise ``WeightMismatch`` where `load` would, before there is a place for any weight."""
+        seen = set()
+        for name, shape in shapes:
+            seen.add(name)
+            if not self._is_copy(name):
+                self._check_tensor(name, shape)
+        self._check_complete(seen)
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether this is the head again, which is the embedding."""
+        return self.spec.tied and name not in self._by_name and name.endswith("lm_head.weight")
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._by_name:
+            raise WeightMismatch(f"the weights bring {name}, which the model does not have")
+        for source in self._by_name[name]:
+            expected = self._full_shape(source)
+            if shape != expected:
+                raise WeightMismatch(
+                    f"the weights bring {name} in shape {shape} instead of {expected}"
+                )
+
+    def _check_complete(self, seen: set[str]) -> None:
         missing = sorted(set(self._by_name) - seen)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

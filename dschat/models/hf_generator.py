@@ -5,15 +5,18 @@ Ragged prompts and a module come in, a `Rollout` goes out. The module is either 
 not know which, nor anything of DeepSpeed, rewards or text.
 
 Prompts are padded on the right and answers start in the next column, so a row has a gap that its
-mask hides; positions are explicit, and no row begins with padding. Architectures that take no
-explicit positions, or
-whose cache is not plain attention over all tokens, get batches of prompts of one length instead: no
-    gap.
+mask hides; positions are explicit, and no row begins with padding. A prompt is computed once for
+all its samples. Architectures that take no explicit positions, that count columns for a local
+window, or whose cache is not plain attention over all tokens get batches of prompts of one length:
+no gap. What an architecture does beyond that a self-check finds out.
 """
 
 import inspect
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +24,28 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from dschat.config import UserError
+from dschat.losses import token_logprobs
 from dschat.rollout import Rollout, SamplingParams, prompt_problem
 from dschat.sampling import sample, uniforms
+
+logger = logging.getLogger("dschat")
+
+# What configs call the keys that a local layer sees (sliding_window, GPT-Neo's window_size).
+_WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
+_CHECKED_TOKENS = 8  # of each answer of the self-check
+# A larger gap, in nats of a sequence's mean log-prob, is no rounding. Seen: 1e-6 to 1e-4 in fp32,
+# and 0.9 to 30 where something was wrong. In 16 bits a router of experts may choose another one.
+_LARGEST_GAP = {torch.float32: 0.01}
+_LARGEST_GAP_16_BIT = 0.25
+
+
+@dataclass
+class Batching:
+    """Which rows an architecture decodes together; the self-check turns off what is not sound."""
+
+    with_gaps: bool  # prompts of several lengths; gaps are behind the shorter ones
+    copies_cache: bool  # a prompt is computed once for all its samples; finished rows leave
+    unchecked: bool
 
 
 class HuggingFaceGenerator:
@@ -30,6 +53,7 @@ class HuggingFaceGenerator:
 
     ``stop_ids`` end an answer. ``max_num_seqs`` bounds the rows that decode together.
     ``num_tokens``: ids of the tokenizer; rows that the head has beyond them are never drawn.
+    ``self_check``: compare a few answers of the first rollout with plain forwards, see `generate`.
     """
 
     def __init__(
@@ -39,6 +63,7 @@ class HuggingFaceGenerator:
         pad_id: int,
         max_num_seqs: int = 256,
         num_tokens: int | None = None,
+        self_check: bool = False,
     ) -> None:
         self.module = module
         self._stop_ids = stop_ids
@@ -46,7 +71,7 @@ class HuggingFaceGenerator:
         self._max_num_seqs = max_num_seqs
         self._num_tokens = num_tokens
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
-        self._config = base.config
+        self._config, self._name = base.config, type(base).__name__
         parameters = inspect.signature(base.forward).parameters
         if "past_key_values" not in parameters:
             raise UserError(
@@ -54,9 +79,13 @@ class HuggingFaceGenerator:
                 f"(past_key_values)"
             )
         self._keeps_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
         cache = DynamicCache(config=base.config)
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-        self._gaps_allowed = plain and "position_ids" in parameters
+        settings = base.config.get_text_config().to_dict().items()
+        local = any(value and _WINDOW.search(key) for key, value in settings)
+        with_gaps = plain and self._takes_positions and not local
+        self.batching = Batching(with_gaps, copies_cache=True, unchecked=self_check)
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +103,21 @@ class HuggingFaceGenerator:
         sampling: SamplingParams,
         indices: list[int] | None = None,
     ) -> Rollout:
-        """Answer every prompt ``sampling.n`` times; see `Generator`."""
+        """Answer every prompt ``sampling.n`` times; see `Generator`.
+
+        Raises:
+            UserError: a prompt that cannot be answered; or the self-check finds that decoding with
+                a cache computes another distribution than a plain forward.
+        """
         indices = list(range(len(prompts))) if indices is None else indices
         self._check(prompts, sampling)
+        if self.batching.unchecked and prompts:
+            self._check_itself(prompts, sampling.max_new_tokens)
+        return self._generate(prompts, sampling, indices)
+
+    def _generate(
+        self, prompts: list[list[int]], sampling: SamplingParams, indices: list[int]
+    ) -> Rollout:
         end_ids = sampling.end_ids(self._stop_ids)
         answers: dict[int, tuple[list[int], list[float], str]] = {}
         with _evaluation_mode(self.module):
@@ -113,13 +154,55 @@ class HuggingFaceGenerator:
                     "positions"
                 )
 
+    def _check_itself(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Two samples each of a long and a short prompt against plain forwards of the module.
+
+        Where they differ, prompts of one length decode together from then on, every sample computes
+        its prompt, and rows stay to the end: right for states outside the cache, too.
+        """
+        self.batching.unchecked = False
+        long, short = max(prompts, key=len), min(prompts, key=len)
+        if len(short) == len(long):
+            short = long[: (len(long) + 1) // 2]
+        sampling = SamplingParams(min(_CHECKED_TOKENS, max_new_tokens), n=2, ignore_eos=True)
+        limit = _LARGEST_GAP.get(next(self.module.parameters()).dtype, _LARGEST_GAP_16_BIT)
+        gap = self._gap([long, short], sampling)
+        if gap <= limit:
+            return
+        self.batching.with_gaps = self.batching.copies_cache = False
+        careful = self._gap([long, short], sampling)
+        if not careful <= limit:
+            raise UserError(
+                f"{self._name} cannot generate here: with its cache, log-probs are {careful:.2g} "
+                "nats off those that training computes; use another model"
+            )
+        logger.warning(
+            "SLOWER GENERATION: %s's log-probs are %.2g nats off where prompts share a cache; only "
+            "prompts of one length decode together, and each sample computes its own",
+            *(self._name, gap),
+        )
+
+    def _gap(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
+        """Largest mean, over a sequence, of |log-prob of its rollout - of a plain forward|."""
+        rollout = self._generate(prompts, sampling, list(range(len(prompts))))
+        n, gaps = sampling.n, []
+        with _evaluation_mode(self.module):
+            for p, prompt in enumerate(prompts):
+                answers = rollout.token_ids[p * n : (p + 1) * n]
+                ids = torch.tensor([prompt + answer for answer in answers], device=self.device)
+                logits = self.module(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+                plain = token_logprobs(logits, ids[:, len(prompt) :]).cpu()
+                drawn = torch.tensor(rollout.logprobs[p * n : (p + 1) * n])
+                gaps.append((drawn - plain).abs().mean(1))
+        return float(torch.cat(gaps).max())
+
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
         """Prompts that decode together: longest first; of one length where gaps are not allowed."""
         size = max(1, self._max_num_seqs // samples)
         batch: list[int] = []
         for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
             same_length = not batch or len(prompts[batch[0]]) == len(prompts[p])
-            if batch and (len(batch) == size or not (same_length or self._gaps_allowed)):
+            if batch and (len(batch) == size or not (same_length or self.batching.with_gaps)):
                 yield batch
                 batch = []
             batch.append(p)
@@ -133,8 +216,12 @@ class HuggingFaceGenerator:
         ids = torch.full((len(prompts), longest), self._pad_id)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
+        if not self.batching.copies_cache:  # RecurrentGemma takes one token for a decode step
+            self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)  # forgets its state
         cache = DynamicCache(config=self._config)
         last, options = lengths - 1, {}
+        if self._takes_positions:
+            options["position_ids"] = torch.arange(longest, device=self.device).expand(ids.shape)
         if self._keeps_logits:  # only the columns where some prompt ends
             columns, last = torch.unique(last, return_inverse=True)
             options["logits_to_keep"] = columns.to(self.device)
@@ -153,11 +240,12 @@ class HuggingFaceGenerator:
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
         """Per step: rows still running (prompt-major in ``batch``), their tokens and log-probs."""
         n, device = sampling.n, self.device
-        logits, cache = self._prefill([prompts[p] for p in batch])
+        copies = 1 if self.batching.copies_cache else n
+        logits, cache = self._prefill([prompts[p] for p in batch for _ in range(copies)])
         lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
         prompt_index = torch.tensor([indices[p] for p in batch], device=device).repeat_interleave(n)
         sample_index = torch.arange(n, device=device).repeat(len(batch))
-        if n > 1:
+        if n > copies:
             logits = logits.repeat_interleave(n, dim=0)
             cache.reorder_cache(torch.arange(len(batch), device=device).repeat_interleave(n))
         longest = int(lengths.max())
@@ -167,7 +255,8 @@ class HuggingFaceGenerator:
         end_ids = sampling.end_ids(self._stop_ids)
         num_tokens = self._num_tokens or logits.shape[-1]
         known = [i for i in sorted(end_ids) if 0 <= i < num_tokens]
-        forbidden_ids = torch.tensor(known, dtype=torch.int64, device=device)
+        ends = torch.tensor(known, dtype=torch.int64, device=device)
+        finished = torch.zeros_like(rows, dtype=torch.bool)
         for position in range(sampling.max_new_tokens):
             uniform = None
             if sampling.temperature > 0:
@@ -175,29 +264,27 @@ class HuggingFaceGenerator:
                 uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
             forbidden = None
             if position < sampling.min_new_tokens:
-                forbidden = (torch.ones_like(rows, dtype=torch.bool), forbidden_ids)
+                forbidden = (torch.ones_like(rows, dtype=torch.bool), ends)
             tokens, logprobs = sample(logits, sampling, uniform, forbidden, num_tokens)
-            drawn = tokens.tolist()
-            yield rows.tolist(), drawn, logprobs.tolist()
-            if position + 1 == sampling.max_new_tokens:
-                return
-            running = torch.tensor([t not in end_ids for t in drawn], device=device)
-            if not running.any():
+            live = (~finished).nonzero().squeeze(1)
+            yield rows[live].tolist(), tokens[live].tolist(), logprobs[live].tolist()
+            finished |= torch.isin(tokens, ends)
+            if position + 1 == sampling.max_new_tokens or finished.all():
                 return
             # A finished row leaves at once: rows are few enough that copying the cache beats
             # decoding on.
-            if running.float().mean() < 1:
-                keep = running.nonzero().squeeze(1)
+            if finished.any() and self.batching.copies_cache:
+                keep = (~finished).nonzero().squeeze(1)
                 cache.reorder_cache(keep)
                 tokens, rows, lengths, mask = tokens[keep], rows[keep], lengths[keep], mask[keep]
                 prompt_index, sample_index = prompt_index[keep], sample_index[keep]
+                finished = finished[keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             options = {}
+            if self._takes_positions:
+                options["position_ids"] = (lengths + position).unsqueeze(1)
             if has_gaps:
-                options = {
-                    "attention_mask": mask.long(),
-                    "position_ids": (lengths + position).unsqueeze(1),
-                }
+                options["attention_mask"] = mask.long()
             output = self.module(
                 input_ids=tokens.unsqueeze(1), past_key_values=cache, use_cache=True, **options
             )

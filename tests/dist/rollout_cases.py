@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 from dschat import dist
 from dschat.config import UserError
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import ZeroSettings, initialize_training, unwrap
+from dschat.deepspeed_setup import ZeroSettings, initialize_training, sharded_loading, unwrap
 from dschat.hybrid.rollout import RolloutSettings, rollout_form
 from dschat.losses import token_logprobs
+from dschat.models.load import load_causal_lm
 from dschat.models.lora import add_lora
 from dschat.optimizer_step import Step
 from dschat.rollout import Rollout, SamplingParams
@@ -322,7 +323,25 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "heads": message(causal_lm("llama"), tp_size=2),
         "zero_copy": message(build("llama"), tp_size=2, layout="zero_copy"),
         "family": message(large_model("gptj"), tp_size=2),
+        "nan": _loading_a_nan(out),
     }
+
+
+def _loading_a_nan(out: Path) -> str:
+    """Collective. What every rank says, where the NaN lies in the shard of the last one."""
+    module = build("llama")
+    module.model.layers[1].mlp.up_proj.weight.data[-1, -1] = float("nan")
+    if dist.is_main_process():
+        module.save_pretrained(out)
+    dist.barrier()
+    said = ""
+    try:
+        with sharded_loading(ZeroSettings(3, torch.float32)):
+            load_causal_lm(str(out), "--actor_model_name_or_path", torch.float32)
+    except UserError as error:
+        said = str(error)
+    (same,) = set(dist.gather_objects(said))
+    return same
 
 
 def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:

@@ -217,6 +217,7 @@ def test_what_two_ranks_cannot_share_is_said_in_one_line(case, two_processes):
     assert said["zero_copy"].startswith("--rollout_layout zero_copy needs whole weights")
     assert "--inference_tp_size 1" in said["zero_copy"]
     assert said["family"].startswith("--inference_tp_size 2: gptj is not in the architecture table")
+    assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
     assert not any("\n" in message for message in said.values())
 
 

@@ -12,6 +12,7 @@ import torch
 from families import EOS, PROMPTS, build
 from rollout_cases import GREEDY, SAMPLED, Actor, large_model
 from step_cases import Case, build_trainer, my_prompts, ppo_config
+from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout import EngineRollout, ModuleRollout
@@ -101,6 +102,20 @@ def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
     assert form.last_refresh.num_bytes == 0
     assert actor.gap(PROMPTS, new) < 1e-4
     assert actor.gap(PROMPTS, old) > 1e-3
+
+
+def test_what_the_first_rollout_finds_out_holds_for_all(caplog):
+    """RecurrentGemma keeps states in its module, where samples cannot be copied from one prompt."""
+    actor = Actor(causal_lm("recurrent_gemma"), 0)
+    form, prompts = actor.form(), PROMPTS[3:5]
+    caplog.clear()
+    for version in range(2):
+        rollout = form.enter(version).generate(prompts, SAMPLED)
+        form.leave()
+        assert actor.gap(prompts, rollout) < 1e-4
+        actor.step()
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "SLOWER GENERATION: RecurrentGemma" in warning.getMessage()
 
 
 def test_families_of_the_table_need_no_warning(caplog):

@@ -71,7 +71,19 @@ def _rope(kind, **more):
     return lambda: LlamaConfig(**_LLAMA, rope_parameters=rope)
 
 
-_HALF_HEAD = HIDDEN // HEADS // 2
+def longrope(inside, **beside):
+    """A Llama with LongRoPE; ``inside`` and ``beside`` its rope_parameters is what else it says."""
+    half_head = HIDDEN // HEADS // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "short_factor": [1.0 + i for i in range(half_head)],
+        "long_factor": [9.0] * half_head,
+    }
+    sizes = _LLAMA | {"max_position_embeddings": 4 * POSITIONS}
+    return LlamaConfig(**sizes, rope_parameters=rope | inside, **beside)
+
 
 CONFIGS = {
     "opt": lambda: OPTConfig(**_OPT),
@@ -97,6 +109,8 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**_LLAMA),
     "llama_biases": lambda: LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
     "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    # transformers heeds a partial_rotary_factor in GPT-NeoX alone of the families here
+    "llama_partial": lambda: LlamaConfig(**_LLAMA, partial_rotary_factor=0.5),
     "llama_linear": _rope("linear", factor=3.0),
     "llama_dynamic": _rope("dynamic", factor=4.0),
     "llama_yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
@@ -107,23 +121,14 @@ CONFIGS = {
         high_freq_factor=4.0,
         original_max_position_embeddings=16,
     ),
-    "llama_longrope": lambda: LlamaConfig(
-        **_LLAMA | {"max_position_embeddings": 4 * POSITIONS},
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 100.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": POSITIONS,
-            "short_factor": [1.0 + i for i in range(_HALF_HEAD)],
-            "long_factor": [9.0] * _HALF_HEAD,
-        },
-    ),
+    "llama_longrope": lambda: longrope({"original_max_position_embeddings": POSITIONS}),
     "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=6),
     "mistral_no_window": lambda: MistralConfig(**_LLAMA | {"sliding_window": None}),
     "qwen2": lambda: Qwen2Config(**_LLAMA),
     "qwen2_mixed_layers": lambda: Qwen2Config(
         **_LLAMA, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
+    "qwen3_partial": lambda: Qwen3Config(**_LLAMA, head_dim=12, partial_rotary_factor=0.25),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=12, attention_bias=True),
 }
 

@@ -275,10 +275,6 @@ def missing_shard(folder):
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
-def bad_index(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
-
-
 def empty_index(folder):
     (folder / "pytorch_model.bin.index.json").write_text("[]")
 
@@ -335,7 +331,6 @@ AT_ONCE = [
     (no_weights, "holds no weights: none of model.safetensors, model.safetensors.index.json"),
     (adapter_only, "holds an adapter only .* merge it into its base model some/base, or name"),
     (missing_shard, r"index.json names 1 of \d files that are not there: model-00002-of"),
-    (bad_index, "model.safetensors.index.json is no index"),
     (empty_index, "pytorch_model.bin.index.json is no index"),
     (truncated, "model.safetensors cannot be read .* incomplete"),
     (truncated_last_shard, r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete"),
@@ -373,6 +368,15 @@ def test_broken_bins(breaks, message, tmp_path):
         list(stream)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": ', '{"weight_map": {"lm_head.weight": 3}}', "[" * 100_000]
+)
+def test_an_index_that_names_no_files(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="model.safetensors.index.json is no index"):
+        checkpoint_stream(tmp_path)
 
 
 def test_a_file_or_a_folder_that_is_not_there(tmp_path):

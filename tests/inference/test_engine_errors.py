@@ -145,7 +145,7 @@ def test_a_config_of_another_model(module_of, tmp_path):
     with pytest.raises(UserError, match=r"the weights lack model.layers.2.\S+ and 8 more"):
         InferenceEngine.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not a valid JSON file") as error:
+    with pytest.raises(UserError, match="config.json is not JSON") as error:
         InferenceEngine.from_pretrained(tmp_path)
     assert_one_line(error)
 

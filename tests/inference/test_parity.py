@@ -13,9 +13,11 @@ from families import (
     POSITIONS,
     PROMPTS,
     VOCAB,
+    empty_engine,
     engine,
     every_family,
     logprob_gap,
+    longrope,
 )
 from transformers import GenerationConfig
 
@@ -109,11 +111,16 @@ def cut_after(token, ids):
     return ids[: ids.index(token) + 1] if token in ids else ids
 
 
-def test_scaled_positions_that_depend_on_the_length_bound_it(module_of):
-    """Beyond its original length LongRoPE takes other frequencies for the whole sequence."""
-    module = module_of("llama_longrope")
-    assert module.config.max_position_embeddings > POSITIONS
-    assert engine(module, max_seq_len=None).max_seq_len == POSITIONS
+@pytest.mark.parametrize("place", ["inside", "beside"])
+def test_scaled_positions_that_depend_on_the_length_bound_it(place):
+    """Beyond its original length LongRoPE takes other frequencies for the whole sequence.
+
+    Phi-3 writes that length beside rope_parameters; no module has put it where it belongs here.
+    """
+    original = {"original_max_position_embeddings": POSITIONS}
+    config = longrope(original) if place == "inside" else longrope({}, **original)
+    assert config.max_position_embeddings > POSITIONS
+    assert empty_engine(config, max_seq_len=None).max_seq_len == POSITIONS
 
 
 def test_the_last_position_is_as_good_as_the_first(module_of):

@@ -1,10 +1,12 @@
 """The Hugging Face generator against transformers' own ``generate``, one prompt at a time."""
 
+import functools
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import CONFIGS, EOS, POSITIONS, VOCAB
+from tiny_models import CONFIGS, EOS, OTHERS, POSITIONS, VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dschat.config import UserError
@@ -115,6 +117,56 @@ def test_sampled_answers_end_at_any_length_from_the_minimum_on(generator_of):
     assert {len(answer) for answer in answers} >= {5, 6}
     free = generator.generate(PROMPTS[:2], replace(sampling, min_new_tokens=0)).token_ids
     assert min(map(len, free)) == 1
+
+
+@torch.no_grad()
+def gaps(model, prompts, rollout):
+    """|log-prob of a rollout - one of a plain forward of that sequence alone|, of every token."""
+    n = len(rollout) // len(prompts)
+    for i, answer in enumerate(rollout):
+        prompt = prompts[i // n]
+        logits = model(torch.tensor([prompt + answer.token_ids]), use_cache=False).logits[0]
+        logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1].double(), -1)
+        plain = logprobs.gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
+        yield from (plain - torch.tensor(answer.logprobs)).abs().tolist()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_outside_the_engine_draw_from_what_training_computes(name, caplog):
+    """Ragged prompts, three samples, rows that end at any length; another rollout after that."""
+    model = causal_lm(name)
+    stops = (EOS, *range(2, VOCAB, 5))
+    generator = HuggingFaceGenerator(model, stops, EOS, max_num_seqs=7, self_check=True)
+    with caplog.at_level(logging.WARNING, logger="dschat"):
+        for seed in range(2):
+            rollout = generator.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=seed))
+            assert max(gaps(model, PROMPTS, rollout)) < 1e-4
+            assert len({len(answer) for answer in rollout.token_ids}) > 3
+    warned = [record.getMessage() for record in caplog.records if record.name == "dschat"]
+    if name == "recurrent_gemma":  # one rollout found out, and all later ones know
+        assert len(warned) == 1
+        assert "SLOWER GENERATION: RecurrentGemmaForCausalLM" in warned[0]
+    else:
+        assert warned == []
+    assert generator.batching.with_gaps == (name == "phi")
+
+
+def test_a_cache_that_computes_something_else_is_refused(monkeypatch):
+    model = causal_lm("phi")
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*args, past_key_values=None, **options):
+        decodes = past_key_values is not None and past_key_values.get_seq_length() > 0
+        output = plain(*args, past_key_values=past_key_values, **options)
+        if decodes:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    monkeypatch.setattr(model, "forward", forward)
+    generator = HuggingFaceGenerator(model, (EOS,), EOS, self_check=True)
+    with pytest.raises(UserError, match=r"^PhiForCausalLM cannot generate here: .* another model$"):
+        generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
 
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2, top_p=0.9, temperature=1.3)
