@@ -65,14 +65,17 @@ class Boundaries:
         return values
 
     def after(self, step: int, state: Callable[[], RunState], is_last: bool = False) -> None:
-        """Collective. Save after every ``save_steps`` steps, but the last.
+        """Collective. Save after every ``save_steps`` steps, but the last, which only `save_last`
+        saves. Evaluations come after it: one that fails must not lose the step.
 
         Raises ``Stopped``, once all is saved, where any process was asked to stop.
         """
-        if self._checkpoints is None or is_last:
+        if self._checkpoints is None:
             return
         self._last = step, state()
         self._last[1].generators = read_generators()
+        if is_last:
+            return
         stop = self._request is not None and self._request.agreed()
         if stop or (self._config.save_steps and step % self._config.save_steps == 0):
             self._checkpoints.save(*self._last)
@@ -100,7 +103,7 @@ class Boundaries:
         if not dist.max_int(last is not None and last.name == step_name(self._last[0])):
             self._checkpoints.save(*self._last)
             self._checkpoints.wait()
-        logger.info("saved before the error: --resume latest goes on once its cause is mended")
+        logger.info("saved before the error: --resume latest resumes once its cause is fixed")
 
     def last_good(self) -> str:
         """For the message of a run that fails: where it can go on from."""

@@ -181,6 +181,12 @@ class DeepSpeedConfig:
             f"--lr_scheduler_type {schedule}",
             _SCHEDULES.get(schedule, ()),
         )
+        if self._own(model, "zero_stage") == 3 and (
+            model or getattr(self, "loads_reference", False)
+        ):
+            # DeepSpeed makes these groups with the first model, and fails with the second.
+            several = "a step with several models (DeepSpeed can do this for one)"
+            decided["zero_optimization.zero_hpz_partition_size"] = (several, (1,))
         decided["optimizer.type"] = ("dschat's optimizer, AdamW", ("AdamW", "Adam"))
         if self.dtype != "auto":
             for name in ("bf16", "fp16"):

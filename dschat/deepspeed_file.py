@@ -18,10 +18,10 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from dschat.knobs import UserError
+from dschat.text_file import read_text
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
 
@@ -118,7 +118,7 @@ def read(path: str, flag: str) -> dict[str, Any]:
     """The JSON object in ``path``; ``UserError`` names ``flag`` where there is none."""
     where = f"{flag} {path}"
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:

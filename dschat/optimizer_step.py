@@ -155,6 +155,15 @@ class SkippedSteps:
         else:
             self.count(f"{when}{self._of}", "its loss or gradient is not finite")
 
+    def require_some(self, any_applied: bool) -> None:
+        """For the end of a run. Raises ``FloatingPointError`` where all its steps were skipped."""
+        if self.in_a_row and not any_applied:
+            raise FloatingPointError(
+                f"no step{self._of} was applied: all {self.in_a_row} were skipped, because a loss, "
+                "a gradient or what they are made of is not finite; nothing is saved as trained. "
+                "Check the models' weights, lower the learning rate, or raise the precision"
+            )
+
     def count(self, what: str, why: str) -> None:
         """``what`` was skipped. Raises ``FloatingPointError`` at the limit."""
         self.in_a_row += 1

@@ -9,7 +9,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dschat.checkpoint.manifest import FOLDER, Found, changed_settings, step_folders
+from dschat.checkpoint.manifest import (
+    FOLDER,
+    Damaged,
+    Found,
+    changed_settings,
+    newest,
+    read_manifest,
+    step_folders,
+)
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.contents import fingerprint
 
@@ -42,7 +50,7 @@ _Flags = tuple[str, ...]
 _ROWS = ("--per_device_train_batch_size", "--gradient_accumulation_steps")
 _PROMPTS = ("--per_device_generation_batch_size", "--generation_batches")
 _SEQUENCES = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
-_CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
+CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
 # What names files that training reads: with other contents it is another setting.
 READ = {
     "data_path",
@@ -84,7 +92,7 @@ def changes(found: Found, config: CommonConfig) -> list[Change]:
     changed = [
         (name, old, new)
         for name, old, new in changed_settings(found, settings)
-        if name not in {*FREE, *_CHECKED, _CONTENTS}
+        if name not in {*FREE, *CHECKED, _CONTENTS}
         and (name in found.settings or new != defaults.get(name))
     ]
     names = {name for name, _, _ in changed}
@@ -97,9 +105,8 @@ def check_step_size(found: Found, config: CommonConfig, num_processes: int) -> N
     """``UserError`` where a step takes another number of rows than in the checkpoint's run: its
     place in the data, and how many steps there are, count steps.
     """
-    known = {f.name for f in dataclasses.fields(config)}
-    before = type(config)(**{k: v for k, v in found.settings.items() if k in known})
-    then, now = _step_sizes(before, found.world_size), _step_sizes(config, num_processes)
+    before = _config_of(found, type(config))
+    then, now = step_sizes(before, found.world_size), step_sizes(config, num_processes)
     for (what, flags), size in then.items():
         if now[what, flags] != size:
             raise UserError(
@@ -110,7 +117,37 @@ def check_step_size(found: Found, config: CommonConfig, num_processes: int) -> N
             )
 
 
-def _step_sizes(config: CommonConfig, num_processes: int) -> dict[tuple[str, _Flags], int]:
+def check_weights(found: Found, config: CommonConfig) -> None:
+    """``UserError`` where other weights would be trained than the checkpoint holds: LoRA adapters
+    of another rank, or on other modules, or none.
+    """
+    before = _config_of(found, type(config))
+    for model in config.deepspeed_models:
+        then, now = _adapters(before, model), _adapters(config, model)
+        for flag in now | then:
+            if then.get(flag) != now.get(flag):
+                raise UserError(
+                    f"--{flag} {_shown(getattr(config, flag))}: {found.folder} holds weights that "
+                    f"were trained with --{flag} {_shown(getattr(before, flag))}; resume with "
+                    "that, or restart with --overwrite_output_dir (train.py: --restart)"
+                )
+
+
+def _adapters(config: CommonConfig, model: str) -> dict[str, Any]:
+    """The flags that say which weights of ``model`` are trained."""
+    rank, modules = (f"{model}_lora_{of}".removeprefix("_") for of in ("dim", "modules"))
+    if model == "critic" and not getattr(config, "has_critic", True):
+        return {}
+    names = [rank, modules, "only_optimize_lora"] if getattr(config, rank) else [rank]
+    return {name: getattr(config, name) for name in names}
+
+
+def _config_of(found: Found, config_class: type[CommonConfig]) -> CommonConfig:
+    known = {f.name for f in dataclasses.fields(config_class)}
+    return config_class(**{k: v for k, v in found.settings.items() if k in known})
+
+
+def step_sizes(config: CommonConfig, num_processes: int) -> dict[tuple[str, _Flags], int]:
     """What a step takes, and the flags that it is the product of -> how much."""
     if isinstance(config, SupervisedConfig):
         return {("rows a step", _ROWS): config.global_batch_size(num_processes)}
@@ -128,7 +165,8 @@ def describe(changed: list[Change]) -> str:
 
 def check_start(config: CommonConfig) -> None:
     """``UserError`` where a step would begin in the folder of one that was cut short, with neither
-    --resume nor --overwrite_output_dir to say what becomes of that.
+    --resume nor --overwrite_output_dir to say what becomes of that; or would resume a checkpoint of
+    other weights. A damaged checkpoint is for `Checkpoints.latest` to name.
     """
     assert config.output_dir is not None
     folders = [path.name for path in step_folders(Path(config.output_dir) / FOLDER)]
@@ -138,6 +176,19 @@ def check_start(config: CommonConfig) -> None:
             "; go on from there with --resume, begin anew with --overwrite_output_dir, or choose "
             "another"
         )
+    found = None
+    if config.resume:
+        is_named = config.resume != "latest"
+        found = _named(config.resume) if is_named else newest(config.output_dir)
+    if found is not None:
+        check_weights(found, config)
+
+
+def _named(path: str) -> Found | None:
+    try:
+        return read_manifest(Path(path))
+    except Damaged:
+        return None
 
 
 def _shown(value: Any) -> str:

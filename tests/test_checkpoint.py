@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from step_cases import probe_logprobs
 from tiny_models import EOS, causal_lm, tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dschat.checkpoint import export_hf
 from dschat.hybrid.stream import weight_stream
@@ -63,6 +63,19 @@ def test_the_companions(tmp_path):
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.pad_token_id) == ([EOS, 5], 1)
     assert not model.config.use_cache
+
+
+@pytest.mark.parametrize(("of_config", "saved"), [(EOS, 5), ([EOS, 5], [EOS, 5]), (None, 5)])
+def test_the_eos_of_another_tokenizer(of_config, saved, tmp_path):
+    """Both files say what ends an answer: the tokenizer's, not only what the config had."""
+    model, other = causal_lm("llama"), tokenizer()
+    model.config.eos_token_id, other.eos_token = of_config, "w5"
+    name = type(model).__name__
+    export_hf(tmp_path, weight_stream(model, CPU), model.config, other, name, stop_ids=(5,))
+    assert AutoConfig.from_pretrained(tmp_path).eos_token_id == saved
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 5
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 5
+    assert model.config.eos_token_id == of_config
 
 
 def test_a_new_export_replaces_the_old_one_whatever_its_files(tmp_path):

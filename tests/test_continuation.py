@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from functools import wraps
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from dschat.stopping import Stopped
 ITERATIONS = 4
 
 
-def loop(models_folder, out, function, resume=None, **options):
+NOBODY = HeldOutPrompts(collect.Prompts(), [], 0, 0, gold=False)
+
+
+def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     """Step 3's loop over ``ITERATIONS``; the metrics of each iteration that it took."""
     options |= {"output_dir": str(out), "resume": resume, "enable_tensorboard": False}
     trainer = trainer_of(models_folder, [function], **options)
-    nobody = HeldOutPrompts(collect.Prompts(), [], 0, 0, gold=False)
-    report, taken = Reporter(trainer, nobody, ITERATIONS), {}
+    report, taken = Reporter(trainer, held_out, ITERATIONS), {}
     try:
         with boundaries(trainer.args) as bounds:
             report.begin(bounds)
@@ -38,6 +41,7 @@ def loop(models_folder, out, function, resume=None, **options):
                 trainer.train_rlhf(experience)
                 report.step(experience)
                 taken[trainer.iteration] = trainer.metrics["loss/policy_avg"]
+            report.evaluate()
     finally:
         report.close()
     return taken
@@ -46,6 +50,7 @@ def loop(models_folder, out, function, resume=None, **options):
 def fails_at(iteration):
     calls = []
 
+    @wraps(parity)
     def counted(answer_ids):
         calls.append(1)
         if len(calls) >= iteration:
@@ -61,6 +66,58 @@ def test_a_failing_reward_function_loses_no_iteration(models_folder, tmp_path):
         loop(models_folder, tmp_path / "cut", fails_at(4))
     assert [p.name for p in (tmp_path / "cut/checkpoints").iterdir()] == ["step_000003"]
     assert loop(models_folder, tmp_path / "cut", parity, "latest") == {4: whole[4]}
+
+
+def rows(out):
+    """What metrics.jsonl says, but for what a clock decides."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    clocks = ("time/", "throughput/", "memory/")
+    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
+
+
+def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
+    """In that after iteration 2, and in the last; each is made anew, once."""
+    held_out = HeldOutPrompts(collect.Prompts(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    options = {"held_out": held_out, "eval_steps": 2, "save_steps": 3}
+    loop(models_folder, tmp_path / "whole", parity, **options)
+    cut = tmp_path / "cut"
+    # Calls: an evaluation, two iterations; and after resuming the one that failed, two more.
+    for resume, last in ((None, "step_000002"), ("latest", "step_000004")):
+        with pytest.raises(RewardError, match="no more"):
+            loop(models_folder, cut, fails_at(4), resume, **options)
+        assert max(p.name for p in (cut / "checkpoints").iterdir()) == last
+    assert loop(models_folder, cut, parity, "latest", **options) == {}
+    assert rows(cut) == rows(tmp_path / "whole")
+    assert [row["step"] for row in rows(cut)] == [0, 1, 2, 2, 3, 4, 4]
+
+
+class Habit:
+    """Its scores depend on how many answers it has seen; ``fails_at`` a call of its own."""
+
+    def __init__(self, fails_at=100):
+        self.calls, self.fails_at, self.seen = 0, fails_at, 0
+
+    def __call__(self, answer_ids):
+        self.calls += 1
+        if self.calls >= self.fails_at:
+            raise ValueError("no more")
+        self.seen += len(answer_ids)
+        return [score * self.seen for score in parity(answer_ids)]
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_what_a_reward_remembers_comes_back(models_folder, tmp_path):
+    whole = loop(models_folder, tmp_path / "whole", Habit())
+    with pytest.raises(RewardError, match="no more"):
+        loop(models_folder, tmp_path / "cut", Habit(fails_at=3))
+    resumed = loop(models_folder, tmp_path / "cut", Habit(), "latest")
+    assert resumed == {n: whole[n] for n in (3, 4)}
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
 def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp_path):

@@ -244,6 +244,19 @@ def test_wrong_files(content, options, message, file):
     assert "\n" not in str(error.value)
 
 
+def test_hierarchical_shards_are_for_a_step_of_one_model(file):
+    """DeepSpeed: "ZeRO parameter intra parallel group is already initialized"."""
+    path = file(zero(zero_hpz_partition_size=2))
+    for several in (
+        RLHFConfig(**MODELS, deepspeed_config=path, actor_zero_stage=3, dtype="fp32"),
+        RewardConfig(deepspeed_config=path, zero_stage=3, loss="dpo", dtype="fp32"),
+    ):
+        with pytest.raises(UserError, match="zero_hpz_partition_size 2 contradicts a step with"):
+            several.validate()
+    one = settings(RewardConfig(deepspeed_config=path, zero_stage=3, dtype="fp32"))
+    assert one["zero_optimization"] == {"stage": 3, "zero_hpz_partition_size": 2}
+
+
 def test_a_missing_file_is_named_by_the_flag_that_named_it():
     for flag in ("--deepspeed_config", "--deepspeed"):
         with pytest.raises(UserError, match=f"^{flag} nowhere.json: No such file.*check the path"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dschat import resume
-from dschat.checkpoint.manifest import Found
+from dschat.checkpoint.manifest import Found, manifest_bytes
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
@@ -84,6 +84,44 @@ def test_a_step_stays_as_large(before, now, num_processes, message):
         return
     with pytest.raises(UserError, match=message):
         resume.check_step_size(of_one, now, num_processes)
+
+
+LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (SFTConfig(lora_dim=4), SFTConfig(lora_dim=4), ""),
+        (SFTConfig(lora_dim=4), SFTConfig(lora_dim=8), "--lora_dim 8.*--lora_dim 4;.*--restart"),
+        (SFTConfig(lora_dim=4), SFTConfig(), "--lora_dim 0.*--lora_dim 4"),
+        (SFTConfig(), SFTConfig(lora_dim=4), "--lora_dim 4.*--lora_dim 0"),
+        (
+            SFTConfig(lora_dim=4),
+            SFTConfig(lora_dim=4, only_optimize_lora=False),
+            "--only_optimize_lora false.*--only_optimize_lora true",
+        ),
+        (SFTConfig(), SFTConfig(only_optimize_lora=False, lora_modules=["x"]), ""),
+        (RLHFConfig(), RLHFConfig(**LORA), "--actor_lora_dim 4"),
+        (RLHFConfig(actor_lora_dim=4), RLHFConfig(**LORA), "--critic_lora_dim 4"),
+        (
+            RLHFConfig(actor_lora_dim=4, advantage_estimator="reinforce"),
+            RLHFConfig(**LORA, advantage_estimator="reinforce"),
+            "",
+        ),
+    ],
+)
+def test_other_weights_than_were_trained_are_refused(before, now, message, tmp_path):
+    folder = tmp_path / "checkpoints/step_000012"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(manifest_bytes(12, 1, resume.settings_of(before), {}))
+    for name in ("latest", str(folder)):
+        config = dataclasses.replace(now, output_dir=str(tmp_path), resume=name)
+        if message:
+            with pytest.raises(UserError, match=message):
+                resume.check_start(config)
+        else:
+            resume.check_start(config)
 
 
 def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):

@@ -1,32 +1,24 @@
 """DeepSpeed's part of a checkpoint: the states of one engine, out of it and back in.
 
 An engine comes in, with a folder of its files; those files' contents go out, or the engine goes on
-where it was, with any number of processes. DeepSpeed decides what its state is and where it lies;
-what it would write is handed to whoever writes, and what it unpickles is confined to the few types
-that belong there. Frozen weights are not in it: they come from where they came at the start. It
-must not know what is trained.
+where it was, with its own settings, and with any ZeRO stage, precision and number of processes.
+DeepSpeed decides what its state is and where it lies; what it would write is handed to whoever
+writes, and what it unpickles is confined to the few types that belong there. Frozen weights are not
+in it: they come from where they came at the start. It must not know what is trained.
 """
 
-import argparse
-import copy
-import io
-import logging
-import os
-import pickle
-import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dschat import dist
+from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.knobs import UserError
 
-logger = logging.getLogger("dschat")
+_SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class _InPlaceOfFiles:
@@ -39,7 +31,7 @@ class _InPlaceOfFiles:
         self.states[path] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return _load(Path(path), map_location)
+        return load_file(Path(path), map_location)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Whoever writes has made them."""
@@ -55,25 +47,6 @@ class _InPlaceOfFiles:
 
     def preserves_storage_sharing(self) -> bool:
         return True
-
-
-def _load(path: Path, map_location: Any = None) -> Any:
-    """One of DeepSpeed's files, read without running what a pickle may ask for."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    try:
-        with torch.serialization.safe_globals(known):
-            return torch.load(path, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        asked = re.search(r"(?:GLOBAL|Unsupported global:) (\S+)", str(error))
-        what = asked[1] if asked else str(error).splitlines()[0]
-        raise UserError(
-            f"--resume {path.parents[1]}: {path} asks for {what}, which is no state that this "
-            "version of DeepSpeed writes; it is not loaded"
-        ) from None
 
 
 @contextmanager
@@ -100,49 +73,136 @@ def capture(engine: Any, folder: Path, name: str) -> dict[str, Any]:
         engine.save_checkpoint(
             str(folder),
             tag=name,
-            client_state={"micro_steps": engine.micro_steps},  # DeepSpeed forgets it
+            # DeepSpeed forgets the first; the second is for `reshard`.
+            client_state={"micro_steps": engine.micro_steps, "groups": _plain_groups(engine)},
             save_latest=False,
             exclude_frozen_parameters=True,
         )
     return {Path(path).relative_to(folder).as_posix(): s for path, s in files.states.items()}
 
 
-def restore(engine: Any, folder: Path, name: str, world_size: int, scratch: Path) -> None:
+def _plain_groups(engine: Any) -> list[list[str]]:
+    """Under ZeRO 0, the names of the parameters that torch's optimizer numbers, by group."""
+    if engine.zero_optimization():
+        return []
+    return [[engine.param_names[p] for p in g["params"]] for g in engine.optimizer.param_groups]
+
+
+def restore(engine: Any, folder: Path, name: str, world_size: int) -> None:
     """Collective. Put ``engine`` where it was when ``folder / name`` was written by ``world_size``
     processes. It must be new: DeepSpeed does not load into ZeRO-3 that has already saved.
 
-    ``scratch``: where a conversion for another number of processes may lie meanwhile.
+    State is what comes back: weights, moments, counts, place in the schedule, fp16's loss scale.
+    Settings stay those of ``engine``: learning rate, betas, decay, schedule, clipping, scaling.
 
-    Raises ``UserError`` for what DeepSpeed cannot convert.
+    Raises ``UserError`` for another model, and for states on a disk that would have to be cut anew.
     """
-    if world_size == dist.world_size() or not engine.zero_optimization():
-        _load_checkpoint(engine, folder, name)
+    saved = SavedEngine(folder / name, world_size)
+    _check_fits(engine, saved)
+    as_it_lies = world_size == dist.world_size() or not engine.zero_optimization()
+    with _own_settings(engine, saved):
+        if as_it_lies and _layout(saved.config) == _layout(engine.config):
+            _load_checkpoint(engine, folder, name)
+        else:
+            _check_in_memory(engine, saved)
+            _reshard(engine, saved)
+    dist.barrier()
+
+
+def _layout(config: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides how DeepSpeed's files are cut."""
+    enabled = [config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")]
+    return config["zero_optimization"], *enabled
+
+
+def _check_fits(engine: Any, saved: SavedEngine) -> None:
+    """``UserError`` where another set of weights was trained."""
+    then = saved.shapes()
+    now = {
+        name: tuple(getattr(p, "ds_shape", p.shape))
+        for p, name in engine.param_names.items()
+        if p.requires_grad
+    }
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            raise UserError(
+                f"--resume {saved.folder.parent}: {name} of its {saved.folder.name} is "
+                f"{_described(then.get(name))}, here {_described(now.get(name))}; resume with the "
+                "model and the LoRA flags of that run, or restart with --overwrite_output_dir "
+                "(train.py: --restart)"
+            )
+
+
+def _described(shape: tuple[int, ...] | None) -> str:
+    return f"trained ({' x '.join(map(str, shape))})" if shape else "not trained"
+
+
+def _check_in_memory(engine: Any, saved: SavedEngine) -> None:
+    sections = [config["zero_optimization"] for config in (saved.config, engine.config)]
+    kinds = ("offload_optimizer", "offload_param")
+    if any((zero.get(kind) or {}).get("device") == "nvme" for zero in sections for kind in kinds):
+        raise UserError(
+            f"--resume {saved.folder.parent}: states on a disk (nvme) can only be resumed as they "
+            "were saved; start as many processes as before, with the same ZeRO stage, --dtype and "
+            "offload settings"
+        )
+
+
+@contextmanager
+def _own_settings(engine: Any, saved: SavedEngine) -> Iterator[None]:
+    """A scope in which ``engine`` is loaded, and keeps the settings that it has."""
+    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    base_rates = schedule.base_lrs
+    names = ("clip_grad", "loss_scaler", "dynamic_loss_scale")  # of ZeRO's optimizers
+    kept = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    yield
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    schedule.base_lrs = base_rates
+    rates = zip(optimizer.param_groups, base_rates, schedule.lr_lambdas, strict=True)
+    for group, rate, factor in rates:
+        group["lr"] = rate * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+    for name, value in kept.items():
+        setattr(optimizer, name, value)
+    if "loss_scaler" in kept:
+        _take_up_scale(kept["loss_scaler"], engine.config, saved)
+
+
+def _take_up_scale(scaler: Any, config: dict[str, Any], saved: SavedEngine) -> None:
+    """fp16's dynamic loss scale as it was, unless it is now told to start elsewhere."""
+    before, asked = saved.loss_scaler(), ("loss_scale", "initial_scale_power")
+    then, now = (c.get("fp16", {}) for c in (saved.config, config))
+    if not (scaler.dynamic and getattr(before, "dynamic", False)):
         return
-    try:
-        _convert_once(engine, folder / name, scratch / name)
-        inner = engine.optimizer.optimizer
-        decays = [group["weight_decay"] for group in inner.param_groups]
-        with _with(engine._config, load_universal_checkpoint=True):
-            _load_checkpoint(engine, scratch, name)
-        # NOTE: what DeepSpeed 0.19 loads into ZeRO-3 has two faults: all parameter groups get the
-        # settings of the first one, and all share one count of steps, which each of them advances.
-        for group, decay in zip(inner.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-        for moments in inner.state.values():
-            moments["step"] = copy.deepcopy(moments["step"])
-        dist.barrier()
-    finally:
-        if dist.is_main_process():
-            shutil.rmtree(scratch, ignore_errors=True)
+    if all(then.get(name) == now.get(name) for name in asked):
+        for name in _SCALE_STATE:
+            setattr(scaler, name, getattr(before, name))
+        scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
 
 
 def _load_checkpoint(engine: Any, folder: Path, name: str) -> None:
+    """Collective. Into the layout that was saved."""
     with _with(engine, checkpoint_engine=_InPlaceOfFiles()):
         path, client_state = engine.load_checkpoint(
             str(folder), tag=name, custom_load_fn=_load_trained
         )
     assert path is not None, f"{folder / name} holds nothing for DeepSpeed"
     engine.micro_steps = client_state["micro_steps"]
+
+
+def _reshard(engine: Any, saved: SavedEngine) -> None:
+    """Collective. Into another layout."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_partition_weights():
+        optimizer.checkpoint_event_prologue()
+    fill(engine, saved)
+    if engine.zero_optimization_partition_weights():
+        optimizer.checkpoint_event_epilogue()
+    engine.lr_scheduler.load_state_dict(saved.head["lr_scheduler"])
+    for name in ("global_steps", "global_samples", "skipped_steps", "micro_steps"):
+        setattr(engine, name, saved.head[name])
 
 
 def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
@@ -152,47 +212,3 @@ def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
     missing = trained & set(result.missing_keys)
     assert not missing, f"missing in the checkpoint: {sorted(missing)}"
     assert not result.unexpected_keys, f"not in the model: {result.unexpected_keys}"
-
-
-def _convert_once(engine: Any, source: Path, target: Path) -> None:
-    """Collective. `_convert` by the main process; ``UserError`` with the reason if it cannot."""
-    problem = ""
-    if engine.zero_nvme_offload_optimizer():
-        problem = "optimizer states lie on a disk (offload_optimizer nvme), where it cannot read"
-    elif dist.is_main_process():
-        logger.info("converting %s for another number of processes", source)
-        try:
-            _convert(source, target)
-        except Exception as error:  # nobody may be left waiting
-            logger.debug("the conversion failed", exc_info=True)
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    (problem, *_) = dist.gather_objects(problem)
-    if problem:
-        raise UserError(
-            f"--resume {source.parent}: it was written by another number of processes, and "
-            f"DeepSpeed's universal checkpoint cannot convert it ({problem}); start as many as "
-            "before"
-        )
-
-
-def _convert(source: Path, target: Path) -> None:
-    """DeepSpeed's universal checkpoint of ``source``: every parameter's state whole, in ``target``.
-
-    It unpickles without limits, so every file is read within them first.
-    """
-    from deepspeed.checkpoint import ds_to_universal
-
-    for path in sorted(source.glob("*.pt")):
-        _load(path, "cpu")
-    target.mkdir(parents=True)
-    arguments = argparse.Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,  # more are processes, forked from one with threads
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(io.StringIO()):
-        ds_to_universal.main(arguments)

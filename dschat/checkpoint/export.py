@@ -20,6 +20,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from dschat import dist
 from dschat.checkpoint.files import sync_file
+from dschat.checkpoint.manifest import newest
+from dschat.disk_space import is_full, needed_and_free
+from dschat.knobs import UserError
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -37,7 +40,7 @@ def export_hf(
 
     ``architecture`` is the class name that config.json announces. ``stop_ids``: what ends an
     answer, for the generation config; empty for reward models. Files are written beside ``folder``
-    first and moved in last.
+    first and moved in last. Raises ``UserError`` where the disk is full.
     """
     folder = Path(folder)
     staging = folder.parent / f".{folder.name}.saving"
@@ -45,35 +48,62 @@ def export_hf(
     if main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+    files: list[dict[str, int]] = []
     try:
-        files, dtype = _write_weights(stream, staging, max_file_bytes, main)
+        dtype = _write_weights(stream, staging, max_file_bytes, main, files)
         if main:
             _write_index(staging, files)
             _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
             _move_in(staging, folder)
-    except BaseException:  # Ctrl-C, or a full disk: nothing half is left
+    except BaseException as error:  # Ctrl-C, or a full disk: nothing half is left
         if main:
             shutil.rmtree(staging, ignore_errors=True)
+        if is_full(error):
+            raise _no_space(folder, sum(sum(sizes.values()) for sizes in files)) from None
         raise
     dist.barrier()
 
 
-def _write_weights(
-    stream: Iterable[tuple[str, Tensor]], staging: Path, max_file_bytes: int, main: bool
-) -> tuple[list[dict[str, int]], torch.dtype | None]:
-    """Write the stream in files of at most ``max_file_bytes``.
+def _no_space(folder: Path, num_bytes: int) -> UserError:
+    """The error for a model that a full disk did not take; it names where the run can resume."""
+    found = next(filter(None, map(newest, (folder, *folder.parents[:2]))), None)
+    then = "train again"
+    if found:
+        then = f"resume from {found.folder} (--resume; train.py: the same command)"
+    return UserError(
+        f"{folder} has no space for the model: {needed_and_free(num_bytes, folder)}; free some, "
+        f"then {then}"
+    )
 
-    Returns the byte size of each tensor, per file, and the dtype of the weights.
+
+def _write_weights(
+    stream: Iterable[tuple[str, Tensor]],
+    staging: Path,
+    max_file_bytes: int,
+    main: bool,
+    files: list[dict[str, int]],
+) -> torch.dtype | None:
+    """Write the stream in files of at most ``max_file_bytes``; returns the dtype of the weights.
+
+    ``files`` is filled with the byte size of each tensor, per file. On a full disk the stream is
+    walked to its end all the same: all ranks do, and what is needed is known then.
     """
-    files: list[dict[str, int]] = []
     dtype: torch.dtype | None = None
     waiting: dict[str, Tensor] = {}
     used = 0
+    full: Exception | None = None
 
     def flush() -> None:
+        nonlocal full
+        path = staging / f"part-{len(files) + 1:05d}.safetensors"
+        try:
+            if waiting and full is None:
+                save_file(waiting, path, metadata={"format": "pt"})
+        except Exception as error:
+            if not is_full(error):
+                raise
+            full = error
         if waiting:
-            path = staging / f"part-{len(files) + 1:05d}.safetensors"
-            save_file(waiting, path, metadata={"format": "pt"})
             files.append({name: t.numel() * t.element_size() for name, t in waiting.items()})
             waiting.clear()
 
@@ -91,7 +121,9 @@ def _write_weights(
         used += size
         del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
     flush()
-    return files, dtype
+    if full is not None:
+        raise full
+    return dtype
 
 
 def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
@@ -165,9 +197,15 @@ def export_adapter(
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / ".adapter_model.safetensors.new"
-        save_file(state, fresh, metadata={"format": "pt"})
-        sync_file(fresh)
-        wrapped.peft_config["default"].save_pretrained(str(folder))
-        os.replace(fresh, folder / "adapter_model.safetensors")
+        try:
+            save_file(state, fresh, metadata={"format": "pt"})
+            sync_file(fresh)
+            wrapped.peft_config["default"].save_pretrained(str(folder))
+            os.replace(fresh, folder / "adapter_model.safetensors")
+        except Exception as error:
+            fresh.unlink(missing_ok=True)
+            if is_full(error):
+                raise _no_space(folder, sum(t.nbytes for t in state.values())) from None
+            raise
         sync_file(folder)
     dist.barrier()

@@ -22,7 +22,7 @@ from dschat.checkpoint.manifest import MANIFEST, sha256_of
 logger = logging.getLogger("dschat")
 
 # Hidden folders beside the checkpoints, by what was going on when the process was killed.
-SAVING, REMOVED, REPLACED, CONVERTED = ".saving", ".removed", ".replaced", ".converted"
+SAVING, REMOVED, REPLACED = ".saving", ".removed", ".replaced"
 
 # safetensors' names of dtypes (https://github.com/huggingface/safetensors, "Format")
 _DTYPES = {
@@ -189,7 +189,7 @@ def tidy(folder: Path) -> None:
     """Clear away what killed processes left in ``folder``; a checkpoint that was about to be
     replaced comes back.
     """
-    for suffix in (SAVING, REMOVED, REPLACED, CONVERTED):
+    for suffix in (SAVING, REMOVED, REPLACED):
         for path in folder.glob(f".step_*{suffix}"):
             target = path.with_name(path.name[1:].removesuffix(suffix))
             if suffix == REPLACED and not target.exists():

@@ -5,7 +5,7 @@ alone, so that ``train.py`` can look before anything loads. It must not know wha
 
 ``OUT/<step>/checkpoints/step_000012/manifest.json`` is written last::
 
-    {"format": 1, "dschat": "0.1.0", "step": 12, "world_size": 2, "settings": {...},
+    {"format": 2, "dschat": "0.1.0", "step": 12, "world_size": 2, "settings": {...},
      "files": {"actor/mp_rank_00_model_states.pt": {"size": 1234, "sha256": "..."}, ...},
      "sha256": "of all of the above"}
 """
@@ -21,7 +21,7 @@ from typing import Any
 from dschat import __version__
 from dschat.output_dir import CHECKPOINTS
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = CHECKPOINTS
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")

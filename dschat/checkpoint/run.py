@@ -248,10 +248,8 @@ class Checkpoints:
         """
         self.wait()
         self._check_holds(found, state)
-        target = self._folder / step_name(found.step)
-        scratch = target.with_name(f".{target.name}{files.CONVERTED}")
         for name, engine in state.engines.items():
-            engines.restore(engine, found.folder, name, found.world_size, scratch)
+            engines.restore(engine, found.folder, name, found.world_size)
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
                 _put_back(found, f"{group}/{name}", tensor)

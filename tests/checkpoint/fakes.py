@@ -1,5 +1,7 @@
 """An engine that saves as DeepSpeed's do, and a run of it: for tests of what happens on disk."""
 
+from types import SimpleNamespace
+
 import torch
 
 from dschat.checkpoint import Checkpoints, RunState
@@ -8,17 +10,23 @@ FILE = "mp_rank_00_model_states.pt"
 
 
 class FakeEngine:
-    """Its whole state is ``weights``."""
+    """Its whole state is ``weights``; none of them is a parameter."""
+
+    config = {"zero_optimization": {"stage": 0}}
+    param_names = {}
+    optimizer = SimpleNamespace(param_groups=[])
+    lr_scheduler = SimpleNamespace(base_lrs=[], lr_lambdas=[], last_epoch=0)
 
     def __init__(self, number: float = 0.0, size: int = 500) -> None:
         self.weights = torch.full((size,), number)
-        self.micro_steps = 0
+        self.micro_steps = int(abs(number))
 
     def zero_optimization(self):
         return False
 
     def save_checkpoint(self, folder, tag, client_state, **_):
-        self.checkpoint_engine.save(client_state | {"w": self.weights}, f"{folder}/{tag}/{FILE}")
+        state = client_state | {"w": self.weights, "ds_config": self.config, "module": {}}
+        self.checkpoint_engine.save(state, f"{folder}/{tag}/{FILE}")
 
     def load_checkpoint(self, folder, tag, **_):
         path = f"{folder}/{tag}/{FILE}"
@@ -48,6 +56,7 @@ def step_loaded(checkpoints: Checkpoints, path=None) -> int:
     values = checkpoints.load(found, state)
     assert state.engines["actor"].weights.eq(found.step).all()
     assert state.engines["critic"].weights.eq(-found.step).all()
+    assert state.engines["actor"].micro_steps == found.step
     assert state.tensors["ema"]["a.weight"].eq(found.step).all()
     assert values == state_at(found.step).values
     return values["step"]

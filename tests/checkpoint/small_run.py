@@ -12,7 +12,7 @@ import random
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,16 +46,35 @@ class Spec:
         return f"{self.model}_z{self.zero}_{self.dtype}{extras}"
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What may change when a run is resumed, and must then be used."""
+
+    lr: float = 3e-3
+    decay: float = 0.5
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: str = "cosine"
+    warmup: int = 2
+    steps: int = NUM_STEPS  # of the schedule
+    clip: float = 1.0
+    scaling: dict = field(default_factory=dict)  # DeepSpeed's section fp16
+
+
+DEFAULT = Settings()
+
+
 class SmallRun:
     """An engine, its moving average and a counter, taken through `NUM_STEPS` steps."""
 
-    def __init__(self, spec: Spec, folder: Path, lr: float = 3e-3) -> None:
+    def __init__(self, spec: Spec, folder: Path, settings: Settings = DEFAULT) -> None:
         set_seed(1)
         zero = ZeroSettings(
             spec.zero,
             getattr(torch, spec.dtype),
             offload_optimizer=spec.offload,
             offload_parameters=spec.offload and spec.zero == 3,
+            max_grad_norm=settings.clip,
+            overrides={"fp16": settings.scaling} if settings.scaling else {},
         )
         with sharded_loading(zero):
             model = _model(spec.model, folder, zero)
@@ -63,7 +82,10 @@ class SmallRun:
         model = prepare_for_training(
             model, False, 4 if spec.lora else 0, 0.0, modules, True, "--lora_modules"
         )
-        self.engine = initialize_training(model, zero, lr, 0.5, [0.9, 0.95], "cosine", 2, NUM_STEPS)
+        s = settings
+        self.engine = initialize_training(
+            model, zero, s.lr, s.decay, list(s.betas), s.schedule, s.warmup, s.steps
+        )
         self.engine.train()
         self.ema = ShardedEMA(self.engine.module, 0.9)
         self.num_rows = 0
@@ -84,9 +106,7 @@ class SmallRun:
         return rows
 
     def _step(self) -> list[float]:
-        generator = torch.Generator().manual_seed(self.done)
-        batch = torch.randint(2, VOCAB, (ROWS, 9), generator=generator)
-        mine = batch[dist.my_share(list(range(ROWS)))]
+        mine = batch_of(self.done)[dist.my_share(list(range(ROWS)))]
         step = Step(self.engine, len(mine), ROWS * 8)
         total = 0.0
         for row in mine:
@@ -103,6 +123,11 @@ class SmallRun:
         loss, average = dist.sum_floats([total / (ROWS * 8), average])
         drawn = [float(torch.rand(1)), random.random(), random.gauss(), float(np.random.randn())]
         return [loss, step.grad_norm, average, self.num_rows, *drawn]
+
+
+def batch_of(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(2, VOCAB, (ROWS, 9), generator=generator)
 
 
 def _model(name: str, folder: Path, zero: ZeroSettings) -> torch.nn.Module:
@@ -130,15 +155,22 @@ def saved(spec: Spec, folder: Path) -> list[list[float]]:
     return rows
 
 
-def resumed(spec: Spec, folder: Path, world_size: int) -> list[list[float]]:
-    """The rest of a run of ``world_size`` processes that was `saved`."""
-    run = SmallRun(spec, folder, lr=1.0)  # what is put back replaces what it starts with
-    checkpoints = Checkpoints(folder / f"{spec.name}_{world_size}", {"seed": 7})
-    found = checkpoints.latest()
-    assert (found.step, found.world_size) == (SAVED_AT, world_size)
-    state = run.state()
-    values = checkpoints.load(found, state)
+def taken_up(spec: Spec, folder: Path, source: Path, settings: Settings = DEFAULT) -> SmallRun:
+    """A new run, where the one that was saved in ``source`` had come."""
+    run = SmallRun(spec, folder, settings)
+    checkpoints = Checkpoints(source, {"seed": 7})
+    values = checkpoints.load(checkpoints.latest(), run.state())
     run.num_rows, run.done = values["num_rows"], values["done"]
+    return run
+
+
+def resumed(
+    spec: Spec, folder: Path, world_size: int, saved_by: dict | None = None
+) -> list[list[float]]:
+    """The rest of a run of ``world_size`` processes that was `saved`: by another spec perhaps."""
+    source = Spec(**saved_by) if saved_by else spec
+    run = taken_up(spec, folder, folder / f"{source.name}_{world_size}")
+    assert run.done == SAVED_AT
     return run.steps()
 
 

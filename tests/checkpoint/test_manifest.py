@@ -68,7 +68,7 @@ def test_any_byte_of_the_manifest(tmp_path, caplog):
         assert f"{path} is broken" in caplog.text
     content = json.loads(good) | {"format": 99}
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"format 99, this version reads 1"):
+    with pytest.raises(UserError, match=r"format 99, this version reads 2"):
         Checkpoints(tmp_path, {}).latest(path.parent)
 
 
@@ -98,6 +98,10 @@ def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
     torch.save({}, stray)
     assert step_loaded(checkpoints) == 1
     assert f"{stray} is not in the manifest" in caplog.text
+    checkpoints.remove_later(checkpoints.latest())
+    assert names(tmp_path) == ["step_000001", "step_000002"]  # somebody may repair it yet
+    save(checkpoints, 2)
+    assert step_loaded(checkpoints) == 2
 
 
 def test_a_folder_without_checkpoints_is_no_mistake(tmp_path):

@@ -86,11 +86,11 @@ def test_frozen_weights_are_left_out(zero, here):
 def test_nvme_is_refused_for_other_processes(here):
     folder, _ = here(Spec(2))
     run = SmallRun(Spec(2), folder)
-    run.engine.zero_nvme_offload_optimizer = lambda: True
+    run.engine.config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     checkpoints = Checkpoints(folder / "llama_z2_float32_1", {})
     found = checkpoints.latest()
     found.world_size = 2
-    with pytest.raises(UserError, match=r"--resume .*nvme.*start as many as before"):
+    with pytest.raises(UserError, match=r"--resume .*nvme.*start as many processes as before"):
         checkpoints.load(found, run.state())
 
 

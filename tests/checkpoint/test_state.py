@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import FakeEngine, save, state_at, step_loaded
 
-from dschat.checkpoint import Checkpoints, RunState, files, read_tensors
+from dschat.checkpoint import Checkpoints, RunState, files, randoms, read_tensors, snapshot
 from dschat.checkpoint import run as run_module
 from dschat.checkpoint.manifest import Found
 from dschat.knobs import UserError
@@ -92,3 +92,19 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
     checkpoints.wait()
     with pytest.raises(UserError, match=r"step_000001: it holds no critic and no ema; .*--restart"):
         checkpoints.load(checkpoints.latest(), state_at(1))
+
+
+def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(monkeypatch):
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 100)  # a quarter stays free
+    assert [snapshot.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [1, 0, 1, 0]
+
+
+def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():
+    before, drawn = randoms.read_generators(), []
+    for seed, rank, step in ((1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6), (1, 0, 5)):
+        randoms.seed_generators(seed, rank, step)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    randoms.write_generators(before)
+    assert drawn[0] == drawn[4]
+    for of_one_generator in zip(*drawn[:4], strict=True):
+        assert len(set(of_one_generator)) == 4

@@ -1,0 +1,233 @@
+"""Reads DeepSpeed's files of one engine parameter by parameter, and fills any other engine of the
+same trained parameters: another ZeRO stage, precision, offload or number of processes.
+
+DeepSpeed's own universal checkpoint reads no ZeRO 0, writes everything to disk a second time,
+unpickles without limits, and gives all parameter groups under ZeRO-3 the settings of the first one.
+Files are mapped into memory, not read whole; no communication but `fill`'s last line.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat import dist
+from dschat.knobs import UserError
+
+_WEIGHT, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
+Tensors = dict[str, Tensor]
+
+
+def load_file(path: Path, map_location: Any = None, mapped: bool = False) -> Any:
+    """One of DeepSpeed's files, read without running what a pickle may ask for."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"(?:GLOBAL|Unsupported global:) (\S+)", str(error))
+        what = asked[1] if asked else str(error).splitlines()[0]
+        raise UserError(
+            f"--resume {path.parents[1]}: {path} asks for {what}, which is no state that this "
+            "version of DeepSpeed writes; it is not loaded"
+        ) from None
+
+
+@dataclass
+class Fragment:
+    """What one process saved of a parameter: flat fp32 weights and, once it has been updated,
+    Adam's moments; Adam's count of steps, 0-d.
+    """
+
+    tensors: Tensors
+    step: Tensor | None
+
+
+@dataclass
+class SavedEngine:
+    """DeepSpeed's files of one engine, in ``folder``, written by ``world_size`` processes.
+
+    ``head``: what it says once for all processes; its weights are mapped.
+    """
+
+    folder: Path
+    world_size: int
+    head: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        path = min(self.folder.glob("*mp_rank_00_model_states.pt"))
+        self.head = load_file(path, "cpu", mapped=True)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration of the run that saved it."""
+        return self.head["ds_config"]
+
+    @property
+    def stage(self) -> int:
+        return self.config["zero_optimization"]["stage"]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter that was trained, by name."""
+        if self.stage == 0:
+            module = self.head["module"]
+            return {n: tuple(module[n].shape) for names in self.head["groups"] for n in names}
+        return {n: tuple(s) for group in self.head["param_shapes"] for n, s in group.items()}
+
+    def loss_scaler(self) -> Any:
+        """fp16's, with its state; None under ZeRO 0, which has none."""
+        return self._shard(0)["loss_scaler"] if self.stage else None
+
+    def parameters(self) -> dict[str, list[Fragment]]:
+        """Every trained parameter's fragments, in order; together they are all of it, and under
+        ZeRO-3 padding at the end.
+        """
+        if self.stage == 0:
+            return {name: [fragment] for name, fragment in self._whole()}
+        found: dict[str, list[Fragment]] = {}
+        cut = self._sharded if self.stage == 3 else self._flattened
+        for rank in range(self.world_size):
+            for name, fragment in cut(self._shard(rank)):
+                found.setdefault(name, []).append(fragment)
+        return found
+
+    def _shard(self, rank: int) -> dict[str, Any]:
+        (path,) = self.folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        return load_file(path, "cpu", mapped=True)["optimizer_state_dict"]
+
+    def _whole(self) -> Iterator[tuple[str, Fragment]]:
+        """ZeRO 0: torch's own optimizer, whose states are numbered."""
+        module, optimizer = self.head["module"], self.head["optimizer"]
+        for names, group in zip(self.head["groups"], optimizer["param_groups"], strict=True):
+            for name, number in zip(names, group["params"], strict=True):
+                states = optimizer["state"].get(number, {})
+                yield name, _fragment(module[name], states, 0, module[name].numel())
+
+    def _flattened(self, shard: dict[str, Any]) -> Iterator[tuple[str, Fragment]]:
+        """ZeRO 1 and 2: a group laid end to end, and cut into equal parts anywhere."""
+        states = shard["base_optimizer_state"]["state"]
+        for i, places in enumerate(shard["param_slice_mappings"]):
+            weights = shard["single_partition_of_fp32_groups"][i]
+            for name, at in places.items():
+                yield name, _fragment(weights, states.get(i, {}), at.start, at.numel)
+
+    def _sharded(self, shard: dict[str, Any]) -> Iterator[tuple[str, Fragment]]:
+        """ZeRO-3: every parameter cut into equal parts."""
+        states = shard["optimizer_state_dict"]["state"]
+        for i, shapes in enumerate(self.head["param_shapes"]):
+            start = 0
+            for name, shape in shapes.items():
+                size = -(-math.prod(shape) // self.world_size)
+                yield name, _fragment(shard["fp32_flat_groups"][i], states.get(i, {}), start, size)
+                start += size
+
+
+def _fragment(weights: Tensor, states: dict[str, Any], start: int, numel: int) -> Fragment:
+    tensors = {_WEIGHT: weights} | {name: states[name] for name in _MOMENTS if name in states}
+    cut = {name: t.reshape(-1).narrow(0, start, numel) for name, t in tensors.items()}
+    return Fragment(cut, states.get(_STEP))
+
+
+@dataclass
+class _Place:
+    """Where a part of a parameter lies in a flat tensor: its first element there is element
+    ``start`` of the parameter.
+    """
+
+    name: str
+    at: int
+    start: int
+    numel: int
+
+
+def fill(engine: Any, saved: SavedEngine) -> None:
+    """Collective. Weights and optimizer states of ``saved`` into a new ``engine``."""
+    parameters = saved.parameters()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for flat, places in _masters(engine):
+        states: dict[str, Tensor] = {}
+        for place in places:
+            fragments = parameters[place.name]
+            for key in fragments[0].tensors:
+                if key != _WEIGHT and key not in states:
+                    states[key] = torch.zeros_like(flat)
+                target = flat.data if key == _WEIGHT else states[key]
+                _copy(
+                    [fragment.tensors[key] for fragment in fragments],
+                    place.start,
+                    target.view(-1)[place.at :][: place.numel],
+                )
+            if fragments[0].step is not None:
+                states[_STEP] = fragments[0].step.to(flat.device, copy=True)
+        if states:  # else there has been no step
+            inner.state[flat] = states
+    _take_up_masters(engine)
+
+
+def _copy(parts: list[Tensor], start: int, target: Tensor) -> None:
+    """Fill ``target`` (flat) with the elements from ``start`` on of ``parts`` laid end to end; read
+    no others.
+    """
+    at = 0
+    for part in parts:
+        first, last = max(start, at), min(start + len(target), at + len(part))
+        if first < last:
+            target[first - start : last - start] = part[first - at : last - at]
+        at += len(part)
+
+
+def _masters(engine: Any) -> Iterator[tuple[Tensor, list[_Place]]]:
+    """The tensors that the optimizer of ``engine`` updates, and what lies where in them."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    names = engine.param_names
+    if stage == 0:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                yield p, [_Place(names[p], 0, 0, p.numel())]
+    elif stage == 3:
+        rank = dist.rank()
+        groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        for flat, params in groups:
+            places, at = [], 0
+            for p in params:
+                size = -(-p.ds_numel // dist.world_size())
+                real = max(0, min(size, p.ds_numel - rank * size))
+                places.append(_Place(names[p], at, rank * size, real))
+                at += size
+            yield flat, places
+    else:
+        groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
+        for flat, params in groups:
+            cut = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
+            yield (
+                flat,
+                [
+                    _Place(
+                        name,
+                        m.hp_fragment_address.start,
+                        m.lp_fragment_address.start,
+                        m.lp_fragment_address.numel,
+                    )
+                    for name, m in cut
+                ],
+            )
+
+
+def _take_up_masters(engine: Any) -> None:
+    """Collective. Compute with what the optimizer holds."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        for i in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
+    elif stage > 0:
+        optimizer.update_lp_params()
