@@ -106,9 +106,9 @@ def _json_line(line: str, where: str) -> Line:
 
 def _broken_json(error: Exception, column: Optional[int] = None) -> str:
     if isinstance(error, RecursionError):
-        return "broken JSON (nested too deep); mend it"
+        return "broken JSON (nested too deep); fix it"
     message = getattr(error, "msg", None) or str(error).split(";")[0]
-    return f"broken JSON ({message}{f', column {column}' if column else ''}); mend it"
+    return f"broken JSON ({message}{f', column {column}' if column else ''}); fix it"
 
 
 def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
@@ -220,7 +220,7 @@ def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line
     try:
         names = next(csv.reader([header], delimiter=delimiter, strict=True), [])
     except csv.Error as error:
-        yield Line(f"{name}:{read}", None, f"broken CSV ({error}); mend the line of column names")
+        yield Line(f"{name}:{read}", None, f"broken CSV ({error}); fix the line of column names")
         return
     names = [column.strip() for column in names]
     if not_utf8 or not all(names) or len(set(names)) < len(names):
@@ -236,7 +236,7 @@ def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line
         except StopIteration:
             return
         except csv.Error as error:
-            yield Line(f"{name}:{start}", None, f"broken CSV ({error}); mend its quotation marks")
+            yield Line(f"{name}:{start}", None, f"broken CSV ({error}); fix its quotation marks")
             continue
         if not_utf8 and not_utf8[-1] >= start:
             yield Line(f"{name}:{not_utf8[-1]}", None, _NOT_UTF8)

@@ -5,26 +5,18 @@ in step 3 with the line's own columns; and what is said, or raised, about those 
 (``--on_bad_row``). Must not know splits, blends or steps' shares.
 """
 
-import hashlib
 import logging
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Optional
 
-import datasets
 import numpy as np
-import pyarrow
 from datasets import Dataset, Features, Value
-from datasets.arrow_writer import ArrowWriter
 
-from dschat.data import adapters, columns, files, table, turns
 from dschat.data.adapters import CONTENT_FIELDS, Example, Purpose, normalise
+from dschat.data.cache import kept_on_disk
 from dschat.data.columns import pack, packed_names
-from dschat.data.read import Rows, broken_line, quiet
+from dschat.data.read import Rows, broken_line
 from dschat.data.table import Adapter
 from dschat.knobs import UserError
 
@@ -73,37 +65,8 @@ def normalised_table(rows: Rows, adapter: Adapter, purpose: Purpose) -> Dataset:
     schema = Features({**SCHEMA, **dict.fromkeys(own, Value("string"))})
     if rows.in_memory:
         return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=schema)
-    content = repr([rows.stamp, rows.name, adapter, purpose, list(schema), _code()])
+    content = repr([rows.stamp, rows.name, adapter, purpose, list(schema)])
     return kept_on_disk(content, schema, lambda: normalised_rows(rows, adapter, purpose))
-
-
-def kept_on_disk(
-    content: str, features: Features, rows: Callable[[], Iterator[dict[str, Any]]]
-) -> Dataset:
-    """A table of ``rows()``, written into the ``datasets`` library's cache unless it is there.
-
-    ``content``: a text that differs where the rows differ. The file appears complete or not at all.
-    """
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
-    path = folder / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.arrow"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=folder)
-            os.close(handle)
-            try:
-                _write(scratch, features, rows())
-                os.replace(scratch, path)
-            finally:
-                if os.path.exists(scratch):
-                    os.unlink(scratch)
-        with quiet():
-            return Dataset.from_file(str(path))
-    except OSError as error:
-        raise UserError(
-            f"the data cache {folder} cannot be used ({error.strerror or error}); set "
-            "HF_DATASETS_CACHE to a folder with room"
-        ) from error
 
 
 def judge(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
@@ -120,7 +83,7 @@ def judge(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") 
         refuse(row, on_bad_row, flag)
         bad[row["problem"]] += 1
         if len(listed) < NUM_LISTED:
-            why = row["fault"].removesuffix("; mend it") or row["problem"]
+            why = row["fault"].removesuffix("; fix it") or row["problem"]
             listed.append(f"{row['where']}: {why}")
     if not bad:
         return
@@ -154,18 +117,3 @@ def flags_of(rows: Dataset, column: str) -> np.ndarray:
     """(number of rows,) bool: where a text column is not empty."""
     found = (bool(row[column]) for row in iterate(rows, (column,)))
     return np.fromiter(found, dtype=bool, count=len(rows))
-
-
-def _write(path: str, features: Features, rows: Iterator[dict[str, Any]]) -> None:
-    with ArrowWriter(features=features, path=path) as writer:
-        while batch := list(islice(rows, 1000)):
-            columns = {name: [row[name] for row in batch] for name in features}
-            writer.write_table(pyarrow.table(columns, schema=features.arrow_schema))
-        writer.finalize()
-
-
-def _code() -> str:
-    """A digest of the code that reads and normalises: another version reads files anew."""
-    modules = (adapters, columns, files, table, turns)
-    texts = (Path(module.__file__).read_bytes() for module in modules)
-    return hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest()

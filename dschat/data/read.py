@@ -152,8 +152,8 @@ def _load(name: str, config_name: Optional[str], streaming: bool) -> Any:
 
 def broken_line(flag: str, where: str, fault: str) -> UserError:
     """What is said of a row that cannot be used or even read, where none may be passed over."""
-    advice = "mend it, or pass it over with --on_bad_row skip"
-    return UserError(f"{flag}: {where}: {fault.removesuffix('; mend it')}; {advice}")
+    advice = "fix it, or skip such rows with --on_bad_row skip"
+    return UserError(f"{flag}: {where}: {fault.removesuffix('; fix it')}; {advice}")
 
 
 def _read_local(
@@ -169,7 +169,8 @@ def _read_local(
             return _read_saved(name, path, flag, eval_split)
         return _read_folder(name, path, flag, kinds, eval_split, skip_broken)
     if not glob.has_magic(name):
-        raise UserError(f"{flag}: no such data file: {name}; check the path")
+        why = "a pipe or a device, no data file" if os.path.exists(path) else "no such data file"
+        raise UserError(f"{flag}: {why}: {name}; check the path")
     found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     matching = [file for file in found if kind_of(file) in kinds]
     if not matching:

@@ -19,11 +19,15 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from dschat.chat_template import default_template
+from dschat.chat_template import default_template, failure
 from dschat.config import UserError
 from dschat.data.adapters import Content, Example
 
 logger = logging.getLogger("dschat")
+
+
+class RefusedChat(UserError):
+    """A chat that the template refuses, by an exception of its own: its row is left out."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def prompt_text_ids(tokenizer: Any, prompt: Content) -> list[int]:
     """The ids of a prompt (text or messages) to be answered: the very ones training has.
 
     Raises:
-        UserError: the tokenizer's chat template refuses these messages.
+        UserError: the tokenizer's chat template refuses these messages, or fails.
     """
     segments = prompt_segments(tokenizer, prompt)
     return [token for ids in encode(tokenizer, segments) for token in ids]
@@ -58,7 +62,11 @@ def prompt_text_ids(tokenizer: Any, prompt: Content) -> list[int]:
 def encode_examples(
     tokenizer: Any, examples: Sequence[Example], fields: Sequence[str]
 ) -> list[Encoded]:
-    """Tokenise prompts and the answers in ``fields`` ("chosen", "rejected"), all in one go."""
+    """Tokenise prompts and the answers in ``fields`` ("chosen", "rejected"), all in one go.
+
+    Raises:
+        UserError: the tokenizer has no EOS, or its chat template fails.
+    """
     eos = require_eos(tokenizer)
     split: list[list[Segment]] = []
     problems = []
@@ -68,7 +76,7 @@ def encode_examples(
             for name in fields:
                 segments.append(answer_segment(tokenizer, example.prompt, getattr(example, name)))
             problem = ""
-        except UserError as error:
+        except RefusedChat as error:
             segments, problem = [], str(error)
         split.append(segments)
         problems.append(problem)
@@ -180,7 +188,8 @@ def render_chat(
     the tokenizer's own.
 
     Raises:
-        UserError: the tokenizer's chat template refuses these messages.
+        RefusedChat: the tokenizer's chat template refuses these messages.
+        UserError: it fails.
     """
     if template is None and not tokenizer.chat_template:
         template = default_template(tokenizer)
@@ -189,7 +198,12 @@ def render_chat(
             messages, chat_template=template, tokenize=False, add_generation_prompt=ask
         )
     except (TemplateError, ValueError) as error:  # ValueError: named templates, none the default
-        raise UserError(f"a chat that the tokenizer's template refuses ({error})") from error
+        raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
+    except Exception as error:  # a template is a program: it may raise anything
+        raise UserError(
+            f"the tokenizer's chat template fails ({failure(error)}) on the chat that ends with "
+            f"{messages[-1]['content'][-40:]!r}; fix the template"
+        ) from error
 
 
 @lru_cache

@@ -34,12 +34,14 @@ from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_t
 from dschat.data.read import Rows, Splits, read_source, table_rows
 from dschat.data.table import Adapter
 from dschat.data_config import DataConfig
+from dschat.host_memory import available_memory
 from dschat.knobs import UserError
 
 __all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
 
 logger = logging.getLogger("dschat")
 
+_ROW_BYTES = 80  # of host memory for a row of a blend: places and hashes, measured
 _BUILTIN = {"builtin/chat": builtin_rows, "builtin/arithmetic": arithmetic_rows}
 
 
@@ -91,7 +93,7 @@ def load_examples(
     tables = [s.table(s.splits.train, purpose, config.on_bad_row) for s in sources]
     held_out, held_keys = _hold_out(config, sources, tables, purpose, seed)
     pairs = zip(sources, tables, strict=True)
-    blend = concatenate_datasets([_weighted(t, s.weight, held_keys, seed) for s, t in pairs])
+    blend = concatenate_datasets([_weighted(s, t, held_keys, seed) for s, t in pairs])
     parts = np.array(_cut(key_hashes(blend, f"split:{seed}"), config.split_weights), dtype=int)
     step = PURPOSES.index(purpose)
     train = _usable(blend.select(np.flatnonzero(parts == step)))
@@ -233,12 +235,26 @@ def _hold_out(
     return concatenate_datasets(held_tables), keys
 
 
-def _weighted(table: Dataset, weight: float, held_keys: Optional[np.ndarray], seed: int) -> Dataset:
-    """A source's training rows, each as often as its weight says."""
+def _weighted(
+    source: Source, table: Dataset, held_keys: Optional[np.ndarray], seed: int
+) -> Dataset:
+    """A source's training rows, each as often as its weight says.
+
+    Raises:
+        UserError: this host's memory cannot hold so many.
+    """
     rows = np.arange(len(table))
     if held_keys is not None and len(held_keys):
         rows = rows[~np.isin(key_hashes(table, f"eval:{seed}"), held_keys)]
-    copies, rest = divmod(round(weight * len(rows)), len(rows)) if len(rows) else (0, 0)
+    num_rows = round(source.weight * len(rows))
+    num_bytes = num_rows * _ROW_BYTES
+    if source.weight > 1 and num_bytes > (free := available_memory()):
+        raise UserError(
+            f"{source.flag} {source.name}:{source.weight:g} makes {num_rows:,} rows of "
+            f"{len(rows):,}: {num_bytes / 2**30:,.0f} GiB of host memory, of which "
+            f"{free / 2**30:,.0f} GiB are free; lower the weight"
+        )
+    copies, rest = divmod(num_rows, len(rows)) if len(rows) else (0, 0)
     drawn = np.random.default_rng(seed).permutation(len(rows))[:rest]
     return table.select(np.concatenate([np.tile(rows, copies), rows[np.sort(drawn)]]))
 

@@ -141,7 +141,7 @@ class ExampleStream:
             if row["problem"]:
                 refuse(row, self._config.on_bad_row, source.flag)
                 if tally:
-                    why = row["fault"].removesuffix("; mend it") or row["problem"]
+                    why = row["fault"].removesuffix("; fix it") or row["problem"]
                     tally.add(why, row["where"])
             elif part is None or self._place(row["key"]) == part:
                 yield {name: value for name, value in row.items() if name not in NOTES}

@@ -13,8 +13,8 @@ from typing import Any, Optional, Union
 from datasets import Dataset, Features, List, Value
 
 from dschat.data.batches import RowStream
-from dschat.data.normalised import kept_on_disk
-from dschat.data.read import Rows, broken_line, quiet, read_source
+from dschat.data.cache import kept_on_disk, mapped
+from dschat.data.read import Rows, broken_line, read_source
 from dschat.data.report import read_report
 from dschat.data.segments import require_eos
 from dschat.data.stream import shuffled
@@ -65,14 +65,14 @@ def text_dataset(
     table = kept_on_disk(content, Features({"text": Value("string")}), texts)
     if not len(table):
         raise no_text
-    with quiet():
-        blocks = table.map(
-            partial(_blocks, tokenizer=tokenizer, block_len=block_len),
-            batched=True,
-            batch_size=_DOCUMENTS,
-            remove_columns=table.column_names,
-            features=Features({"input_ids": List(Value("int32"))}),
-        )
+    blocks = mapped(
+        table,
+        partial(_blocks, tokenizer=tokenizer, block_len=block_len),
+        batched=True,
+        batch_size=_DOCUMENTS,
+        remove_columns=table.column_names,
+        features=Features({"input_ids": List(Value("int32"))}),
+    )
     logger.info("%s", read_report(f"text of {name}", blocks, "input_ids")[0])
     return blocks
 

@@ -20,8 +20,8 @@ from datasets import Dataset, Features, List, Value
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.adapters import Content, Example, Purpose
 from dschat.data.batches import RowStream
+from dschat.data.cache import mapped
 from dschat.data.columns import is_packed
-from dschat.data.read import quiet
 from dschat.data.report import DataReport, read_report
 from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
 from dschat.data.sources import key_hash, load_examples
@@ -44,6 +44,7 @@ Table = Union[Dataset, RowStream]
 Tables = Union[Table, tuple[Table, Dataset]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _NUM_PROBED = 1000  # examples of a stream of which one must be of use
+_PROMPT_SHARE = 1 / 4  # of max_seq_len, which a prompt keeps however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 
 
@@ -75,9 +76,10 @@ def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "tra
     """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1;
     and ``prompt_length``, the tokens before either answer.
 
-    The two share their prompt to the token: it is cut on the left by what the longer side needs.
-    Pairs that are equal as tokens teach nothing and are dropped. ``--shuffle_labels`` swaps a
-    seeded half of the training pairs.
+    The two share their prompt to the token: it is cut on the left by what the longer side needs, as
+    in step 1. Dropped are pairs of which an answer would lose its end, since that is not what was
+    compared, and one without its EOS would tell the sides apart; and pairs that are equal as
+    tokens. ``--shuffle_labels`` swaps a seeded half of the training pairs.
 
     Returns and raises like ``sft_dataset``.
     """
@@ -145,14 +147,14 @@ def tokenised(
     # `map` over no rows would hand back a table without columns
     table = Dataset.from_dict({column: [] for column in features}, features=features)
     if len(examples):
-        with quiet():
-            table = examples.map(
-                make_rows,
-                batched=True,
-                with_indices=True,
-                remove_columns=examples.column_names,
-                features=features,
-            )
+        table = mapped(
+            examples,
+            make_rows,
+            batched=True,
+            with_indices=True,
+            remove_columns=examples.column_names,
+            features=features,
+        )
     report, kept = read_report(name, table, next(iter(columns)))
     if not len(kept) and len(table):
         raise UserError(f"no row is left of the {report}; check the data or allow longer sequences")
@@ -227,7 +229,11 @@ def _pair_rows(
     rows = []
     for encoded in encode_examples(tokenizer, _examples(batch), ("chosen", "rejected")):
         prompt, _, (chosen, rejected), cut = _fit(encoded, 2, max_len, tokenizer.bos_token_id)
-        problem = encoded.problem or ("chosen and rejected alike" if chosen == rejected else "")
+        problem = encoded.problem
+        if CUT_ANSWER in cut:
+            problem = f"an answer too long for --max_seq_len {max_len}"
+        elif not problem and chosen == rejected:
+            problem = "chosen and rejected alike"
         rows.append(
             {
                 "chosen_ids": prompt + chosen,
@@ -267,12 +273,14 @@ def _fit(
 ) -> tuple[list[int], list[bool], list[list[int]], str]:
     """Cut an example to ``max_len``: (prompt ids, their targets, answers, what was lost).
 
-    At least one token of the prompt stays, since a first answer token needs something to follow.
+    The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all where it is shorter: answers
+    without their question teach nothing. And one token at least, for the first one to follow.
     """
     prompt, targets = encoded.prompt_ids, encoded.prompt_targets
     if encoded.problem:
         return [], [], [[]] * num_answers, ""
-    keep = min(len(prompt), max(max_len - max(map(len, encoded.answers)), 1))
+    share = max(int(max_len * _PROMPT_SHARE), 1)
+    keep = min(len(prompt), max(max_len - max(map(len, encoded.answers)), share))
     lost = []
     if keep < len(prompt):
         lost.append(CUT_PROMPT)
@@ -291,8 +299,7 @@ def _shuffled_labels(pairs: Table, seed: int) -> Table:
     if isinstance(pairs, RowStream):
         return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
     swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
-    with quiet():
-        return pairs.map(_swap_where, with_indices=True, fn_kwargs={"swap": swap.tolist()})
+    return mapped(pairs, partial(_swap_where, swap=swap.tolist()), with_indices=True)
 
 
 def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:

@@ -263,11 +263,12 @@ def test_too_long_rows_lose_the_prompts_beginning_then_the_answers_end(knobs, ca
     config = SFTConfig(**knobs(rows), max_seq_len=8)
     with caplog.at_level(logging.INFO, "dschat"):
         plain = [PLAIN.decode(row["input_ids"]) for row in sft_dataset(config, PLAIN)]
-    assert plain == ["6789abc</s>", "9abcdefg", "01abc</s>"]
+    assert plain == ["6789abc</s>", "89abcdef", "01abc</s>"]  # a quarter is the prompt's
     assert "2 lost the beginning of the prompt; 1 lost the end of the answer" in caplog.text
     made = sft_dataset(config, LLAMA_LIKE)
     assert [LLAMA_LIKE.decode(row["input_ids"]) for row in made][0] == "<s>789abc</s>"
-    assert trained(LLAMA_LIKE, made[1]) == ["abcdefg"]
+    assert LLAMA_LIKE.decode(made[1]["input_ids"]) == "<s>9abcdef"
+    assert trained(LLAMA_LIKE, made[1]) == ["abcdef"]
     assert all(len(row["input_ids"]) == len(row["loss_mask"]) <= 8 for row in made)
 
 
@@ -286,16 +287,36 @@ def test_every_length_limit_holds_and_leaves_a_target(max_len, knobs):
 def test_the_two_sides_of_a_pair_share_their_prompt(knobs, caplog):
     rows = [
         {"prompt": "0123456789", "chosen": "a", "rejected": "abcd"},
-        {"prompt": "01", "chosen": "abcdefghi", "rejected": "x"},
+        {"prompt": "0123456789", "chosen": "abcde", "rejected": "x"},  # its quarter and no more
+        {"prompt": "0", "chosen": "abcdef", "rejected": "x"},  # whole: shorter than a quarter
         {"prompt": "01", "chosen": "same</s>", "rejected": "same"},
-        {"prompt": "01", "chosen": "abcdefghij", "rejected": "abcdefghik"},  # alike once cut
     ]
     config = RewardConfig(**knobs(rows, step=2), max_seq_len=8)
     with caplog.at_level(logging.INFO, "dschat"):
         made = preference_dataset(config, PLAIN)
     sides = [(PLAIN.decode(r["chosen_ids"]), PLAIN.decode(r["rejected_ids"])) for r in made]
-    assert sides == [("789a</s>", "789abcd</s>"), ("1abcdefg", "1x</s>")]
-    assert "2 dropped (chosen and rejected alike)" in caplog.text
+    assert sides == [
+        ("789a</s>", "789abcd</s>"),
+        ("89abcde</s>", "89x</s>"),
+        ("0abcdef</s>", "0x</s>"),
+    ]
+    assert made["prompt_length"][:] == [3, 2, 1]
+    assert "1 dropped (chosen and rejected alike)" in caplog.text
+    assert "2 lost the beginning of the prompt" in caplog.text
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_of_which_an_answer_does_not_fit_is_dropped(side, knobs, caplog):
+    """It would take the prompt from both, and leave one without its EOS."""
+    rows = [
+        {"prompt": "why?", "chosen": "yes", "rejected": "no"},
+        {"prompt": "how?", "chosen": "yes", "rejected": "no"} | {side: "x" * 14},
+    ]
+    config = RewardConfig(**knobs(rows, step=2), max_seq_len=16)
+    with caplog.at_level(logging.INFO, "dschat"):
+        (row,) = preference_dataset(config, PLAIN)
+    assert PLAIN.decode(row["chosen_ids"]) == "why?yes</s>"
+    assert "1 dropped (an answer too long for --max_seq_len 16)" in caplog.text
 
 
 def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(knobs):

@@ -1,0 +1,85 @@
+"""Tables kept in the ``datasets`` library's cache, under keys that name content and code.
+
+The library's own keys name a function but not what it does, so a table would outlive a fix of the
+code that made it. Here every key holds a digest of the code too: another version reads and
+tokenises data again.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from datasets import Dataset, Features
+from datasets.arrow_writer import ArrowWriter
+
+from dschat.data.read import quiet
+from dschat.knobs import UserError
+
+CODE = Path(__file__).parents[1]  # the package
+_MADE_BY = ("data/*.py", "chat_template.py")  # in it: what reads, normalises, renders, tokenises
+_LIBRARIES = ("transformers", "tokenizers")  # which render and tokenise for it
+
+
+def kept_on_disk(
+    content: str, features: Features, rows: Callable[[], Iterator[dict[str, Any]]]
+) -> Dataset:
+    """A table of ``rows()``, written into the cache unless it is there.
+
+    ``content``: a text that differs where the rows differ. The file appears complete or not at all.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
+    key = hashlib.blake2b(f"{code_digest()} {content}".encode(), digest_size=16).hexdigest()
+    path = folder / f"{key}.arrow"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=folder)
+            os.close(handle)
+            try:
+                _write(scratch, features, rows())
+                os.replace(scratch, path)
+            finally:
+                if os.path.exists(scratch):
+                    os.unlink(scratch)
+        with quiet():
+            return Dataset.from_file(str(path))
+    except OSError as error:
+        raise UserError(
+            f"the data cache {folder} cannot be used ({error.strerror or error}); set "
+            "HF_DATASETS_CACHE to a folder with room"
+        ) from error
+
+
+def mapped(table: Dataset, function: Callable[..., dict[str, Any]], **options: Any) -> Dataset:
+    """``table.map(function, **options)``, cached for as long as the code stays the same."""
+    with quiet():
+        return table.map(_call, fn_kwargs={"function": function, "code": code_digest()}, **options)
+
+
+def code_digest() -> str:
+    """A digest of the code that makes tables."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for pattern in _MADE_BY for path in CODE.glob(pattern)):
+        digest.update(path.read_bytes())
+    for library in _LIBRARIES:
+        digest.update(version(library).encode())
+    return digest.hexdigest()
+
+
+def _call(*batch: Any, function: Callable[..., dict[str, Any]], code: str) -> dict[str, Any]:
+    return function(*batch)
+
+
+def _write(path: str, features: Features, rows: Iterator[dict[str, Any]]) -> None:
+    with ArrowWriter(features=features, path=path) as writer:
+        while batch := list(islice(rows, 1000)):
+            columns = {name: [row[name] for row in batch] for name in features}
+            writer.write_table(pyarrow.table(columns, schema=features.arrow_schema))
+        writer.finalize()

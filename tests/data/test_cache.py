@@ -1,0 +1,67 @@
+"""Tables in the cache are those that today's code, tokenizer and template would make."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+
+from dschat.builtin_model import tiny_tokenizer
+from dschat.config import SFTConfig
+from dschat.data import cache, segments, text
+from dschat.data.tokenize import sft_dataset, text_dataset
+
+XES = "{% for m in messages %}x{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def dialogue_ids(folder, tokenizer):
+    """The ids of one dialogue, as step 1 has them."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    path = folder / "chats.jsonl"
+    if not path.exists():
+        path.write_text(json.dumps({"messages": turns}))
+    config = SFTConfig(data_path=[str(path)], data_split="1,0,0", eval_fraction=0.0)
+    return sft_dataset(config, tokenizer)["input_ids"][:]
+
+
+def text_ids(folder, tokenizer):
+    path = folder / "book.txt"
+    if not path.exists():
+        path.write_text("hello")
+    return text_dataset(str(path), None, "text", tokenizer, block_len=99)["input_ids"][:]
+
+
+@pytest.mark.parametrize(
+    ("make", "file", "module", "name", "edited"),
+    [
+        (dialogue_ids, "data/segments.py", segments, "_through_eos", lambda ids, eos: [7]),
+        (dialogue_ids, "chat_template.py", segments, "default_template", lambda _: XES),
+        (text_ids, "data/text.py", text, "require_eos", lambda _: 7),
+    ],
+)
+def test_tables_do_not_outlive_the_code_that_made_them(
+    make, file, module, name, edited, tmp_path, monkeypatch
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    first = make(tmp_path, tokenizer)
+    code = tmp_path / "code"
+    shutil.copytree(cache.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "CODE", code)
+    monkeypatch.setattr(module, name, edited)
+    assert make(tmp_path, tokenizer) == first  # the same code by its digest: from the cache
+    with (code / file).open("a") as source:
+        source.write("# edited")
+    assert make(tmp_path, tokenizer) != first
+
+
+def test_another_chat_template_makes_another_table(tmp_path):
+    tokenizer = tiny_tokenizer()
+    first = dialogue_ids(tmp_path, tokenizer)
+    tokenizer.chat_template = XES
+    assert dialogue_ids(tmp_path, tokenizer) != first
