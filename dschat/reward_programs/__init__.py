@@ -2,6 +2,7 @@
 
     samples       -                        -> what a program sees: prompts, answers, rows' columns
     load          --reward_fn, a callable  -> a named, weighted function with its arguments
+    modules       a file, a name           -> the module, imported within a time limit
     call          a function and samples   -> one value a sample, or what went wrong, in one line
     attempt       the same                 -> values, and the prompt that it went wrong on
     worker        the same                 -> the same, by a process that can be killed

@@ -84,7 +84,7 @@ def complaint(values: list[Value | Fault], samples: Samples, limit_s: float) -> 
         where = f" on {len(samples)} samples, the first on the prompt {quoted(samples.prompts[0])}"
     else:
         where = f" on the prompt {quoted(samples.prompts[0])}"
-    remedy = f"raise --reward_timeout_s {limit_s:g} or mend it" if fault.timed_out else "mend it"
+    remedy = f"raise --reward_timeout_s {limit_s:g} or fix it" if fault.timed_out else "fix it"
     return f"{fault.what}{where}; {remedy}, or pass --on_reward_error skip"
 
 

@@ -27,6 +27,7 @@ GIVEN = {
 }
 # Where the right answer stands: `reference` is the first of these columns that the rows have.
 REFERENCE = ("reference", "solution", "answer", "target", "ground_truth")
+LONGEST_CALL_S = 1800.0  # where a function has limits of its own; ranks wait an hour for each other
 _LARGEST = 3.4e38  # of a float of 32 bits
 _SHOWN = 200  # characters of a message
 

@@ -16,6 +16,7 @@ import urllib.request
 from typing import Any
 
 from dschat.reward_programs.call import Fault, Value, shortened, values_of
+from dschat.reward_programs.pool import within
 from dschat.reward_programs.samples import Samples
 
 _LONGEST_PAUSE_S = 30.0
@@ -60,13 +61,8 @@ class Endpoint:
         request = urllib.request.Request(
             self.url, body, {"Content-Type": "application/json", "Accept": "application/json"}
         )
-        end, pieces = time.monotonic() + limit_s, []
         try:
-            with urllib.request.urlopen(request, timeout=limit_s) as reply:
-                while piece := reply.read1(_PIECE):
-                    pieces.append(piece)
-                    if time.monotonic() > end:
-                        raise TimeoutError
+            return within(limit_s, _exchange, request, limit_s)
         except urllib.error.HTTPError as error:
             answered = f"answered {error.code} {error.reason}".strip()
             if error.code in _MAY_PASS or error.code >= 500:
@@ -81,11 +77,23 @@ class Endpoint:
                 raise _Passing(what, timed_out=True) from None
             message = " ".join(str(reason).split()) or type(reason).__name__
             raise _Passing(f"cannot be reached: {message}") from None
-        return b"".join(pieces)
+
+
+def _exchange(request: urllib.request.Request, limit_s: float) -> bytes:
+    """The reply's body. The limit is that of a thread which nobody waits for any longer; by itself
+    it bounds each read alone, and neither the search for the host nor headers that trickle in.
+    """
+    end, pieces = time.monotonic() + limit_s, []
+    with urllib.request.urlopen(request, timeout=limit_s) as reply:
+        while piece := reply.read1(_PIECE):
+            pieces.append(piece)
+            if time.monotonic() > end:
+                raise TimeoutError
+    return b"".join(pieces)
 
 
 class _Passing(Exception):
-    """A failure that a repetition may mend, ``wait_s`` from now at the earliest."""
+    """A failure that a repetition may fix, ``wait_s`` from now at the earliest."""
 
     def __init__(self, what: str, wait_s: float = 0.0, timed_out: bool = False) -> None:
         super().__init__(what)

@@ -7,24 +7,20 @@ with at run time, nor where they run.
 import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
 import math
 import os
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 
 from dschat.knobs import UserError
 from dschat.reward_programs.call import GIVEN, parameters, raised, sources_of
+from dschat.reward_programs.modules import file_module, named_module
 
 READY = "dschat.reward_programs.ready"
 RewardFunction = Callable[..., Any]
@@ -125,7 +121,7 @@ def find(spec: str) -> Any:
             )
         return ready[name]
     is_file = where.endswith(".py") or os.sep in where
-    module = _file_module(where) if is_file else _named_module(where)
+    module = file_module(where) if is_file else named_module(where)
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = difflib.get_close_matches(name, own, n=1)
@@ -307,58 +303,3 @@ def _yaml(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"{where}={text}: the value is no YAML; put text into quotes") from None
-
-
-# -- modules -----------------------------------------------------------------------------------
-
-
-def _file_module(where: str) -> ModuleType:
-    """The module of a file, imported once a process; its folder goes where Python looks."""
-    path = Path(where).expanduser().absolute()
-    if not path.is_file():
-        raise UserError("is not there: no such file; check the path")
-    name = f"reward_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError("is no Python file; name one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise _not_imported(error, str(path)) from None
-    return module
-
-
-def _named_module(where: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as `python -m` would
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if where == missing or where.startswith(f"{missing}."):
-            raise UserError(
-                f"is not there: no module {missing}; install it, or name a file (file.py:name)"
-            ) from None
-        raise _not_imported(error, "") from None
-    except (Exception, SystemExit) as error:
-        raise _not_imported(error, "") from None
-
-
-def _not_imported(error: BaseException, path: str) -> UserError:
-    """With the line of the user's own file where it has one."""
-    lines, trace = [], error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == path:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
-    line = lines[-1] if lines else line
-    at = f" in line {line}" if line else ""
-    return UserError(f"cannot be imported: it {raised(error)}{at}; mend it")

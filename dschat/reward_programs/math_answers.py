@@ -65,16 +65,22 @@ class Comparison:
 
     def __init__(self) -> None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set no limit
-        self("x^2 + 2x + 1", "(x + 1)^2")
+        self._compare("x^2 + 2x + 1", "(x + 1)^2")
 
     def __call__(self, reference: str, answer: str) -> list[float]:
-        """[1.0] where the two are equal, else [0.0]."""
+        """[1.0] where the two are equal, else [0.0]; so where comparing fails."""
+        try:
+            return [float(self._compare(reference, answer))]
+        except Exception:  # SymPy raises nearly anything
+            return [0.0]
+
+    def _compare(self, reference: str, answer: str) -> bool:
         from math_verify import parse, verify
 
         expected, found = (
             parse(_as_latex(text), parsing_timeout=None) for text in (reference, answer)
         )
-        return [float(bool(verify(expected, found, timeout_seconds=None)))]
+        return bool(verify(expected, found, timeout_seconds=None))
 
 
 def _as_latex(text: str) -> str:

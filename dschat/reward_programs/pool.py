@@ -67,6 +67,15 @@ def _carry_out(future: concurrent.futures.Future, job: Callable[..., Any], args:
         future.set_exception(error)
 
 
+def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
+    """The result of ``job(*args)`` in a thread of its own; `TimeoutError` after ``limit_s``."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    threading.Thread(target=_carry_out, args=(future, job, args), daemon=True).start()
+    if not concurrent.futures.wait([future], timeout=limit_s).done:
+        raise TimeoutError
+    return future.result()
+
+
 def in_thread(
     function: Callable,
     kwargs: Mapping[str, Any],
@@ -75,17 +84,15 @@ def in_thread(
     begin: Callable[[], None] = nothing,
 ) -> Values:
     """`call` in a thread of its own, for at most ``limit_s``."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
 
-    def begun(*args: Any) -> Values:
+    def begun() -> Values:
         begin()
-        return call(*args)
+        return call(function, kwargs, lengths)
 
-    work = (future, begun, (function, kwargs, lengths))
-    threading.Thread(target=_carry_out, args=work, daemon=True).start()
-    if not concurrent.futures.wait([future], timeout=limit_s).done:
-        raise _overran(limit_s)
-    return future.result()
+    try:
+        return within(limit_s, begun)
+    except TimeoutError:
+        raise _overran(limit_s) from None
 
 
 class Processes:

@@ -5,6 +5,7 @@ every rank. It must not know models, nor how scores become rewards.
 """
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,14 @@ from dschat import dist
 from dschat.knobs import UserError
 from dschat.reward_config import RewardSourcesConfig
 from dschat.reward_programs.attempt import Attempts, complaint
-from dschat.reward_programs.call import Fault, MissingColumn, Value, arguments
+from dschat.reward_programs.call import (
+    LONGEST_CALL_S,
+    Fault,
+    MissingColumn,
+    Value,
+    arguments,
+    raised,
+)
 from dschat.reward_programs.endpoint import Endpoint
 from dschat.reward_programs.load import Program, load_programs, portable
 from dschat.reward_programs.pool import Loop, Pool, Processes, at_once, in_thread
@@ -28,6 +36,7 @@ logger = logging.getLogger("dschat")
 
 REWARD_MODEL = "reward_model"  # the name of that source, which no program can have
 ENDPOINT = "http"
+_NO_JSON = "let it return what JSON can say, for checkpoints, or rename it"
 
 
 class RewardError(UserError):
@@ -72,6 +81,8 @@ class RewardPrograms:
         self._functions = list(functions)
         self._config = config
         self._closing: list[Callable[[], None]] = []
+        self._stateful = self._that_have_state()
+        self.state_dict()  # what cannot be saved is found now
         self._sources = [*self._function_sources(), *self._endpoint_sources()]
         self.weights = {source.name: source.weight for source in self._sources}
         self.names = list(self.weights)
@@ -126,6 +137,61 @@ class RewardPrograms:
         if self._sources:
             self._judge(complaints, [int(s.scores.isnan().sum()) for s in found], pending)
         return found
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Collective where a function has a state. Its name -> that of each rank's, as JSON gives
+        it back.
+
+        Raises:
+            RewardError: a function's ``state_dict()`` failed, or is nothing that JSON can say.
+        """
+        mine: dict[str, Any] = {}
+        problem = ""
+        for program in self._stateful:
+            try:
+                mine[program.name] = json.loads(json.dumps(program.function.state_dict()))
+            except Exception as error:
+                problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NO_JSON}"
+        everybody = dist.gather_objects((mine, problem)) if self._stateful else []
+        for _, theirs in everybody:
+            if theirs:
+                raise RewardError(theirs)
+        return {p.name: [states[p.name] for states, _ in everybody] for p in self._stateful}
+
+    def load_state_dict(self, states: dict[str, list[Any]]) -> None:
+        """Give each function what this rank's had; with other ranks, what that of some rank had."""
+        for program in self._stateful:
+            if program.name in states:
+                of_ranks = states[program.name]
+                try:
+                    program.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
+                except Exception as error:
+                    raise UserError(
+                        f"{program.label}: load_state_dict() {raised(error)}; fix it, or begin "
+                        "anew with --overwrite_output_dir (train.py: --restart)"
+                    ) from None
+
+    def _that_have_state(self) -> list[Program]:
+        """Objects with ``state_dict`` and ``load_state_dict``; those of torch are weights."""
+        methods = ("state_dict", "load_state_dict")
+        found = [
+            p
+            for p in self._functions
+            if all(callable(getattr(p.function, name, None)) for name in methods)
+            and not isinstance(p.function, torch.nn.Module)
+        ]
+        if self._config.reward_pool != "process":
+            return found
+        for program in found:
+            if not program.is_async:
+                logger.warning(
+                    "%s has a state, which checkpoints do not hold: every process of --reward_pool "
+                    "process has another",
+                    program.label,
+                )
+        return [program for program in found if program.is_async]
 
     def close(self) -> None:
         """Let go of threads and processes."""
@@ -233,7 +299,7 @@ def _ask(
         raise MissingColumn(str(error)) from None
     # A copy: a function may change what it gets, and may be asked again.
     kwargs = program.bound | arguments(sources, samples.part(0, len(samples)))
-    limit_s = max(limit_s, len(samples) * program.limit_per_answer_s)
+    limit_s = max(limit_s, min(len(samples) * program.limit_per_answer_s, LONGEST_CALL_S))
     return carry_out(kwargs, [len(ids) for ids in samples.answer_ids], limit_s)
 
 

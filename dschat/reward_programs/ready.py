@@ -3,10 +3,16 @@
 Answers come in, one value a sample goes out: 1 for right and 0 for wrong, unless a class says
 otherwise; None where a row has no reference. They are classes: making one checks its arguments.
 They must not know ranks, weights or how they are run.
+
+No answer makes them fail: one that cannot be judged, or takes too long, is wrong.
 """
 
+import functools
 import json
-from collections.abc import Callable
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +20,16 @@ from typing import Any
 import regex
 
 from dschat.knobs import UserError, require, require_types
+from dschat.reward_programs.call import LONGEST_CALL_S
 from dschat.reward_programs.math_answers import are_equal, require_library
 from dschat.reward_programs.worker import START_S
+from dschat.text_file import read_text
+
+logger = logging.getLogger("dschat")
 
 _PATTERN_S = 2.0  # what a search in one answer may take
+_LONGEST_ANSWER_S = 180.0
+_BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # then a call takes up no other answer
 # NOTE every blank has one place in it: where several could take it, trying all takes n^3 steps.
 _FENCE = regex.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", regex.DOTALL | regex.IGNORECASE)
 
@@ -32,13 +44,14 @@ class ExactMatch:
 
     pattern: str = ""
     ignore_case: bool = False
+    limit_per_answer_s = 2 * _PATTERN_S
 
     def __post_init__(self) -> None:
         require_types(self, "--reward_args exact_match.")
         self._pattern = _compiled(self.pattern, "exact_match")
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
-        return [self._score(*pair) for pair in zip(answers, reference, strict=True)]
+        return _in_time(self._score, answers, reference)
 
     def _score(self, answer: str, reference: Any) -> float | None:
         if reference is None:
@@ -54,10 +67,13 @@ class ExactMatch:
         """What counts of ``text``; None where the pattern does not occur."""
         if self._pattern is None:
             return text
-        matches = list(self._pattern.finditer(text, timeout=_PATTERN_S))
-        if not matches:
-            return None
-        return matches[-1][1 if self._pattern.groups else 0] or ""
+        last = None
+        try:
+            for match in self._pattern.finditer(text, timeout=_PATTERN_S):
+                last = match
+        except TimeoutError:
+            return _too_slow("exact_match")
+        return last and (last[1 if self._pattern.groups else 0] or "")
 
     def _same(self, a: str, b: str) -> bool:
         a, b = a.strip(), b.strip()
@@ -77,7 +93,9 @@ class MathEqual:
     def __post_init__(self) -> None:
         require_types(self, "--reward_args math_equal.")
         require(
-            self.limit_s > 0, f"--reward_args math_equal.limit_s={self.limit_s} must be above 0"
+            0 < self.limit_s <= _LONGEST_ANSWER_S,
+            f"--reward_args math_equal.limit_s={self.limit_s} must be above 0, and at most "
+            f"{_LONGEST_ANSWER_S:g}",
         )
         require_library()
 
@@ -87,10 +105,10 @@ class MathEqual:
         return self.limit_s + START_S
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
-        return [
-            None if right is None else float(are_equal(_text(right), answer, self.limit_s))
-            for answer, right in zip(answers, reference, strict=True)
-        ]
+        return _in_time(self._score, answers, reference)
+
+    def _score(self, answer: str, right: Any) -> float | None:
+        return None if right is None else float(are_equal(_text(right), answer, self.limit_s))
 
 
 @dataclass
@@ -100,6 +118,7 @@ class RegexMatch:
 
     pattern: str = ""
     full: bool = False
+    limit_per_answer_s = _PATTERN_S
 
     def __post_init__(self) -> None:
         require_types(self, "--reward_args regex_match.")
@@ -107,8 +126,15 @@ class RegexMatch:
         self._pattern = _compiled(self.pattern, "regex_match")
 
     def __call__(self, answers: list[str]) -> list[float]:
+        return _in_time(self._score, answers)
+
+    def _score(self, answer: str) -> float:
         search = self._pattern.fullmatch if self.full else self._pattern.search
-        return [float(search(answer, timeout=_PATTERN_S) is not None) for answer in answers]
+        try:
+            found = search(answer, timeout=_PATTERN_S)
+        except TimeoutError:
+            found = _too_slow("regex_match")
+        return float(found is not None)
 
 
 @dataclass
@@ -149,6 +175,7 @@ class JsonSchema:
     def __post_init__(self) -> None:
         try:
             from jsonschema import SchemaError, validators
+            from referencing.exceptions import Unresolvable
         except ImportError:
             raise UserError(
                 "needs jsonschema; install it with `pip install dschat[rewards]`"
@@ -163,6 +190,7 @@ class JsonSchema:
                 f"--reward_args json_schema.schema is no JSON schema: {problem}"
             ) from None
         self._validator = validator(schema)
+        self._unresolvable = Unresolvable
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JsonSchema, (self.schema,)  # what jsonschema makes of it does not travel
@@ -173,9 +201,9 @@ class JsonSchema:
         if isinstance(self.schema, (dict, bool)):
             return self.schema
         require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
-        path = Path(str(self.schema)).expanduser()
+        path = Path(os.path.expanduser(str(self.schema)))
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
         except OSError as error:
             raise UserError(f"{flag}={path}: {error.strerror}; check the path") from None
         except ValueError as error:
@@ -190,9 +218,11 @@ class JsonSchema:
         fenced = _FENCE.fullmatch(answer.strip())
         try:
             content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
-        except (ValueError, RecursionError):
+            return self._validator.is_valid(content)
+        except self._unresolvable:
+            raise  # a reference in the schema that leads nowhere is the schema's fault
+        except Exception:  # 1e999 for a multipleOf, arrays nested too deep for recursion
             return False
-        return self._validator.is_valid(content)
 
 
 @dataclass
@@ -236,6 +266,22 @@ READY: dict[str, Callable[..., Any]] = {
     "json_schema": JsonSchema,
     "format_tags": FormatTags,
 }
+
+
+def _in_time(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[float | None]:
+    """The score of each row; None for those that are left when `_BUDGET_S` are over."""
+    end = time.monotonic() + _BUDGET_S
+    rows = zip(*columns, strict=True)
+    return [score(*row) if time.monotonic() < end else None for row in rows]
+
+
+@functools.cache  # said once
+def _too_slow(name: str) -> None:
+    logger.warning(
+        "%s.pattern takes longer than %g s on some answers, which then do not match; simplify it",
+        name,
+        _PATTERN_S,
+    )
 
 
 def _compiled(pattern: str, name: str) -> Any:

@@ -50,6 +50,17 @@ def combine(
     return total.float(), by_token
 
 
+def any_applies(sources: list[SourceScores]) -> Tensor:
+    """Samples of which any source with a weight said something other than None: (S,) bool. All,
+    where none has a weight: then scores are not what is learned from.
+    """
+    weighted = [source for source in sources if source.weight]
+    applies = torch.full((len(sources[0].scores),), not weighted)
+    for source in weighted:
+        applies |= True if source.applies is None else source.applies
+    return applies
+
+
 def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
     """The same sources over one generation batch after the other."""
     together = []

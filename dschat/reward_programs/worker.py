@@ -2,9 +2,11 @@
 
 Recipes of functions and calls come in; values or a `Fault` go out. It must not know pools, scores
 or torch. A fresh interpreter, not a fork: the parent has threads and may hold a GPU; and not
-`multiprocessing`, which would import the user's main script again.
+`multiprocessing`, which would import the user's main script again. It leads a process group, so
+that what functions start ends with it.
 """
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -13,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -62,14 +63,25 @@ class Worker:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
             self._pipe.close()
             self._process = self._pipe = None
 
+    def _kill(self) -> int:
+        """End the process and those that it started, and return its exit code."""
+        # NOTE the process is not waited for before: that would free its id, and the group's, for
+        # others. One that has ended keeps its exit code.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def _runs(self) -> bool:
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is None
+
     def start(self) -> None:
         """Start the process, unless it is there; ``Fault`` where the functions cannot be made."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._runs():
             return
         self.close()
         self._pipe, theirs = Pipe()
@@ -79,7 +91,10 @@ class Worker:
             f"from dschat.reward_programs.worker import serve; serve({end})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[end]
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[end],
+            start_new_session=True,
         )
         theirs.close()
         try:
@@ -101,11 +116,7 @@ class Worker:
             raise self._died() from None
 
     def _died(self) -> Fault:
-        try:
-            code = self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:  # it closed our pipe, and lives
-            self._process.kill()
-            code = self._process.wait()
+        code = self._kill()
         self.close()
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return Died(f"ended its process ({how})")
@@ -140,7 +151,7 @@ def serve(descriptor: int) -> NoReturn:
         pipe.send(reply)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ending_alone(limit_s: float) -> Iterator[None]:
     """A scope that ends the process where it takes longer than ``limit_s`` and a grace.
 
@@ -162,6 +173,8 @@ def _listen(pipe: Connection, messages: "queue.SimpleQueue[Any]") -> None:
         try:
             messages.put(pipe.recv())
         except (EOFError, OSError):
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)  # what functions started, and itself
             os._exit(0)
         except Exception as error:  # unpickling raises nearly anything
             messages.put(Fault(f"cannot read its samples in its process: it {raised(error)}"))

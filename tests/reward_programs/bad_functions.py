@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import time
 
 
@@ -147,3 +148,15 @@ async def blocks(prompts):
 
 def wants_more(answers, tests):
     return [1.0] * len(answers)
+
+
+def starts_another(path, how):
+    """Starts a process that runs for long, and then hangs, dies or returns."""
+    process = subprocess.Popen(["sleep", "600"])
+    with open(path, "w") as file:
+        file.write(f"{process.pid}\n")
+    if how == "hangs":
+        time.sleep(600)
+    if how == "dies":
+        os._exit(7)
+    return [1.0]

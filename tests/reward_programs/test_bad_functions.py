@@ -80,7 +80,7 @@ def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
         assert piece in line[at:], line
         at = line.index(piece, at) + len(piece)
     if "@COLUMN" not in words:
-        assert re.search(r"mend it, or pass --on_reward_error skip$", line)
+        assert re.search(r"fix it, or pass --on_reward_error skip$", line)
         assert ("raise --reward_timeout_s 0.4" in line) == ("within" in line or name == "blocks")
     assert time.monotonic() - started < 8
 

@@ -1,6 +1,8 @@
 """An endpoint on this machine: what it is sent, how often, and every way its replies go wrong."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -157,9 +159,27 @@ def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words)
     line = str(caught.value)
     assert line.startswith(f"--reward_url {server.url} ")
     assert "on the prompt 'p0'" in line or "the first on the prompt 'p0'" in line
-    assert line.endswith("mend it, or pass --on_reward_error skip")
+    assert line.endswith("fix it, or pass --on_reward_error skip")
     assert len(line.splitlines()) == 1
     assert len(server.requests) == requests
+
+
+def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
+    """Each comes well within the limit, and no end of them: the client refuses the 101st."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server.url = f"http://127.0.0.1:{listening.getsockname()[1]}/score"
+
+        def trickle():
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):  # it did not wait for us
+                connection.sendall(b"HTTP/1.0 200 OK\r\n")
+                for _ in range(200):
+                    connection.sendall(b"X-Slow: yes\r\n")
+                    time.sleep(0.05)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        with pytest.raises(RewardError, match=r"did not answer within 0.3 s \(once\)"):
+            ask(1, reward_retries=0, reward_timeout_s=0.3)
 
 
 def test_a_failure_that_may_pass_costs_its_batch(server, ask, caplog):

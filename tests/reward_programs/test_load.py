@@ -2,11 +2,13 @@
 
 import functools
 import re
+import signal
 from dataclasses import dataclass
 
 import pytest
 
 from dschat.knobs import UserError
+from dschat.reward_programs import modules
 from dschat.reward_programs.load import load_programs, made, portable
 from dschat.reward_programs.ready import ExactMatch, JsonSchema
 
@@ -159,7 +161,7 @@ class Needs:
         ("scores.py:scor", [], "scores.py has no scor; did you mean score?"),
         ("scores.py:", [], "scores.py has no name after the colon"),
         ("scores.py", [], "is no ready-made function .* file.py:name"),
-        ("broken.py:f", [], "broken.py:f cannot be imported: .*SyntaxError.* in line 1; mend it"),
+        ("broken.py:f", [], "broken.py:f cannot be imported: .*SyntaxError.* in line 1; fix it"),
         ("fails.py:f", [], "cannot be imported: it raised KeyError: 'NO_SUCH_.* in line 3"),
         ("leaves.py:f", [], r"cannot be imported: it called sys.exit\(1\)"),
         ("lacks.py:f", [], "cannot be imported: .*No module named 'no_such_package'"),
@@ -191,6 +193,28 @@ def test_what_cannot_be_loaded_is_one_line(folder, spec, args, words):
     with pytest.raises(UserError, match=words) as caught:
         load(spec, args=args)
     assert len(str(caught.value).splitlines()) == 1
+
+
+ENDLESS = {
+    "import time\n\ntime.sleep(60)\n": "in line 3",
+    "while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n": "in line [1-5]",
+}
+
+
+@pytest.mark.parametrize("spec", ["endless.py:f", "endless:f"])
+@pytest.mark.parametrize("text", ENDLESS, ids=["waits", "catches all"])
+def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
+    monkeypatch.setattr(modules, "IMPORT_S", 0.05)
+    (folder / "endless.py").write_text(text)
+    (folder / "quick.py").write_text("def f(answers): return [0.0]")
+    line = ENDLESS[text] if ".py" in spec else ""
+    before = signal.getsignal(signal.SIGALRM)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"it was not done after 0.05 s ?{line}; let the mod"):
+            load(spec)
+    load("quick.py:f")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 @pytest.mark.parametrize(

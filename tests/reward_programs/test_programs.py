@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dschat import dist
 from dschat.config import RLHFConfig
 from dschat.knobs import UserError
 from dschat.reward_programs.load import find
-from dschat.reward_programs.programs import RewardPrograms, SourceScores
+from dschat.reward_programs.programs import RewardError, RewardPrograms, SourceScores
 
 HERE = Path(__file__).parent
 SCORES = """
@@ -219,6 +220,77 @@ def test_a_list_is_wanted():
         RewardPrograms.of(RLHFConfig(), constant)
 
 
+class Counts:
+    """Scores by how often it was called."""
+
+    def __init__(self):
+        self.seen = {"calls": 0}
+
+    def __call__(self, answers):
+        self.seen["calls"] += 1
+        return [float(self.seen["calls"])] * len(answers)
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = {"calls": state["calls"]}
+
+
+def test_what_a_function_remembers_is_kept(programs, samples, monkeypatch):
+    first, second = programs([Counts(), constant]), programs([Counts(), constant])
+    for _ in range(3):
+        first.finish(first.start(samples(2)))
+    state = first.state_dict()
+    assert state == {"counts": [{"calls": 3}]}
+    first.finish(first.start(samples(2)))
+    assert state == {"counts": [{"calls": 3}]}  # a copy
+    second.load_state_dict(json.loads(json.dumps(state)))
+    assert second.finish(second.start(samples(2)))[0].scores.tolist() == [4, 4]
+    second.load_state_dict({})  # of a checkpoint from before it was named: it begins
+    assert second.state_dict() == {"counts": [{"calls": 4}]}
+    of_ranks = {"counts": [{"calls": 7}, {"calls": 9}]}
+    for rank, score in ((0, 8), (1, 10), (2, 8)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        second.load_state_dict(of_ranks)
+        assert second.finish(second.start(samples(1)))[0].scores.tolist() == [score]
+    with pytest.raises(
+        UserError, match=r"counts: load_state_dict\(\) raised KeyError: 'calls'; fix"
+    ):
+        second.load_state_dict({"counts": [{}]})
+
+
+def test_states_of_all_ranks_are_kept_and_their_errors_told(programs, monkeypatch):
+    asked = programs([Counts()])
+    theirs = ({"counts": {"calls": 5}}, "")
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
+    assert asked.state_dict() == {"counts": [{"calls": 0}, {"calls": 5}]}
+    theirs = ({}, "counts: no")
+    with pytest.raises(RewardError, match="counts: no"):
+        asked.state_dict()
+
+
+class Unspeakable(Counts):
+    def state_dict(self):
+        return {"calls": {1, 2}}
+
+
+class Network(torch.nn.Module):
+    def forward(self, answers):
+        return [0.0] * len(answers)
+
+
+def test_a_state_that_cannot_be_kept_is_told_at_the_start(programs, caplog):
+    with pytest.raises(UserError, match=r"unspeakable: state_dict\(\) raised TypeError: .* JSON"):
+        programs([Unspeakable()])
+    assert programs([Network()]).state_dict() == {}  # weights, which nobody trains
+    assert programs([f"{HERE}/test_programs.py:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
+    assert not caplog.records
+    asked = programs([f"{HERE}/test_programs.py:Counts"], reward_pool="process")
+    assert asked.state_dict() == {}
+    assert "Counts' has a state, which checkpoints do not hold" in caplog.text
+
+
 RANK = """
 import sys
 from dschat import dist
@@ -277,7 +349,7 @@ def test_ranks_fail_together_and_scale_together(tmp_path):
     ]
     done = [process.communicate(timeout=120) for process in ranks]
     (first, said), (second, _) = done
-    line = "reward function fails raised AssertionError: three on the prompt 'p3'; mend it, or pass"
+    line = "reward function fails raised AssertionError: three on the prompt 'p3'; fix it, or pass"
     # Scores 1 and 2, 4 and 5: mean 3, variance 10 / 4; 3 has none.
     state = "[4.0, 3.0, 10.0]"
     of_rank = (["-1.2649", "-0.6325"], ["nan", "0.6325", "1.2649"])

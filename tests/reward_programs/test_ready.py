@@ -1,5 +1,6 @@
 """The ready-made functions, on answers as policies write them."""
 
+import inspect
 import json
 import queue
 import sys
@@ -8,9 +9,13 @@ import time
 
 import pytest
 
+from dschat import dist
 from dschat.knobs import UserError
 from dschat.reward_programs import math_answers, ready
-from dschat.reward_programs.call import Fault
+from dschat.reward_programs.call import LONGEST_CALL_S, Fault
+from dschat.reward_programs.load import load_programs
+from dschat.reward_programs.programs import _ask
+from dschat.reward_programs.samples import Samples
 from dschat.reward_programs.worker import Died
 
 
@@ -183,11 +188,44 @@ def test_regex_match(settings, answer, score):
     assert one(ready.RegexMatch(**settings), answer) == score
 
 
-def test_a_wild_pattern_ends(monkeypatch):
-    monkeypatch.setattr(ready, "_PATTERN_S", 0.1)
-    function = ready.RegexMatch(pattern=r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$")
-    with pytest.raises(TimeoutError):
-        one(function, "a" * 5000 + "b" + "a" * 5000)
+def test_where_a_wild_pattern_takes_too_long_it_does_not_match(monkeypatch, caplog):
+    monkeypatch.setattr(ready, "_PATTERN_S", 0.05)
+    ready._too_slow.cache_clear()
+    wild, answer = r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$", "a" * 5000 + "b" + "a" * 5000
+    assert ready.RegexMatch(pattern=wild)([answer, "abac", answer]) == [0, 1, 0]
+    assert ready.ExactMatch(pattern=wild)([answer, "aabac"], ["x", "aabac"]) == [0, 1]
+    assert caplog.text.count("regex_match.pattern takes longer than 0.05 s") == 1
+
+
+def test_a_call_that_has_taken_long_scores_no_more_answers(monkeypatch):
+    """None, that is, not wrong; and the limit of the call is above what it then takes."""
+    clock = iter([0, 1, ready._BUDGET_S - 1, ready._BUDGET_S, ready._BUDGET_S + 1])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(ready, "are_equal", lambda *_: True)
+    slowest = ready.MathEqual(limit_s=ready._LONGEST_ANSWER_S)
+    assert slowest(["1"] * 4, ["1"] * 4) == [1, 1, None, None]
+    assert ready._BUDGET_S + slowest.limit_per_answer_s <= LONGEST_CALL_S
+    # Where it fails it is asked once more, and no rank waits longer for another.
+    wait_min = inspect.signature(dist.init).parameters["timeout_minutes"].default
+    assert 60 * wait_min >= 2 * LONGEST_CALL_S
+    with pytest.raises(UserError, match="math_equal.limit_s=181 must be above 0, and at most 180"):
+        ready.MathEqual(limit_s=181)
+
+
+def test_the_limit_of_a_call_has_an_end(monkeypatch):
+    limits = []
+
+    def carry_out(kwargs, lengths, limit_s):
+        limits.append(limit_s)
+        return [1.0] * len(lengths)
+
+    (program,) = load_programs(["math_equal"], [], [], [])
+    for number in (1, 2, 1000):
+        texts = ["1"] * number
+        ids = [[1]] * number
+        given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
+        _ask(program, carry_out, given, 60.0)
+    assert limits == [123, 246, 1800]
 
 
 def test_length():

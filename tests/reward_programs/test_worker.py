@@ -1,5 +1,7 @@
 """The process that calls functions: what it dies of, and that it outlives nobody."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dschat.reward_programs.call import Fault
 from dschat.reward_programs.worker import Died, Worker
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +23,74 @@ def test_a_process_that_ends_in_a_call_has_died():
         worker.call(0, {"prompts": ["p2"]}, [1], 10)
     assert worker.call(0, {"prompts": ["p1"]}, [1], 10) == [1.0]  # anew
     worker.close()
+
+
+def started(pids):
+    """The process that a function started, once its id is written in full."""
+    wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    return int(pids.read_text())
+
+
+def ends(pid):
+    """Whether process ``pid`` does by itself; else it is killed."""
+
+    def is_over():
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state == "Z"  # nobody has waited for it yet
+
+    wait_until(is_over)
+    if over := is_over():
+        return over
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_what_a_function_starts_ends_with_its_process(how, tmp_path):
+    worker = Worker([("spec", f"{BAD}:starts_another", {})])
+    pids = tmp_path / "pids"
+    worker.start()
+    with pytest.raises(Fault, match="within 1 s" if how == "hangs" else "exit code 7"):
+        worker.call(0, {"path": str(pids), "how": how}, [1], 1)
+    assert ends(started(pids))
+    worker.close()
+
+
+def test_what_a_function_started_ends_with_the_run(tmp_path):
+    pids = tmp_path / "pids"
+    code = (
+        "import os; from dschat.reward_programs.worker import Worker; "
+        f"worker = Worker([('spec', {str(BAD) + ':starts_another'!r}, {{}})]); "
+        f"worker.call(0, {{'path': {str(pids)!r}, 'how': 'returns'}}, [1], 60); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 9
+    assert ends(started(pids))
+
+
+def wait_until(holds):
+    latest = time.monotonic() + 10
+    while not holds() and time.monotonic() < latest:
+        time.sleep(0.01)
+
+
+def test_a_process_ends_with_its_parent_in_the_middle_of_a_call():
+    """The parent closes nothing and kills nobody: its end of the pipe is gone with it."""
+    ours, theirs = Pipe()
+    end = theirs.fileno()
+    code = f"from dschat.reward_programs import worker; worker.serve({end})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
+    theirs.close()
+    ours.send([("spec", f"{BAD}:hangs", {})])
+    assert ours.recv() is None
+    ours.send((0, {"prompts": ["p2"]}, [1], 1000))
+    ours.close()
+    try:
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
 
 
 def test_a_process_ends_though_its_parent_is_gone_and_its_function_keeps_the_interpreter():

@@ -1,0 +1,104 @@
+"""Imports the modules of the user's reward functions, by file or by name, within a time limit."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dschat.knobs import UserError
+from dschat.reward_programs.call import raised
+
+IMPORT_S = 120.0
+
+
+def file_module(where: str) -> ModuleType:
+    """The module of a file, imported once a process; its folder goes where Python looks."""
+    path = Path(os.path.expanduser(where)).absolute()
+    if not path.is_file():
+        raise UserError("is not there: no such file; check the path")
+    name = f"reward_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError("is no Python file; name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _limited():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit, _TooLong) as error:
+        del sys.modules[name]
+        raise _not_imported(error, str(path)) from None
+    return module
+
+
+def named_module(where: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` would
+    try:
+        with _limited():
+            return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if where == missing or where.startswith(f"{missing}."):
+            raise UserError(
+                f"is not there: no module {missing}; install it, or name a file (file.py:name)"
+            ) from None
+        raise _not_imported(error, "") from None
+    except (Exception, SystemExit, _TooLong) as error:
+        raise _not_imported(error, "") from None
+
+
+class _TooLong(BaseException):
+    """An import goes on and on. No `Exception`, which the module itself may catch."""
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """A scope in which `_TooLong` is raised after `IMPORT_S`, whatever it waits for; but for C code
+    that computes. Where Python takes no signals (another thread than the main one) there is no
+    limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, IMPORT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _not_imported(error: BaseException, path: str) -> UserError:
+    """With the line of the user's own file where it has one."""
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+    line = lines[-1] if lines else line
+    at = f" in line {line}" if line else ""
+    if isinstance(error, _TooLong):
+        return UserError(
+            f"cannot be imported: it was not done after {IMPORT_S:g} s{at}; let the module define "
+            "things alone, and what takes long be done by a class when it is made"
+        )
+    return UserError(f"cannot be imported: it {raised(error)}{at}; fix it")
