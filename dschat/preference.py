@@ -85,9 +85,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """A scope without gradients or dropout."""
     training = model.training
     model.eval()
-    with torch.no_grad():
-        yield
-    model.train(training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:

@@ -23,7 +23,7 @@ from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.deepspeed_setup import ZeroSettings, initialize_training
 from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
-from dschat.hybrid.stream import adapter_stream, weight_stream
+from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
 from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.fit import check_fit, check_positions
@@ -31,7 +31,7 @@ from dschat.models.lora import prepare_for_training
 from dschat.models.reward import gather_last
 from dschat.models.tokenizer import load_tokenizer
 from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
-from dschat.output_dir import mark_complete
+from dschat.output_dir import check_room, mark_complete
 
 logger = logging.getLogger("dschat")
 
@@ -136,8 +136,8 @@ def load_tokenizer_of_base(
         UserError: attention, LoRA modules or lengths that the model does not have; no tokenizer.
     """
     flag = "--model_name_or_path"
-    lora_modules = config.lora_modules if config.lora_dim else ()
-    check_fit(model_config, name, flag, kind, config.attn_implementation, lora_modules)
+    lora = config.lora_dim, config.lora_modules
+    check_fit(model_config, name, flag, kind, config.attn_implementation, *lora)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
     return load_tokenizer(
         config.tokenizer_name_or_path or name,
@@ -160,7 +160,12 @@ def build_engine(
     num_steps: int,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
-    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it."""
+    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it.
+
+    Raises ``UserError`` where the disk has no space for what will be saved.
+    """
+    if config.output_dir is not None:
+        check_room(config.output_dir, [weight_bytes(model)])
     logger.info("%s, %s", zero.describe(), str(zero.dtype).removeprefix("torch."))
     model = prepare_for_training(
         model,
@@ -285,7 +290,7 @@ def train(
     With ``--resume`` it goes on where a checkpoint was made, as if nothing had happened.
 
     Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient,
-    ``Stopped`` where it was asked to stop, saved.
+    or at the end where no step had one; ``Stopped`` where it was asked to stop, saved.
     """
     total = num_total_steps(config, train_batches)
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
@@ -329,6 +334,7 @@ def train(
                 _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
             bounds.after(done, state, is_last=done == total)
         bar.close()
+        skipped.require_some(any_applied=skipped.in_a_row < total)
         return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)
 
 

@@ -76,6 +76,19 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert rates[-1] < 5e-4
 
 
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
+    """The same before and after a step that changes nothing, by a model that trains with it."""
+    rows = sft_rows() if kind == "sft" else pair_rows()
+    options = {"learning_rate": 0.0, "max_steps": 1}
+    case = Case(kind, micro=8, model="opt")
+    losses = []
+    for dropout in (0.0, 0.5):
+        _, lines = train(models_folder, tmp_path, case, rows, dropout=dropout, **options)
+        losses += [line["eval/loss"] for line in lines if "eval/loss" in line]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
 def test_max_steps_ends_in_the_middle_of_an_epoch(models_folder, tmp_path):
     _, lines = train(models_folder, tmp_path, max_steps=3, held_out=[])
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -127,6 +140,9 @@ def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path):
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         train(models_folder, tmp_path, task=_AlwaysBad, max_bad_steps=3)
     lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # Too few for that, and no others: it has not finished either.
+    with pytest.raises(FloatingPointError, match="no step was applied: all 2 were skipped"):
+        train(models_folder, tmp_path / "few", task=_AlwaysBad, max_steps=2)
     assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
 
 

@@ -2,7 +2,8 @@
 
 An experience of this rank comes in; its ``advantages``, ``returns``, ``loss_mask`` and ``weights``
 are filled in. Statistics are those of the whole rollout, over all ranks, even where a prompt's
-samples lie on several. It must not know models; the formulas are those of `dschat.losses`.
+samples lie on several. Answers without a score are in none of them and have advantage 0. It must
+not know models; the formulas are those of `dschat.losses`.
 """
 
 import torch
@@ -49,12 +50,12 @@ def fill_in_advantages(
     if args.advantage_estimator == "gae":
         e.advantages, e.returns = gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
         if args.whiten_advantages:
-            e.advantages = _whitened(e.advantages, e.answer_mask)
+            e.advantages = _whitened(e.advantages, e.scored_mask)
     elif args.advantage_estimator in _OF_GROUPS:
         of_sequence = rewards.sum(dim=1)
-        stats = _of_all_ranks(of_sequence, groups, num_groups)
+        stats = _of_all_ranks(of_sequence, e.scored, groups, num_groups)
         advantages = _OF_GROUPS[args.advantage_estimator](of_sequence, groups, stats)
-        e.advantages = torch.where(e.answer_mask, advantages.unsqueeze(1), 0.0)
+        e.advantages = advantages.unsqueeze(1).expand_as(rewards)
     else:
         left = rewards
         if args.advantage_estimator == "reinforce_pp_baseline":
@@ -62,7 +63,8 @@ def fill_in_advantages(
             left = _less_group_mean(rewards, without_kl, e, groups, num_groups)
         e.advantages = e.returns = returns_to_go(left, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
-            e.advantages = _whitened(e.advantages, e.answer_mask)
+            e.advantages = _whitened(e.advantages, e.scored_mask)
+    e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
     e.loss_mask = e.answer_mask.clone()
     if args.overlong_filter:
         e.loss_mask &= e.finished.unsqueeze(1)
@@ -101,14 +103,14 @@ def _less_group_mean(
 ) -> Tensor:
     """REINFORCE++-baseline (arXiv 2501.03262): without KL, a group's rewards sum to 0."""
     of_sequence = without_kl.sum(dim=1)
-    stats = _of_all_ranks(of_sequence, groups, num_groups)
+    stats = _of_all_ranks(of_sequence, e.scored, groups, num_groups)
     less = dr_grpo_advantages(of_sequence, groups, stats) - of_sequence
     nothing = torch.zeros_like(rewards)
     return rewards + shape_rewards(less, nothing, e.answer_mask, 0.0)
 
 
-def _of_all_ranks(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    return dist.all_reduce_sum(group_stats(scores, groups, num_groups))
+def _of_all_ranks(scores: Tensor, scored: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    return dist.all_reduce_sum(group_stats(scores[scored], groups[scored], num_groups))
 
 
 def _whitened(x: Tensor, mask: Tensor) -> Tensor:

@@ -67,9 +67,9 @@ def find_checkpoints(
     actor_config = load_config(found.actor, ACTOR, trust)
     require_causal_lm(actor_config, found.actor, ACTOR)
     check_tensor_parallel(actor_config, args.inference_tp_size)
-    lora = args.actor_lora_modules if args.actor_lora_dim else ()
+    lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     attention = args.attn_implementation
-    check_fit(actor_config, found.actor, ACTOR, "lm", attention, lora, "--actor_lora_modules")
+    check_fit(actor_config, found.actor, ACTOR, "lm", attention, *lora)
     # The actor's own name is what `RLHFConfig` fills in.
     if not (scores or args.has_critic) and critic and resolve_model(critic) != found.actor:
         raise UserError(
@@ -142,8 +142,8 @@ def _find_critic(
         name, flag, own = found.actor, ACTOR, None
     config = load_config(name, flag, trust)
     require_score_head(config, name, flag)
-    lora = args.critic_lora_modules if args.critic_lora_dim else ()
-    check_fit(config, name, flag, "score", args.attn_implementation, lora, "--critic_lora_modules")
+    lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
+    check_fit(config, name, flag, "score", args.attn_implementation, *lora)
     found.critic, found.critic_flag = name, flag
     found.critic_from_base = reward_form(config, name, flag) == "base"
     # What is saved with the critic must say where a sequence ends to those who pool by padding.

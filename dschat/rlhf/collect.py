@@ -28,6 +28,7 @@ from dschat.rlhf.rewards import (
     RunningScale,
     Samples,
     SourceScores,
+    any_applies,
     combine,
     joined_scores,
     source_means,
@@ -121,6 +122,7 @@ class Collector:
         self._programs = programs
         self._more = more_prompts
         self._left = Prompts()  # of all ranks, taken from there, but not asked yet
+        self._warned = False  # of answers that nothing scores
         self._announce()
 
     def _announce(self) -> None:
@@ -141,12 +143,19 @@ class Collector:
         return self._args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on, as JSON can say it; the same on all ranks."""
-        taken = getattr(self._more, "taken", 0)
-        return {"scale": self.scale.state_dict(), "left": vars(self._left), "taken": taken}
+        """Collective. What the next rollout depends on, as JSON can say it, the same on all
+        ranks.
+        """
+        return {
+            "scale": self.scale.state_dict(),
+            "left": vars(self._left),
+            "taken": getattr(self._more, "taken", 0),
+            "programs": self._programs.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale.load_state_dict(state["scale"])
+        self._programs.load_state_dict(state.get("programs", {}))
         self._left = Prompts(**state["left"])
         if hasattr(self._more, "taken"):
             self._more.taken = state["taken"]
@@ -168,9 +177,10 @@ class Collector:
         return self._answer(prompts, sampling, first, total)
 
     def score(self, collected: Collected) -> None:
-        """Collective. Fill in the scores, not clipped, from all sources; sequences that a program
-        with a weight gave none are dropped. Those that the reward model made NaN stay, for the
-        trainer to see.
+        """Collective. Fill in the scores, not clipped, from all sources. Sequences that a program
+        with a weight failed on are dropped; those that every source with a weight declined (None)
+        stay, but are not ``scored``. Those that the reward model made NaN stay, for the trainer to
+        see.
 
         Raises ``RewardError`` on all ranks where a program of one of them failed.
         """
@@ -183,14 +193,25 @@ class Collector:
         e.scores = scores.float()
         for row, values in enumerate(of_tokens or ()):
             e.token_scores[row, : len(values)] = torch.tensor(values)
-        unscored = torch.zeros(e.num_sequences, dtype=torch.bool)
+        e.scored = any_applies(sources)
+        failed = torch.zeros(e.num_sequences, dtype=torch.bool)
         for source in sources:
             if source.name != REWARD_MODEL and source.weight:
-                unscored |= source.scores.isnan()
-        (missing,) = dist.sum_floats([float(unscored.sum())])
-        if missing:
-            collected.metrics["rollout/unscored"] = missing
-            collected.experience = e.pick((~unscored).nonzero().flatten().tolist())
+                failed |= source.scores.isnan()
+        counts = [float(failed.sum()), float((~e.scored & ~failed).sum()), float(len(failed))]
+        lost, declined, total = dist.sum_floats(counts)
+        if lost or declined:
+            collected.metrics["rollout/unscored"] = lost + declined
+        if declined and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f of %.0f answers have no score: every source said None; nothing is learned "
+                "from such answers (counted as rollout/unscored)",
+                declined,
+                total,
+            )
+        if lost:
+            collected.experience = e.pick((~failed).nonzero().flatten().tolist())
 
     def sources_of(self, collected: Collected, size: int) -> list[SourceScores]:
         """Collective. What every source says of these answers, once; programs are waited for.
@@ -283,7 +304,7 @@ class Collector:
         kept = kept[:wanted]
         every = joined(parts)
         total, number = dist.sum_floats(
-            [float(every.scores.double().sum()), float(every.num_sequences)]
+            [float(every.scores.double().sum()), float(every.scored.sum())]
         )
         e = _renumbered(every, kept, sampling.n)
         metrics = _means(sums, asked) | {
@@ -297,11 +318,12 @@ class Collector:
 
     def _that_differ(self, e: Experience, before: int, total: int, n: int) -> list[int]:
         """Collective. Numbers of this round's prompts whose answers do not all score alike once
-        they are clipped, or have a score that is not finite.
+        they are clipped, or have a score that is not finite. Answers without a score do not count.
         """
         groups = e.numbers // n - before
         scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, self.clip), e.scores)
-        stats = dist.all_reduce_sum(group_stats(scores, groups, total))
+        stats = group_stats(scores[e.scored], groups[e.scored], total)
+        stats = dist.all_reduce_sum(stats)
         differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
         return (before + differ.nonzero().flatten()).tolist()
 

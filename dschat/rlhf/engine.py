@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -32,17 +33,14 @@ from dschat.hybrid.rollout import (
     RolloutSettings,
     rollout_form,
 )
-from dschat.hybrid.stream import adapter_stream, weight_stream
-from dschat.models.load import (
-    load_causal_lm,
-    load_config,
-    load_generation_config,
-    load_score_backbone,
-)
+from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
+from dschat.model_files import read_generation_config
+from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.reward import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.models.vocabulary import num_ids
+from dschat.output_dir import check_room
 from dschat.rlhf.checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
@@ -70,7 +68,8 @@ class DeepSpeedRLHFEngine:
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
 
-    Raises ``UserError`` for a checkpoint that is missing, of the wrong kind or incomplete.
+    Raises ``UserError`` for a checkpoint that is missing, of the wrong kind or incomplete, and for
+    an ``output_dir`` on a disk without space for what `save` writes.
     """
 
     def __init__(
@@ -96,15 +95,18 @@ class DeepSpeedRLHFEngine:
         self.checkpoints = find_checkpoints(
             str(actor_model_name_or_path), names[1] or None, self.args, tokenizer
         )
-        self._updates = max(1, num_total_iters * self.args.ppo_epochs * self.args.num_mini_batches)
+        self._num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
-        self.stop_ids = stop_ids(tokenizer, load_generation_config(self.checkpoints.actor))
+        ends = read_generation_config(self.checkpoints.actor, ACTOR)
+        self.stop_ids = stop_ids(tokenizer, ends)
         self._architectures: dict[str, str] = {}  # class names, for config.json
 
         self.actor = self._build_actor()
         self.ref = self._build_reference()
         self.critic = self._build_critic()
+        if self.args.output_dir is not None:
+            check_room(self.args.output_dir, self._saved_bytes())
         self.reward = self._build_reward()
         own, longest = self.checkpoints.reward_tokenizer, self.checkpoints.reward_max_len
         self._retokenizer = own and Retokenizer(tokenizer, own, self.stop_ids, longest)
@@ -152,7 +154,9 @@ class DeepSpeedRLHFEngine:
 
     def _trained(self, model: nn.Module, name: str, zero: ZeroSettings, wrap: Any = None) -> Any:
         """Collective. An engine around ``model``, by the knobs of ``name``: actor or critic."""
-        args = self.args
+        args, iterations = self.args, self._num_iters
+        if name == "actor":  # its schedule stands still while the critic trains alone
+            iterations -= args.critic_warmup_steps
 
         def own(knob: str) -> Any:
             return getattr(args, f"{name}_{knob}")
@@ -174,7 +178,7 @@ class DeepSpeedRLHFEngine:
             args.adam_betas,
             args.lr_scheduler_type,
             args.num_warmup_steps,
-            self._updates,
+            max(1, iterations * args.ppo_epochs * args.num_mini_batches),
         )
 
     def _build_actor(self) -> Any:
@@ -264,6 +268,11 @@ class DeepSpeedRLHFEngine:
         return score_sequences(self.reward, ids, lengths)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the actor's weights where it computes."""
+        return self._actor_zero.dtype
+
+    @property
     def has_reference(self) -> bool:
         return self.ref is not None or self._is_its_own_reference
 
@@ -327,6 +336,12 @@ class DeepSpeedRLHFEngine:
             self._architectures["critic"],
         )
         self._save_adapter(output_dir / "critic", critic)
+
+    def _saved_bytes(self) -> list[int]:
+        """What each of the folders that a run leaves takes."""
+        actors = 1 + self.args.enable_ema + self.args.keep_best
+        critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic).model)]
+        return [weight_bytes(unwrap(self.actor))] * actors + critics
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
         """Collective. Write the actor, or its moving average, as a Hugging Face folder."""

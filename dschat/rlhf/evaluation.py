@@ -24,7 +24,7 @@ from dschat.knobs import require
 from dschat.rlhf.collect import Collector, Prompts
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, source_means
+from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, any_applies, source_means
 from dschat.rlhf.scoring import action_logprobs, evaluating, pieces
 from dschat.rollout import Generator, SamplingParams
 
@@ -78,6 +78,7 @@ def evaluate_policy(
     sources = collector.sources_of(collected, args.eval_batch_size)
     of_sources = source_means("eval/scores", sources)
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
+    scores[~any_applies(sources)] = math.nan
     for source in sources:
         if source.weight:  # 0 x NaN would be NaN
             scores += source.weight * source.scores.double()

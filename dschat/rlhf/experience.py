@@ -43,6 +43,7 @@ class Experience:
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     values: Tensor  # (S, A) fp32, the critic's, before each action
     scores: Tensor  # (S,) fp32, of all sources together, neither clipped nor penalised
+    scored: Tensor  # (S,) bool, False where every source declined: score and advantages are 0
     token_scores: Tensor  # (S, A) fp32, what of the scores belongs to single actions
     entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, nats
     weights: Tensor  # (S, A) fp32, importance weights against the generator's distribution
@@ -54,6 +55,11 @@ class Experience:
     @property
     def num_sequences(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def scored_mask(self) -> Tensor:
+        """Actions of the answers that have a score: (S, A) bool."""
+        return self.answer_mask & self.scored.unsqueeze(1)
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
         """These rows on ``device``, columns trimmed to the longest; no rows: one masked dummy."""
@@ -129,6 +135,7 @@ def _dummy(device: torch.device) -> Experience:
         finished=flat.bool(),
         rollout_logprobs=row,
         scores=flat,
+        scored=flat.bool(),
         weights=row,
         **dict.fromkeys(_PER_ACTION, row),
     )
@@ -166,6 +173,7 @@ def from_rollout(
         finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
         rollout_logprobs=logprobs,
         scores=torch.zeros(len(sequences)),
+        scored=torch.ones(len(sequences), dtype=torch.bool),
         weights=mask.float(),
         sources=sources,
         **{name: torch.zeros_like(logprobs) for name in _PER_ACTION},

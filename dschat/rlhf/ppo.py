@@ -33,7 +33,7 @@ from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.collect import Collector, PromptBatch
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, chunks, mini_batch_of
-from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics
+from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics, warn_of_gap
 from dschat.rlhf.rewards import RewardPrograms
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.rollout import SamplingParams
@@ -80,11 +80,12 @@ class DeepSpeedPPOTrainer:
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
+        self._warned_of_gap = False
         self._looks = False  # whether training is the first that asks the actor, and has not yet
 
     def run_state(self) -> RunState:
-        """All that the next iteration depends on: a checkpoint's content. For the boundary between
-        two iterations, where no experience is pending.
+        """Collective. All that the next iteration depends on: a checkpoint's content. For the
+        boundary between two iterations, where no experience is pending.
         """
         engine = self.engine
         engines = {"actor": engine.actor, "critic": engine.critic}
@@ -92,6 +93,7 @@ class DeepSpeedPPOTrainer:
             "iteration": self.iteration,
             "version": engine.version,
             "kl_coef": self.kl.value,
+            "kl_began_at": self.args.kl_coef,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": getattr(self._unsupervised, "taken", 0),
             "rollouts": self.collector.state_dict(),
@@ -103,10 +105,13 @@ class DeepSpeedPPOTrainer:
         )
 
     def go_on_from(self, values: dict[str, Any]) -> None:
-        """Take up the values of a `run_state` whose engines and tensors are back already."""
+        """Take up the values of a `run_state` whose engines and tensors are back already. The KL
+        coefficient is state only where it is adapted, and is told to begin where it began.
+        """
         self.iteration = values["iteration"]
         self.engine.version = values["version"]
-        self.kl.value = values["kl_coef"]
+        if self.kl.target is not None and values["kl_began_at"] == self.args.kl_coef:
+            self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
         if hasattr(self._unsupervised, "taken"):
@@ -191,6 +196,7 @@ class DeepSpeedPPOTrainer:
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
         self.metrics |= training_metrics(sums)
+        self._warned_of_gap = self._warned_of_gap or warn_of_gap(self.metrics, self.engine.dtype)
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():
             self.metrics["policy/loss_scale"] = loss_scale(actor)
@@ -202,6 +208,12 @@ class DeepSpeedPPOTrainer:
         )
         self.iteration += 1
         return self.metrics["loss/policy_avg"], self.metrics.get("loss/value_avg")
+
+    def require_learned(self) -> None:
+        """For the end of a run. Raises ``FloatingPointError`` where every step of the actor was
+        skipped.
+        """
+        self._skipped["actor"].require_some(any_applied=self.engine.version > 0)
 
     def _passed_over(self, experience: Experience) -> dict[str, float]:
         """Nothing is learned from ``experience``, which is counted as a bad step."""
@@ -218,7 +230,7 @@ class DeepSpeedPPOTrainer:
         """Collective. An optimizer step of actor and any critic on this rank's ``rows``."""
         size = self.args.per_device_training_batch_size
         count = dist.max_int(max(1, -(-len(rows) // size)))
-        num_actions = float(experience.answer_mask[rows].sum()) if rows else 0.0
+        num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
         counted = aggregation_count(experience.loss_mask[rows], self.args.aggregation)
         all_actions, all_counted = dist.sum_floats([num_actions, float(counted)])
         parts = chunks(rows, size, count)
@@ -279,7 +291,7 @@ class DeepSpeedPPOTrainer:
     def _critic_micro_batch(self, step: Step, batch: Experience) -> dict[str, float]:
         values = action_values(self.engine.critic, batch)
         loss, metrics = value_loss(
-            values, batch.values, batch.returns, batch.answer_mask, self.args.cliprange_value
+            values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
         )
         step.backward(loss)
         return {

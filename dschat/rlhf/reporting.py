@@ -5,8 +5,10 @@ Sums of this rank come in; the numbers of metrics.jsonl, over all ranks, go out.
 TRL has one. It must not know how anything was computed.
 """
 
+import logging
 import math
 
+import torch
 from torch import Tensor
 
 from dschat import dist
@@ -16,6 +18,8 @@ from dschat.metrics import peak_memory_gib, rlhf_iteration_flops, shape_of, tflo
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rollout import Generator
+
+logger = logging.getLogger("dschat")
 
 # Already the same on every rank; everything else in the sums of an update is this rank's own.
 _GLOBAL = (
@@ -35,30 +39,33 @@ def experience_metrics(
     engine: DeepSpeedRLHFEngine,
     clip: float | None,
 ) -> dict[str, float]:
-    """Collective. Means over all sequences or all actions of a rollout.
+    """Collective. Means over all sequences or all actions of a rollout; of scores, rewards and
+    returns over those that have a score.
 
     ``rewards`` (S, A); ``corrected``: this rank's sums of the importance weights, see
     `dschat.losses.rollout_weights`; ``clip``: what scores were clipped to, but not here. KL, values
     and entropy are those of models that were asked.
     """
     mask, args = e.answer_mask, engine.args
-    scores = e.scores.double()
+    scores = e.scores[e.scored].double()
 
     def total(per_action: Tensor) -> float:
         return float(per_action[mask].double().sum())
 
     sums = {
         "sequences": float(e.num_sequences),
+        "scored": float(len(scores)),
+        "scored_tokens": float(e.scored_mask.sum()),
         "tokens": float(mask.sum()),
         "prompt_tokens": float(e.prompt_lengths.sum()),
         "kl": total(e.logprobs - e.ref_logprobs),
         "scores": float(scores.sum()),
         "scores_sq": float(scores.square().sum()),
         "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
-        "rewards": total(rewards),
+        "rewards": float(rewards[e.scored_mask].double().sum()),
         "entropy": total(e.entropy),
         "values": total(e.values),
-        "returns": total(e.returns),
+        "returns": float(e.returns[e.scored_mask].double().sum()),
         "finished": float(e.finished.sum()),
         "gap": total((e.rollout_logprobs - e.logprobs).abs()),
         "mismatch_kl": total(kl_penalty(e.rollout_logprobs, e.logprobs, "k3")),
@@ -66,11 +73,12 @@ def experience_metrics(
     }
     totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
     n, tokens = max(totals["sequences"], 1.0), max(totals["tokens"], 1.0)
-    mean_score = totals["scores"] / n
+    scored = max(totals["scored"], 1.0)
+    mean_score = totals["scores"] / scored
     metrics = {
         "objective/scores": mean_score,
-        "objective/scores_std": math.sqrt(max(totals["scores_sq"] / n - mean_score**2, 0.0)),
-        "objective/rlhf_reward": totals["rewards"] / n,
+        "objective/scores_std": math.sqrt(max(totals["scores_sq"] / scored - mean_score**2, 0.0)),
+        "objective/rlhf_reward": totals["rewards"] / scored,
         "rollout/answer_length": totals["tokens"] / n,
         "rollout/prompt_length": totals["prompt_tokens"] / n,
         "rollout/eos_share": totals["finished"] / n,
@@ -78,12 +86,12 @@ def experience_metrics(
         "rollout/tokens": totals["tokens"],
     }
     if clip is not None:
-        metrics["objective/clipped_share"] = totals["clipped"] / n
+        metrics["objective/clipped_share"] = totals["clipped"] / scored
     if engine.has_reference:
         metrics["objective/kl"] = totals["kl"] / n
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens
-        metrics["val/returns"] = totals["returns"] / tokens
+        metrics["val/returns"] = totals["returns"] / max(totals["scored_tokens"], 1.0)
     if args.old_logprobs == "recompute":  # else the training passes measure the gap
         metrics["objective/entropy"] = totals["entropy"] / tokens
         metrics["rollout/logprob_gap"] = totals["gap"] / tokens
@@ -155,6 +163,24 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         if total in totals:
             metrics[name] = mean(total, number)
     return metrics
+
+
+def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:
+    """Whether ``rollout/logprob_gap`` is larger than rounding explains; then a warning has said
+    what it may mean.
+    """
+    gap, bound = metrics.get("rollout/logprob_gap", 0.0), 0.01 if dtype == torch.float32 else 0.1
+    if not gap > bound:
+        return False
+    logger.warning(
+        "rollout/logprob_gap is %.3g nats a token, beyond %g: answers are sampled from another "
+        "distribution than the one that is trained (a model that the generator computes wrongly, "
+        "dropout, or too low a precision). Compare with --enable_hybrid_engine false or --dtype "
+        "fp32; --rollout_is tis weighs it out; if it stays, report it with the model's name",
+        gap,
+        bound,
+    )
+    return True
 
 
 def throughput(

@@ -26,6 +26,8 @@ from dschat.rlhf.experience import Experience
 
 logger = logging.getLogger("dschat")
 
+_MARK = "\ue000"  # an answer that no prompt or template holds: a character for private use
+
 
 class Retokenizer:
     """From one tokenizer's sequences to another's.
@@ -97,23 +99,31 @@ class Retokenizer:
 
     def _chat(self, messages: list[dict[str, str]], said: str, finished: bool) -> str:
         """The dialogue by the reward model's template, up to the end of ``said`` or its EOS."""
-        dialogue = [*messages, {"role": "assistant", "content": said}]
         try:
-            asked = render_chat(self._own, messages, ask=True)
-            answered = render_chat(self._own, dialogue, ask=False)
+            asked, answered, after = self._rendered(messages, said)
         except UserError as error:
             self._say_once(f"the reward model reads such chats by the default template: {error}")
             plain = default_template(self._own)
-            asked = render_chat(self._own, messages, ask=True, template=plain)
-            answered = render_chat(self._own, dialogue, ask=False, template=plain)
+            asked, answered, after = self._rendered(messages, said, plain)
         if not answered.startswith(asked):
             return asked + said
-        added = answered[len(asked) :]
-        end = added.find(said) + len(said) if said in added else len(added)
+        end = len(answered) - (len(after) if answered.endswith(after) else 0)
         eos = self._own.eos_token
-        if finished and eos and eos in added[end:]:
-            end = added.index(eos, end) + len(eos)
-        return asked + added[:end]
+        if finished and eos and eos in answered[end:]:
+            end = answered.index(eos, end) + len(eos)
+        return answered[:end]
+
+    def _rendered(
+        self, messages: list[dict[str, str]], said: str, template: str | None = None
+    ) -> tuple[str, str, str]:
+        """The chat up to its answer, with ``said`` as its answer, and what follows any answer."""
+
+        def render(*answer: str) -> str:
+            turns = [{"role": "assistant", "content": text} for text in answer]
+            return render_chat(self._own, [*messages, *turns], not answer, template)
+
+        # NOTE where the answer ends cannot be found by searching for it: "A" is in "Answer: " too.
+        return render(), render(said), render(_MARK).rpartition(_MARK)[2]
 
     def _encode(self, text: str, special: bool, finished: bool) -> list[int]:
         """Ids of ``text``, ending with EOS exactly where the answer is finished."""

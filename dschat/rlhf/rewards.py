@@ -16,7 +16,13 @@ from dschat.reward_programs.programs import (
     SourceScores,
 )
 from dschat.reward_programs.samples import Samples
-from dschat.reward_programs.total import RunningScale, combine, joined_scores, source_means
+from dschat.reward_programs.total import (
+    RunningScale,
+    any_applies,
+    combine,
+    joined_scores,
+    source_means,
+)
 
 __all__ = [
     "REWARD_MODEL",
@@ -26,6 +32,7 @@ __all__ = [
     "RunningScale",
     "Samples",
     "SourceScores",
+    "any_applies",
     "combine",
     "joined_scores",
     "score_sequences",

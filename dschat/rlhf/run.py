@@ -99,18 +99,21 @@ class Reporter:
             self.evaluate()
             return
         self._trainer.go_on_from(values)
-        self._best = values["best"]
+        if values["best_metric"] == self._args.best_metric:
+            self._best = values["best"]
         self._log.go_on_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
+        self._evaluate_if_due()  # the checkpoint was made before
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "log": self._log.position(), "rows": self._num_rows}
+        state.values |= {"best": self._best, "best_metric": self._args.best_metric}
+        state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
 
     def step(self, experience: Experience) -> None:
-        """Collective. Report the iteration that just ended, evaluate and save where that is due.
+        """Collective. Report the iteration that just ended, save and evaluate where that is due.
 
         Raises ``Stopped`` where the run was asked to stop, once it is saved.
         """
@@ -122,9 +125,13 @@ class Reporter:
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
         if args.print_answers and done % args.print_answers_interval == 0:
             self._print_answers(experience)
-        if args.eval_steps and done % args.eval_steps == 0 and done < self._num_iters:
-            self.evaluate()
         self._bounds.after(done, self._state, is_last=done == self._num_iters)
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        done, every = self._trainer.iteration, self._args.eval_steps
+        if every and done % every == 0 and done < self._num_iters:
+            self.evaluate()
 
     def evaluate(self) -> None:
         """Collective. Held-out prompts, by the actor and (once it differs) its moving average."""
@@ -174,7 +181,8 @@ class Reporter:
             ids, prompt_len = e.input_ids[i].tolist(), int(e.prompt_lengths[i])
             prompt = tokenizer.decode(ids[:prompt_len], skip_special_tokens=True)
             answer = tokenizer.decode(ids[prompt_len : int(e.lengths[i])], skip_special_tokens=True)
-            logger.info("  %+.2f  %r -> %r", float(e.scores[i]), prompt[-80:], answer[:160])
+            score = f"{float(e.scores[i]):+.2f}" if e.scored[i] else " none"
+            logger.info("  %s  %r -> %r", score, prompt[-80:], answer[:160])
 
     def close(self) -> None:
         self._bar.close()

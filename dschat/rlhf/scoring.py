@@ -120,6 +120,8 @@ def evaluating(*models: nn.Module | None) -> Iterator[None]:
     modes = [model.training for model in there]
     for model in there:
         model.eval()
-    yield
-    for model, mode in zip(there, modes, strict=True):
-        model.train(mode)
+    try:
+        yield
+    finally:
+        for model, mode in zip(there, modes, strict=True):
+            model.train(mode)

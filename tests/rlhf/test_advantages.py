@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,19 +16,14 @@ from dschat.rollout import Rollout
 
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
 CLIP = 3.0
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-)
+DECLINED = [1, 6, 7, 8, 9, 11]  # one of prompt 0, all of prompt 2, all but one of prompt 3
+ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
 
 
-def experience(seed: int = 0) -> Experience:
-    """4 prompts x 3 samples; lengths 1 to 6, one group that scores alike."""
+def experience(seed: int = 0, declined: list[int] | None = None) -> Experience:
+    """4 prompts x 3 samples; lengths 1 to 6, one group that scores alike. ``declined``: rows that
+    nothing scores.
+    """
     rng = np.random.default_rng(seed)
     count = PROMPTS * SAMPLES
     lengths = [1, WIDTH, *rng.integers(1, WIDTH + 1, count - 2)]
@@ -40,6 +36,8 @@ def experience(seed: int = 0) -> Experience:
         setattr(e, name, torch.where(e.answer_mask, noise, 0.0))
     e.scores = torch.tensor(rng.normal(0, 2, count), dtype=torch.float32)
     e.scores[3:6] = 0.5
+    e.scored[declined or []] = False
+    e.scores[~e.scored] = 0.0
     return e
 
 
@@ -68,23 +66,25 @@ def to_go(row, gamma):
 
 
 def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
-    rewards = rewards_by_hand(e, kl_coef)
-    totals = [row.sum() for row in rewards]
-    groups = [totals[g * SAMPLES : (g + 1) * SAMPLES] for g in range(PROMPTS)]
+    """Advantages of the actions whose answers are scored, one after the other."""
+    rewards, plain = rewards_by_hand(e, kl_coef), rewards_by_hand(e, 0.0)
     out = []
     for i, row in enumerate(rewards):
-        group, own = groups[i // SAMPLES], totals[i]
+        if not e.scored[i]:
+            continue
+        first = i // SAMPLES * SAMPLES
+        members = [j for j in range(first, first + SAMPLES) if e.scored[j]]
+        group, own = [rewards[j].sum() for j in members], row.sum()
         if estimator == "grpo":
-            a = (own - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
+            alone = len(group) == 1
+            a = 0.0 if alone else (own - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
         elif estimator == "dr_grpo":
             a = own - np.mean(group)
         elif estimator == "rloo":
-            a = own - (sum(group) - own) / (SAMPLES - 1)
+            a = own - (sum(group) - own) / (len(group) - 1) if len(group) > 1 else 0.0
         elif estimator == "reinforce_pp_baseline":
-            plain = [r.sum() for r in rewards_by_hand(e, 0.0)]
-            mean = np.mean(plain[i // SAMPLES * SAMPLES : (i // SAMPLES + 1) * SAMPLES])
             less = row.copy()
-            less[-1] -= mean
+            less[-1] -= np.mean([plain[j].sum() for j in members])
             a = to_go(less, 0.9)
         elif estimator == "gae":
             values = np.append(e.values[i, : len(row)].double().numpy(), 0.0)
@@ -101,16 +101,19 @@ def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
     return flat
 
 
+@pytest.mark.parametrize("declined", [[], DECLINED], ids=["all scored", "some declined"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimators_by_hand(estimator):
-    e = experience()
+def test_estimators_by_hand(estimator, declined):
+    """What nothing scores is in no statistics, and has advantage 0."""
+    e = experience(declined=declined)
     rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
     mask = e.answer_mask
     np.testing.assert_allclose(
         rewards[mask].numpy(), np.concatenate(rewards_by_hand(e, 0.2)), atol=1e-5
     )
-    np.testing.assert_allclose(e.advantages[mask].numpy(), by_hand(estimator, e, 0.2), atol=2e-5)
-    assert not e.advantages[~mask].any()
+    scored = mask & e.scored[:, None]
+    np.testing.assert_allclose(e.advantages[scored].numpy(), by_hand(estimator, e, 0.2), atol=2e-5)
+    assert not e.advantages[~scored].any()
     assert torch.equal(e.loss_mask, mask)
 
 
@@ -141,13 +144,13 @@ class TwoRanks:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("cut", [0, 1, 4, 6])
 def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
-    whole, ranks = experience(1), TwoRanks()
+    whole, ranks = experience(1, DECLINED), TwoRanks()
     fill_in_advantages(whole, config(estimator), 0.1, PROMPTS, CLIP)
     rows = [list(range(cut)), list(range(cut, whole.num_sequences))]
     monkeypatch.setattr(dist, "all_reduce_sum", ranks.all_reduce_sum)
 
     def on_rank(rank):
-        e = experience(1).pick(rows[rank])
+        e = experience(1, DECLINED).pick(rows[rank])
         fill_in_advantages(e, config(estimator), 0.1, PROMPTS, CLIP)
         return e.advantages[e.answer_mask]
 

@@ -170,6 +170,38 @@ def test_samples_without_a_score_are_left_out(models_folder):
     trainer.train_rlhf(e)
 
 
+def undecided(answer_ids):
+    return [float(sum(ids) % 2) if sum(ids) % 3 else None for ids in answer_ids]
+
+
+def test_answers_without_a_score_teach_the_critic_nothing(models_folder):
+    """Whatever their returns are; and no mean of scores, rewards or returns counts them."""
+    options = {"advantage_estimator": "gae", "kl_coef": 0.0, "ppo_epochs": 1}
+    options |= {"per_device_training_batch_size": 16, "gradient_accumulation_steps": 1}
+    after = []
+    for wrong in (0.0, 1e3):
+        torch.manual_seed(0)  # of the critic's new head
+        trainer = trainer_of(models_folder, [undecided], **options)
+        trainer.args.missing_eos_penalty = 0.0
+        e = trainer.generate_experience(PROMPTS[:8])
+        scored = sums_of(e) % 3 != 0
+        assert torch.equal(e.scored, scored)
+        assert 0 < (~scored).sum() == trainer.metrics["rollout/unscored"] < 16
+        assert not e.advantages[~scored].any()
+        mean = float(e.scores[scored].mean())
+        for name in ("objective/scores", "objective/scores/undecided", "objective/rlhf_reward"):
+            assert trainer.metrics[name] == pytest.approx(mean)
+        actions = e.answer_mask & scored[:, None]
+        returns = float(e.returns[actions].mean())
+        assert trainer.metrics["val/returns"] == pytest.approx(returns, rel=1e-5)
+        error = float((e.values - e.returns)[actions].square().mean())
+        e.returns[~scored] += wrong
+        trainer.train_rlhf(e)
+        assert trainer.metrics["loss/value_avg"] == pytest.approx(error / 2, rel=1e-5)
+        after.append([p.detach().clone() for p in trainer.engine.critic.module.parameters()])
+    assert all(map(torch.equal, *after))
+
+
 def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
     """Against what the actor said before it took a step; in which mini-batch is no matter."""
     trainer = trainer_of(models_folder, old_logprobs="rollout", ppo_epochs=2)

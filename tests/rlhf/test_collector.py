@@ -12,8 +12,8 @@ from dschat.config import RLHFConfig, UserError
 from dschat.rlhf.collect import Collected, Collector, Prompts
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
-from dschat.rlhf.rewards import RewardPrograms, SourceScores
-from dschat.rollout import Rollout
+from dschat.rlhf.rewards import RewardPrograms, SourceScores, any_applies
+from dschat.rollout import Rollout, SamplingParams
 
 
 def rule(answers):
@@ -45,11 +45,12 @@ def test_what_bounds_the_score(functions, reward_model, clip_reward, bound, said
 
 def test_groups_that_the_clip_makes_alike_teach_nothing():
     """Those with a score that is not finite are kept, for the trainer to see."""
-    pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9]]
+    pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9], [1, 0], [0, 0]]
     scores = torch.tensor(pairs).float().flatten()
-    e = SimpleNamespace(numbers=torch.arange(14, 24), scores=scores)
-    assert collector_of(reward_model=True)._that_differ(e, 7, 5, 2) == [8, 9, 10, 11]
-    assert collector_of(rule)._that_differ(e, 7, 5, 2) == [7, 8, 9, 10, 11]
+    scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
+    e = SimpleNamespace(numbers=torch.arange(14, 28), scores=scores, scored=scored)
+    assert collector_of(reward_model=True)._that_differ(e, 7, 7, 2) == [8, 9, 10, 11]
+    assert collector_of(rule)._that_differ(e, 7, 7, 2) == [7, 8, 9, 10, 11]
 
 
 def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
@@ -68,15 +69,65 @@ def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
     assert collected.metrics == means
 
 
-def test_what_a_source_says_nothing_of_does_not_count_in_its_mean(monkeypatch):
-    collector = collector_of(rule)
-    rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
-    collected = Collected(from_rollout([[1]] * 4, rollout, 0), 4, {}, [])
-    applies = torch.tensor([True, False, True, False])
-    source = SourceScores("rule", 1.0, torch.tensor([1.0, 0, 2.0, 0]), applies=applies)
-    monkeypatch.setattr(collector, "sources_of", lambda *_: [source])
-    collector.score(collected)
-    assert collected.metrics == {"objective/scores/rule": 1.5}
+def said(name, weight, *values):
+    """A source whose None are None, and whose failures are NaN."""
+    applies = torch.tensor([value is not None for value in values])
+    return SourceScores(name, weight, torch.tensor([v or 0.0 for v in values]), applies=applies)
+
+
+def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
+    """Nor does it count in a source's mean. What failed is left out; what is only logged, and what
+    scores 0, is something else.
+    """
+    collector = collector_of(rule, (rule, 2.0), (rule, 0.0))
+    sources = [
+        said("rule", 1.0, 1.0, None, None, 0.0, None, 2.0),
+        said("rule_2", 2.0, None, None, 3.0, None, math.nan, -1.0),
+        said("rule_3", 0.0, 5.0, 5.0, None, None, None, None),
+    ]
+    monkeypatch.setattr(collector, "sources_of", lambda *_: sources)
+    for _ in range(2):
+        rollout = Rollout([[5]] * 6, [[-1.0]] * 6, ["stop"] * 6)
+        collected = Collected(from_rollout([[1]] * 6, rollout, 0), 6, {}, [])
+        collector.score(collected)
+        e = collected.experience
+        assert e.numbers.tolist() == [0, 1, 2, 3, 5]
+        assert e.scores.tolist() == [1, 0, 6, 0, 0]
+        assert e.scored.tolist() == [True, False, True, True, True]
+        assert collected.metrics == {
+            "objective/scores/rule": 1,
+            "objective/scores/rule_2": 1,
+            "objective/scores/rule_3": 5,
+            "rollout/unscored": 2,
+        }
+    assert caplog.text.count("1 of 6 answers have no score: every source said None") == 1
+    assert any_applies([sources[2]]).all()  # nothing has a weight: nothing is declined
+
+
+def test_later_rounds_ask_as_many_prompts_as_are_likely_missing(monkeypatch):
+    """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
+    collector = collector_of(rule, more=([[i]] for i in range(100)), num_samples_per_prompt=2)
+    differ = [[1] * 6 + [0] * 2, [1, 0, 0], [0, 1]]
+    asked = []
+
+    def answer(prompts, sampling, first, total):
+        pairs = differ[len(asked)]
+        asked.append(len(prompts.ids))
+        rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
+        e = from_rollout(prompts.repeated(2).ids, rollout, 0, first * 2)
+        e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
+        return Collected(e, total, {"rollout/occupancy": float(total)})
+
+    monkeypatch.setattr(collector, "_answer", answer)
+    collected = collector._until_full(Prompts([[i] for i in range(8)]), SamplingParams(n=2))
+    assert asked == [8, 3, 2]
+    assert collected.num_prompts == 8
+    assert collected.experience.numbers.tolist() == list(range(16))
+    assert collected.experience.scores.tolist() == [0, 1] * 8
+    assert collected.metrics["sampling/kept_prompts"] == 8
+    assert collected.metrics["sampling/waste"] == pytest.approx(5 / 13)
+    weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
+    assert collected.metrics["rollout/occupancy"] == pytest.approx(weighed)
 
 
 def test_prompts_that_are_used_up_are_asked_anew():
@@ -94,6 +145,22 @@ def test_prompts_that_are_used_up_on_one_rank_are_asked_anew_on_all(monkeypatch)
     rounds = [collector._next_prompts(Prompts([[7]]), 2).ids for _ in range(3)]
     assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
     assert taken == [0]
+
+
+def test_every_iteration_samples_anew_as_the_flags_say():
+    knobs = {"max_answer_seq_len": 9, "min_answer_seq_len": 2, "num_samples_per_prompt": 3}
+    knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
+    args = RLHFConfig(**knobs)
+    trainer = DeepSpeedPPOTrainer(
+        SimpleNamespace(reward=None), args, programs=RewardPrograms.of(args, [rule])
+    )
+    asked = []
+    for trainer.iteration in range(3):
+        asked.append(trainer.sampling())
+    assert len({sampling.seed for sampling in asked}) == 3
+    rest = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "n": 3}
+    expected = SamplingParams(max_new_tokens=9, min_new_tokens=2, seed=asked[2].seed, **rest)
+    assert asked[2] == expected
 
 
 def test_programs_that_are_made_are_not_made_again():

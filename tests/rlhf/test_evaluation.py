@@ -1,9 +1,14 @@
 """pass@k, scores by source, and the best actor, on held-out prompts."""
 
+import copy
+import json
+import math
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
+from float64_step import answer_logprobs
 from program_cases import parity, sums_of, trainer_of
 from step_cases import PROMPTS
 from transformers import AutoModelForCausalLM
@@ -11,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from dschat.builtin_eval import EVAL_SEED
 from dschat.config import UserError
 from dschat.data.batches import Prompts
+from dschat.deepspeed_setup import unwrap
 from dschat.rlhf import collect
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
 from dschat.rlhf.run import Reporter
@@ -57,6 +63,57 @@ def test_scores_by_source_and_passes(models_folder):
     assert "eval/gold" not in metrics
 
 
+def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
+    def moody(answer_ids):
+        if any(sum(ids) % 2 for ids in answer_ids):
+            raise ValueError("odd")
+        return [3.0] * len(answer_ids)
+
+    trainer = trainer_of(models_folder, [moody], on_reward_error="skip", eval_num_samples=2)
+    with trainer.engine.rollout_mode() as generator:
+        metrics = evaluate_policy(trainer.engine, generator, held_out(), trainer.collector)
+    assert metrics["eval/score"] == 3
+    assert 0 < metrics["eval/pass@1"] < 1  # some of them were odd
+
+
+def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypatch, tmp_path):
+    """Where --eval_steps would ask for it too, it would be the same again."""
+    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "eval_steps": 2}
+    trainer = trainer_of(models_folder, **options)
+    report = Reporter(trainer, held_out(), 6)
+    report._bounds = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
+    evaluated = []
+    monkeypatch.setattr(report, "evaluate", lambda: evaluated.append(trainer.iteration))
+    for trainer.iteration in range(1, 7):
+        report.step(None)
+    assert evaluated == [2, 4]
+    report.close()
+
+
+def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
+    """In nats an answer, log-probs of what was sampled less the reference's: in float64."""
+    trainer = trainer_of(models_folder, eval_num_samples=2, temperature=0.8)
+    reference = unwrap(trainer.engine.ref)
+    generator = torch.Generator().manual_seed(5)
+    for p in reference.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=generator)
+    seen, answers_of = [], trainer.collector.answers_of
+    trainer.collector.answers_of = lambda *args: seen.append(answers_of(*args)) or seen[0]
+    with trainer.engine.rollout_mode() as generator:
+        metrics = evaluate_policy(trainer.engine, generator, held_out(), trainer.collector)
+    e = seen[0].experience
+    actor = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()
+    total = 0.0
+    with torch.no_grad():
+        models = (actor, copy.deepcopy(reference).double())
+        ours, theirs = (answer_logprobs(model, e, 0.8) for model in models)
+    for i in range(e.num_sequences):
+        for t, token in enumerate(e.input_ids[i, e.prompt_lengths[i] : e.lengths[i]].tolist()):
+            total += float(ours[i][t, token] - theirs[i][t, token])
+    assert metrics["eval/kl"] == pytest.approx(total / 12, abs=1e-4)
+    assert metrics["eval/kl"] > 0.1
+
+
 def test_the_same_draws_every_time(models_folder):
     trainer = trainer_of(models_folder)
     both = []
@@ -86,6 +143,26 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     with pytest.raises(UserError, match="--best_metric eval/gold is none of eval/score"):
         report.evaluate()
     report.close()
+
+
+def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
+    models_folder, monkeypatch, tmp_path
+):
+    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": True}
+    trainer = trainer_of(models_folder, **options)
+    monkeypatch.setattr(trainer.engine, "save_actor", lambda folder: None)
+    monkeypatch.setattr("dschat.rlhf.run.evaluate_policy", lambda *args: {"eval/score": 0.5})
+    first = Reporter(trainer, held_out(), 3)
+    first.begin(SimpleNamespace(begin=lambda state: None))
+    values = json.loads(json.dumps(first._state().values))
+    first.close()
+    trainer.args.resume = "latest"
+    for metric, best in (("eval/score", 0.5), ("eval/kl", -math.inf)):
+        trainer.args.best_metric = metric
+        second = Reporter(trainer, held_out(), 3)
+        second.begin(SimpleNamespace(begin=lambda state: values))
+        second.close()
+        assert second._best == best
 
 
 def test_the_actor_kept_is_a_model(models_folder, tmp_path):

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dschat import preference
 from dschat.config import RLHFConfig, UserError
 from dschat.rlhf.collect import Prompts
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.rewards import SourceScores
+from dschat.rlhf.scoring import evaluating
 from dschat.rollout import Rollout
 
 
@@ -31,6 +33,19 @@ def evaluated(sources, has_programs=True, **knobs):
 
 def source(name, weight, scores, **more):
     return SourceScores(name, weight, torch.tensor(scores), **more)
+
+
+@pytest.mark.parametrize("scope", [evaluating, preference._evaluating])
+def test_modes_come_back_after_an_error(scope):
+    model = torch.nn.Linear(1, 1)
+
+    def fails():
+        with scope(model):
+            raise RuntimeError(f"training: {model.training}")
+
+    with pytest.raises(RuntimeError, match="training: False"):
+        fails()
+    assert model.training
 
 
 def test_rounding_fails_no_answer():
@@ -54,6 +69,15 @@ def test_one_source_may_decide_what_passes():
     assert judged["eval/pass@1"] == 0.25
     with pytest.raises(UserError, match="--eval_pass_source rigth is none of .*: right, length"):
         evaluated(parts, eval_pass_source="rigth")
+
+
+def test_declined_answers_are_in_no_mean_and_do_not_pass():
+    applies = torch.tensor([True, False, True, True])
+    parts = [source("right", 2.0, [1.0, 0.0, 0.5, 0.0], applies=applies)]
+    metrics = evaluated(parts, eval_pass_score=0.0)
+    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 0.75)
+    both = evaluated([*parts, source("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
+    assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
 
 
 def test_a_source_that_is_only_logged_fails_no_answer():

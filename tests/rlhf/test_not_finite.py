@@ -1,5 +1,9 @@
 """NaN and infinity in a rollout: nothing learns from it or remembers it, and it is counted."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from step_cases import PROMPTS, Case, build_trainer, ppo_config
@@ -7,6 +11,7 @@ from step_cases import PROMPTS, Case, build_trainer, ppo_config
 from dschat.optimizer_step import Step
 from dschat.rlhf import collect, ppo, scoring
 
+ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -92,6 +97,43 @@ def test_too_many_end_the_run(models_folder, monkeypatch):
     e = trainer.generate_experience(PROMPTS[:4])
     with pytest.raises(FloatingPointError, match="2 steps of the actor .* 1 scores not finite"):
         trainer.train_rlhf(e)
+
+
+def test_a_run_that_learned_nothing_is_not_finished(models_folder, monkeypatch):
+    """Fewer bad updates than --max_bad_steps, and no other: an error at the end."""
+    trainer = trainer_of(models_folder)
+    trainer.require_learned()  # nothing was tried yet, or the critic alone was trained
+    with monkeypatch.context() as patches:
+        spoil_scores(patches)
+        for _ in range(2):
+            trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    with pytest.raises(FloatingPointError, match="no step of the actor was applied: all 2 "):
+        trainer.require_learned()
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    spoil_scores(monkeypatch)
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    trainer.require_learned()  # the last one was skipped, not all
+
+
+@pytest.mark.slow
+def test_step_3_without_a_finite_update_does_not_end_as_finished(models_folder, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "w{i} w4"}}\n' for i in range(2, 40)))
+    (tmp_path / "huge.py").write_text("def score(answers):\n    return [1e38] * len(answers)\n")
+    script = [sys.executable, ROOT / "step3_rlhf" / "main.py", "--data_path", data]
+    flags = f"--actor_model_name_or_path {models_folder}/llama --reward_fn huge.py:score:1e6 "
+    flags += "--max_steps 2 --max_prompt_seq_len 16 --max_answer_seq_len 8 --output_dir out "
+    flags += "--advantage_estimator reinforce --per_device_generation_batch_size 2 "
+    flags += "--per_device_training_batch_size 2 --enable_tensorboard false"
+    result = subprocess.run(
+        [*script, *flags.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 1, result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "no step of the actor was applied: all 2 were skipped" in error
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out" / "COMPLETE").exists()
+    assert not (tmp_path / "out" / "actor").exists()
 
 
 def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):

@@ -1,14 +1,23 @@
 """The trainer of step 3: its gradient against plain torch, first ratios, awkward rollouts."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from step_cases import PROMPTS, Case, build_trainer, my_prompts, ppo_config
+from step_cases import NUM_ITERATIONS, PROMPTS, Case, build_trainer, my_prompts, ppo_config
 from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.optimizer_step import Step
+from dschat.deepspeed_setup import unwrap
+from dschat.optimizer_step import Step, learning_rate
+from dschat.rlhf import ppo
+from dschat.rlhf.collect import Prompts
+from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
+from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.scoring import action_values
 
 ONE = Case("ppo", iterations=1)
 
@@ -131,6 +140,29 @@ def test_the_first_ratio_is_one(zero, models_folder):
         assert trainer.metrics["policy/grad_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "old_logprobs"), [("fp32", "recompute"), ("bf16", "recompute"), ("fp32", "rollout")]
+)
+def test_a_gap_beyond_rounding_is_warned_of_once(
+    dtype, old_logprobs, models_folder, monkeypatch, caplog
+):
+    """As if the generator had another distribution: 0.03 nats a token, then 0.3, and 0.3 again."""
+    trainer = trainer_of(models_folder, dtype=dtype, old_logprobs=old_logprobs, **FIRST)
+    filled, shift = ppo.fill_in, [0.0]
+
+    def fill_in(engine, e, args):
+        e.rollout_logprobs = e.rollout_logprobs - shift[0] * e.answer_mask
+        filled(engine, e, args)
+
+    monkeypatch.setattr(ppo, "fill_in", fill_in)
+    warned = []
+    for shift[0] in (0.0, 0.03, 0.3, 0.3):
+        caplog.clear()
+        one_iteration(trainer, PROMPTS[:8])
+        warned.append(caplog.text.count("rollout/logprob_gap is"))
+    assert warned == ([0, 1, 0, 0] if dtype == "fp32" else [0, 0, 1, 0])
+
+
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_first_ratio_in_bf16(zero, models_folder):
     trainer = trainer_of(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
@@ -160,6 +192,31 @@ def test_awkward_rollouts(model, options, models_folder):
     assert (trainer.metrics["loss/policy_avg"], trainer.metrics["loss/value_avg"]) != (0, 0)
 
 
+def test_what_is_scored_has_no_dropout(models_folder):
+    """Nor has what is evaluated; the models train with it, and go on training with it."""
+    dropout = {"actor_dropout": 0.5, "critic_dropout": 0.5, "actor_lora_dim": 4}
+    case = Case("ppo", model="opt", reward="opt_350m_reward")
+    trainer = trainer_of(models_folder, case, **dropout)
+    engine = trainer.engine
+    models = (engine.actor, engine.critic)
+    for model in models:
+        model.train()
+    e = trainer.generate_experience(PROMPTS[:4])
+    assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+    # The reference is the actor without its adapters, which have not learned anything yet.
+    assert trainer.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)
+    prompts = HeldOutPrompts(Prompts(PROMPTS[:4]), [""] * 4, 0, 4, gold=False)
+    with engine.rollout_mode() as generator:
+        evaluated = evaluate_policy(engine, generator, prompts, trainer.collector)
+    assert evaluated["eval/kl"] == pytest.approx(0, abs=1e-4)
+    assert all(unwrap(model).training for model in models)
+    engine.critic.eval()
+    batch = e.take(list(range(8)), torch.device("cpu"))
+    with torch.no_grad():
+        values = torch.where(batch.answer_mask, action_values(engine.critic, batch), 0.0)
+    torch.testing.assert_close(e.values, values, atol=1e-5, rtol=1e-5)
+
+
 def test_all_answers_truncated(models_folder):
     trainer = trainer_of(models_folder)
     trainer.engine.stop_ids = ()
@@ -186,14 +243,74 @@ def weights(engine):
     return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def test_critic_warmup_leaves_the_actor_alone(models_folder):
-    trainer = trainer_of(models_folder, critic_warmup_steps=1)
-    for changes in (False, True):
-        actor, critic = weights(trainer.engine.actor), weights(trainer.engine.critic)
+def test_what_a_checkpoint_says_of_a_trainer_comes_back(models_folder):
+    trainer = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
+    one_iteration(trainer)
+    values = json.loads(json.dumps(trainer.run_state().values))
+    values |= {"iteration": 3, "version": 7, "kl_coef": 0.23, "bad": {"actor": 2, "critic": 1}}
+    other = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
+    other.go_on_from(values)
+    assert json.loads(json.dumps(other.run_state().values)) == values
+    assert other.sampling().seed != trainer.sampling().seed  # that of the fourth iteration
+
+
+def test_the_schedules_end_with_the_run(models_folder):
+    """Cosine over 3 iterations of 2 epochs of 2 mini-batches: 12 steps."""
+    trainer = trainer_of(models_folder)
+    rates = []
+    for _ in range(3):
         one_iteration(trainer)
-        same = all(map(torch.equal, actor, weights(trainer.engine.actor)))
-        assert same != changes
-        assert not all(map(torch.equal, critic, weights(trainer.engine.critic)))
+        rates.append(trainer.metrics["policy/learning_rate"] / 1e-3)
+    assert rates == pytest.approx([1, 0.75, 0.25])  # (1 + cos(k pi / 3)) / 2
+    for engine in (trainer.engine.actor, trainer.engine.critic):
+        assert learning_rate(engine) == pytest.approx(0, abs=1e-9)
+
+
+def test_critic_warmup_leaves_the_actor_alone(models_folder):
+    """Its schedule too, whose length is that of the iterations that train it."""
+    trainer = trainer_of(models_folder, critic_warmup_steps=1)
+    engine, args = trainer.engine, trainer.args
+    for done in range(1, NUM_ITERATIONS + 1):
+        actor, critic = weights(engine.actor), weights(engine.critic)
+        one_iteration(trainer)
+        same = all(map(torch.equal, actor, weights(engine.actor)))
+        assert same == (done == 1)
+        assert not all(map(torch.equal, critic, weights(engine.critic)))
+        for model, rate, share in (
+            (engine.actor, args.actor_learning_rate, (done - 1) / (NUM_ITERATIONS - 1)),
+            (engine.critic, args.critic_learning_rate, done / NUM_ITERATIONS),
+        ):
+            cosine = rate * (1 + np.cos(np.pi * share)) / 2
+            assert learning_rate(model) == pytest.approx(cosine, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ((0.1, 6.0), (0.1, 6.0), 0.37),
+        ((0.1, 6.0), (0.1, 3.0), 0.37),  # steered to another target from where it is
+        ((0.1, 6.0), (0.2, 6.0), 0.2),
+        ((0.1, 6.0), (0.1, None), 0.1),
+        ((0.1, None), (0.02, None), 0.02),
+        ((0.1, None), (0.1, 6.0), 0.1),
+    ],
+)
+def test_a_resumed_kl_coefficient_is_state_only_where_it_is_adapted(
+    before, now, expected, models_folder, one_engine
+):
+    first, second = (
+        DeepSpeedPPOTrainer(one_engine, replace(one_engine.args, kl_coef=coef, kl_target=target))
+        for coef, target in (before, now)
+    )
+    if first.kl.target is not None:
+        first.kl.value = 0.37
+    second.go_on_from(first.run_state().values)
+    assert second.kl.value == expected
+
+
+@pytest.fixture(scope="module")
+def one_engine(models_folder):
+    return trainer_of(models_folder).engine
 
 
 def test_bad_steps_are_counted_and_end_the_run(models_folder):

@@ -35,6 +35,11 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# A header that the request for an answer does not have
+HEADED = (
+    "{% for m in messages %}<|im_start|>{{ 'w5 w6: ' if m['role'] == 'assistant' }}"
+    "{{ m['content'] }}</s>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 NO_SYSTEM = "{{ raise_exception('no chats here') }}"
 USER = {"role": "user", "content": "w3 w4"}
 
@@ -231,6 +236,15 @@ def test_texts(prompt, answer, finished, source, text):
     own = byte_tokenizer()
     made = Retokenizer(actors(), own, (EOS,))
     assert own.decode(made.sequence(prompt, answer, finished, source)) == text
+
+
+@pytest.mark.parametrize("end", [[EOS], []])
+@pytest.mark.parametrize("answer", [[5], [5, 6], [6], []])
+def test_an_answer_whose_words_stand_in_its_header_too(answer, end):
+    own = byte_tokenizer(template=HEADED)
+    ids = Retokenizer(actors(), own, (EOS,)).sequence([3], [*answer, *end], bool(end), [USER])
+    text = f"<|im_start|>w3 w4</s>\n<|im_start|>w5 w6: {words(answer)}"
+    assert own.decode(ids) == text + "</s>" * len(end)
 
 
 def test_a_template_that_refuses_gives_way_to_the_default(caplog):

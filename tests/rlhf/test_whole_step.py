@@ -1,0 +1,201 @@
+"""A whole iteration through the trainer, rollout to gradient and metrics, against float64 autograd:
+every policy loss, advantage estimator and aggregation, and whatever else a loss is made of.
+"""
+
+import copy
+import functools
+import itertools
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from float64_step import iteration, norm, token_scores
+from program_cases import trainer_of
+from step_cases import PROMPTS
+from tiny_models import EOS, ensure
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
+
+from dschat.config import RLHFConfig
+from dschat.deepspeed_setup import unwrap
+from dschat.losses import AdaptiveKL
+from dschat.optimizer_step import Step
+from dschat.rlhf import ppo
+
+ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
+LOSSES = ("ppo", "gspo", "cispo")
+AGGREGATIONS = ("token", "sequence", "constant")
+ENDS = [EOS, *range(2, 12)]
+EVERY = list(itertools.product(ESTIMATORS, LOSSES, AGGREGATIONS))
+
+
+def is_quick(case):
+    """A third of them, in which any two of the three meet."""
+    places = map(tuple.index, (ESTIMATORS, LOSSES, AGGREGATIONS), case)
+    return sum(p * s for p, s in zip(places, (1, 1, -1), strict=True)) % 3 == 0
+
+
+def the_rest(number, estimator, loss):
+    """Every other knob of the losses, drawn for this case."""
+    rng = np.random.default_rng(number)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    in_loss = one_of(True, False)
+    options = {
+        "kl_in_loss": in_loss,
+        "kl_estimator": one_of("k2", "k3") if in_loss else one_of("k1", "k2", "k3"),
+        "kl_coef": 0.3,
+        "kl_target": one_of(None, 0.5),
+        "kl_horizon": 40,
+        "entropy_coef": one_of(0.0, 0.05, 0.05),
+        "temperature": one_of(0.8, 1.0, 1.3),
+        "gamma": one_of(0.9, 1.0),
+        "lam": one_of(0.8, 0.95),
+        "whiten_advantages": one_of(True, False),
+        "cliprange_low": 0.1,
+        "cliprange_high": 0.15,
+        "cliprange_value": 0.1,
+        "dual_clip": one_of(None, 1.05) if loss == "ppo" else None,
+        "missing_eos_penalty": one_of(0.0, 0.3),
+        "overlong_buffer_len": one_of(0, 3),
+        "overlong_penalty": 0.7,
+        "overlong_filter": one_of(True, False),
+        "clip_reward": one_of(None, 0.4),
+        "old_logprobs": one_of("recompute", "recompute", "rollout"),
+        "rollout_is": "off",
+        "rollout_is_max": None,
+    }
+    if options["old_logprobs"] == "recompute":
+        options["rollout_is"] = one_of("off", "tis", "icepop")
+        options["rollout_is_min"] = 0.9
+        options["rollout_is_max"] = 1.1
+    return options
+
+
+@pytest.fixture(scope="module")
+def built(models_folder, tmp_path_factory):
+    """``built(has_critic)``: a trainer that leaves its weights as they are, and the actor, another
+    reference, the critic and the reward model in float64. A sixth of the tokens end an answer.
+    """
+    actor = ensure(tmp_path_factory.mktemp("ends"), "llama")
+    GenerationConfig(eos_token_id=ENDS, pad_token_id=1).save_pretrained(actor)
+    reward = str(models_folder / "llama_reward")
+
+    @functools.cache
+    def build(has_critic):
+        trainer = trainer_of(
+            models_folder,
+            (),
+            critic=reward if has_critic else None,
+            actor_model_name_or_path=str(actor),
+            reward_model_name_or_path=reward,
+            advantage_estimator="gae" if has_critic else "grpo",
+            per_device_generation_batch_size=2,
+            num_samples_per_prompt=4,
+            per_device_training_batch_size=4,
+            gradient_accumulation_steps=4,
+            ppo_epochs=1,
+            actor_learning_rate=0.0,
+            critic_learning_rate=0.0,
+        )
+        reference = unwrap(trainer.engine.ref)
+        generator = torch.Generator().manual_seed(5)
+        for p in reference.parameters():
+            p.data += 0.03 * torch.randn(p.shape, generator=generator)
+        policy = AutoModelForCausalLM.from_pretrained(actor).double()
+        score = AutoModelForSequenceClassification.from_pretrained(reward).double()
+        for model in (policy, score):  # the pad token may be drawn, and then learns as any other
+            model.get_input_embeddings().padding_idx = None
+        critic = copy.deepcopy(score) if has_critic else None
+        return trainer, policy, copy.deepcopy(reference).double(), critic, score
+
+    return build
+
+
+def drift(monkeypatch, seed):
+    """The generator, the actor before the update and the critic's old values lie elsewhere, as
+    after some steps: differences that ratios, weights and clips are about.
+    """
+    filled, generator = ppo.fill_in, torch.Generator().manual_seed(seed)
+
+    def near(x, mask, by):
+        return torch.where(mask, x + by * torch.randn(x.shape, generator=generator), 0.0)
+
+    def fill_in(engine, e, args):
+        e.rollout_logprobs = near(e.rollout_logprobs, e.answer_mask, 0.1)
+        filled(engine, e, args)
+        if args.old_logprobs == "recompute":
+            e.logprobs = near(e.logprobs, e.answer_mask, 0.1)
+        e.values = near(e.values, e.answer_mask, 0.2)
+
+    monkeypatch.setattr(ppo, "fill_in", fill_in)
+
+
+def keep_gradients(monkeypatch, engine):
+    """name of the model -> its gradients, before the step clips and takes them."""
+    kept, finish = {}, Step.finish
+
+    def finishing(step, *args, **kwargs):
+        name = "actor" if step._engine is engine.actor else "critic"
+        module = unwrap(step._engine)
+        module = module if name == "actor" else module.model
+        kept[name] = {n: p.grad.clone() for n, p in module.named_parameters()}
+        return finish(step, *args, **kwargs)
+
+    monkeypatch.setattr(Step, "finish", finishing)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [
+        pytest.param(n, case, marks=() if is_quick(case) else pytest.mark.slow, id="-".join(case))
+        for n, case in enumerate(EVERY)
+    ],
+)
+def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch):
+    estimator, loss, aggregation = case
+    trainer, actor, reference, critic, score = built(estimator == "gae")
+    args = trainer.args
+    options = {"advantage_estimator": estimator, "policy_loss": loss}
+    options |= {"loss_aggregation": aggregation} | the_rest(number, estimator, loss)
+    for name, value in options.items():
+        setattr(args, name, value)
+    args.validate_models()
+    trainer.iteration = 0
+    trainer.kl = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+    drift(monkeypatch, number)
+    gradients = keep_gradients(monkeypatch, trainer.engine)
+    e = trainer.generate_experience(PROMPTS[:4])
+    trainer.train_rlhf(e)
+
+    bound = 5.0 if args.clip_reward is None else args.clip_reward
+    known, losses, metrics = iteration(e, args, bound, actor, reference, critic)
+    last = token_scores(score, e).gather(1, e.lengths.unsqueeze(1) - 1).squeeze(1)
+    torch.testing.assert_close(e.scores.double(), last.detach(), atol=1e-4, rtol=1e-4)
+    for i, a in enumerate(known):
+        assert e.finished[i] == (a.ids[-1] in ENDS)
+        torch.testing.assert_close(
+            e.advantages[i, : a.n].double(), a.advantages, atol=1e-4, rtol=1e-4
+        )
+    assert 0 < metrics["rollout/eos_share"] < 1
+    actual = trainer.metrics | {"kl.value": trainer.kl.value}
+    assert set(losses) == set(gradients)
+    for name, model in (("actor", actor), ("critic", critic)):
+        if model is None:
+            continue
+        model.zero_grad()
+        losses[name].backward()
+        metrics[f"{'policy' if name == 'actor' else 'val'}/grad_norm"] = norm(model)
+        for n, p in model.named_parameters():
+            scale = float(p.grad.abs().max())
+            torch.testing.assert_close(
+                gradients[name][n].double(), p.grad, atol=1e-4 * scale + 1e-7, rtol=1e-3
+            )
+    assert {name: actual[name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-5)
