@@ -60,7 +60,7 @@ def main() -> int:
                 return stopped(f"stopped before step {step.number}", plan)
             say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
             start = time.monotonic()
-            code = runner.run(command, plan.environment, plan.folder(step), plan.nodes.relay)
+            code = runner.run(command, plan.environment, plan.folder(step), plan.nodes)
             seconds = time.monotonic() - start
             if plan.summary and code in (0, stopping.EXIT_CODE):
                 note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
@@ -110,12 +110,8 @@ def ask(question: str) -> bool:
 
 
 def memory_request(config: recipe.TrainConfig, plan: launch.Plan) -> Request:
-    """What the plan of memory needs to know: the steps' flags, read back from their commands."""
-    steps = {}
-    for step, command in plan.commands:
-        words = [shlex.split(word)[0] if word[:1] in "'\"" else word for word in command]
-        first = next(i for i, word in enumerate(words) if word.endswith(f"{step.name}/main.py"))
-        steps[step.number] = cli.given(step.config_class, words[first + 1 :])
+    """What the plan of memory needs to know."""
+    steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
     nodes = plan.nodes
     here = nodes.processes_here
     return Request(steps, nodes.num_processes, here, config.device_memory_gib)

@@ -18,11 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import cli, dist, nodes, register
+from dschat import cli, dist, nodes, running
 from dschat.config import UserError
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
-from dschat.output_dir import COMPLETE, check_writable
-from dschat.recipe import STEPS, Recipe, Step, TrainConfig, flag_name, load_recipe, step_values
+from dschat.finished import check_finished
+from dschat.output_dir import COMPLETE, check_apart, check_writable
+from dschat.recipe import (
+    STEPS,
+    Recipe,
+    Step,
+    TrainConfig,
+    flag_name,
+    load_recipe,
+    said_of_steps_before,
+    step_values,
+)
 from dschat.road import choose_road, inputs_of
 from dschat.unfinished import Ask, go_on
 
@@ -34,6 +44,7 @@ class Plan:
     output_dir: Path
     steps: list[Step]  # that make up the run, finished ones among them
     commands: list[tuple[Step, list[str]]]
+    values: dict[int, dict[str, Any]]  # the fields given for each step
     notes: list[str]
     environment: dict[str, str]
     summary: bool
@@ -80,19 +91,29 @@ def plan(
 
     values = step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
     steps, notes = choose_road(config, values)
-    numbers, why = _choose(config, steps, values, out)
+    numbers, taken, why = _choose(config, steps, values, out)
+    folders = [out / steps[n].folder for n in numbers]
+    if any([running.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
+        return plan(config, groups, root, ask)  # by what the run before left in the end
     for n in numbers:
         values[n]["output_dir"] = _folder(out, steps[n])
         steps[n].config_class(**values[n]).validate()
         _check_inputs(values[n], made_here={_folder(out, steps[earlier]) for earlier in numbers})
+        check_apart(_folder(out, steps[n]), values[n])
 
     example = root / "training" / "launch" / "hostfile"
     where = nodes.find(
         config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
     )
+    before = said_of_steps_before(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
+    for n in taken:
+        asked = n in (config.step or steps)
+        fields = (values if asked else before)[n] | {"output_dir": _folder(out, steps[n])}
+        step_config, said = steps[n].config_class(**fields), None if asked else before[n]
+        why += check_finished(steps[n], step_config, said, where.num_processes, config.reuse)
     _check_tensor_parallel(values[3] if 3 in numbers else {}, where.num_processes)
-    if numbers and where.is_first and not config.dry_run:
-        check_writable(out)
+    for n in numbers if where.is_first and not config.dry_run else ():
+        check_writable(Path(_folder(out, steps[n])))
     overwrites = any(values[n].get("overwrite_output_dir") for n in numbers)
     why += _begin(config, {n: steps[n] for n in numbers}, values, where, ask)
     commands = []
@@ -103,6 +124,7 @@ def plan(
         out,
         list(steps.values()),
         commands,
+        values,
         notes + why,
         _environment(root, where.processes_here, where.gpus_here),
         recipe.summary and where.is_first,
@@ -136,18 +158,8 @@ def _begin(
     notes = []
     for n, step in steps.items():
         made_here = {values[m]["output_dir"] for m in steps if m < n}
-        _check_nobody_writes(values[n]["output_dir"])
         notes += go_on(step, values[n], made_here, where.num_processes, config.restart, ask)
     return notes
-
-
-def _check_nobody_writes(folder: str) -> None:
-    pids = register.Register(Path(folder) / register.FOLDER).here()
-    if pids:
-        raise UserError(
-            f"--output_dir: {folder} is being written by a run that lost its train.py (process "
-            f"{', '.join(map(str, pids))}); end that, or let it finish"
-        )
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
@@ -163,8 +175,9 @@ def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> Non
 
 def _choose(
     config: TrainConfig, steps: Mapping[int, Step], values: dict[int, dict[str, Any]], out: Path
-) -> tuple[list[int], list[str]]:
-    """The steps to run, in order, and a line for each choice that was not spelled out.
+) -> tuple[list[int], list[int], list[str]]:
+    """The steps to run, in order; those that are taken as finished; and a line for each choice that
+    was not spelled out.
 
     Completes the values of the last step with what it starts from.
     """
@@ -179,8 +192,9 @@ def _choose(
     finished = {n for n in steps if _finished(out, steps[n])}
     runs = {n for n in asked if n not in finished or values[n].get("overwrite_output_dir")}
     before = needed - finished if last in runs else set()
-    if 2 in runs | before and values[2].get("model_name_or_path") == _folder(out, steps[1]):
-        before |= {1} - finished  # a recipe's {step1}
+    base = values[2].get("model_name_or_path") if 2 in runs | before else None
+    bases = {1} if base == _folder(out, steps[1]) else set()  # a recipe's {step1}
+    before |= bases - finished
 
     for n in sorted(asked | needed):
         if n in asked - runs:
@@ -203,7 +217,7 @@ def _choose(
             raise UserError(
                 f"{flag} is missing: name the base model of step {n}, a folder or a hub model"
             )
-    return sorted(runs), notes
+    return sorted(runs), sorted((asked | needed | bases) & finished - runs), notes
 
 
 def _connect(
@@ -254,12 +268,10 @@ def _check_same_road(last: Step, values: Mapping[str, Any], out: Path) -> None:
 def _is_score_model(folder: Path) -> bool:
     """Whether the folder holds a trained reward model."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        named = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
-    return any(
-        str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or ()
-    )
+    return "ForSequenceClassification" in str(named)
 
 
 def _is_finished_sft(folder: Path) -> bool:
@@ -288,7 +300,7 @@ def _check_model(flag: str, name: Optional[str]) -> None:
         return
     if not os.path.isdir(os.path.expanduser(name)):
         raise UserError(f"{flag} {name}: no such folder; check the path")
-    if not os.path.isfile(Path(name).expanduser() / "config.json"):
+    if not os.path.isfile(Path(os.path.expanduser(name)) / "config.json"):
         raise UserError(
             f"{flag} {name}: no config.json there, so no model; name the folder that has it"
         )
@@ -317,8 +329,7 @@ def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the bars of loading weights too
     }
     if not num_gpus:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ours["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // num_processes))
+        ours["OMP_NUM_THREADS"] = str(max(1, nodes.num_cores() // num_processes))
     environment = ours | dict(os.environ)
     # The launcher, pdsh and the ninja that compiles DeepSpeed's kernels are found beside Python.
     for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):

@@ -22,9 +22,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dschat.host_memory import available_memory
 from dschat.knobs import UserError, flag, require
+from dschat.text_file import read_text
 
 FIRST_PORT = 29500
+PROCESS_BYTES = 350 * 2**20  # of one process with its libraries (measured: proportional set size)
 MPI_LAUNCHERS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun"}
 PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", **MPI_LAUNCHERS}  # what must be on this machine
 
@@ -35,8 +38,8 @@ class NodesConfig:
 
     num_gpus: Optional[int] = flag(
         None,
-        "Processes on each machine, one per GPU; default: the hostfile's slots, every visible GPU, "
-        "or one process on the CPU.",
+        "Processes on each machine, one per GPU (without GPUs: at most one per core); default: the "
+        "hostfile's slots, every visible GPU, or one process on the CPU.",
     )
     num_nodes: Optional[int] = flag(
         None, "Machines; default: all of --hostfile, or this one.", aliases=["--nnodes"]
@@ -112,7 +115,7 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
         UserError: no such file, a line that is none of these (named), a machine twice, or none.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UserError(
@@ -151,7 +154,12 @@ class Nodes:
     @property
     def processes_here(self) -> int:
         """Of one machine: this one where its number is known, else the first."""
-        return list(self.hosts.values())[self.config.node_rank or 0]
+        return list(self.hosts.values())[self.number_here]
+
+    @property
+    def number_here(self) -> int:
+        """This machine's number; 0, the first one's, where it is not known."""
+        return self.config.node_rank or 0
 
     @property
     def relay(self) -> Optional[int]:
@@ -180,8 +188,7 @@ class Nodes:
         if self.config.node_rank is not None:
             return [*self._by_hand(port), *words]
         if self.config.launcher == "pdsh":
-            # A remote shell reads them; those with a blank DeepSpeed puts in quotes itself.
-            words = [word if " " in word else shlex.quote(word) for word in words]
+            words = [shlex.quote(words[0]), *map(_quoted_for_pdsh, words[1:])]
         return [*self._over_hostfile(port), *words]
 
     def _here(self, port: int) -> list[str]:
@@ -270,15 +277,47 @@ def find(
 
     starts_elsewhere = config.launcher == "slurm" or (several and config.node_rank is None)
     here = hosts[list(hosts)[config.node_rank or 0]]
-    if 0 < gpus_here < here and not starts_elsewhere and not dry_run:
-        raise UserError(
-            f"--num_gpus {here}: this machine shows {gpus_here}; for several machines give the "
-            "number of each one's, and --num_nodes"
-        )
+    if not starts_elsewhere and not dry_run:
+        _check_room(here, gpus_here)
     default_port = FIRST_PORT if starts_elsewhere or several else None
     port = config.master_port or default_port or (_free_port() if here > 1 else FIRST_PORT)
     hostfile = config.hostfile or os.path.relpath(example)
     return Nodes(config, hosts, gpus_here, hostfile, port)
+
+
+def _quoted_for_pdsh(word: str) -> str:
+    """What DeepSpeed, pdsh and a remote shell make ``word`` of: the first puts words with a blank
+    in double quotes and escapes these alone, the second replaces %h, %u and %n, and reads %% as %.
+    """
+    quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
+    return quoted.replace("%", "%%")
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_room(count: int, gpus_here: int) -> None:
+    """Whether ``count`` processes can be started on this machine: one a GPU; without GPUs as many
+    as it has cores (two in any case), and memory for what each loads before any model.
+    """
+    if gpus_here:
+        require(
+            count <= gpus_here,
+            f"--num_gpus {count}: this machine shows {gpus_here}; for several machines give the "
+            "number of each one's, and --num_nodes",
+        )
+        return
+    for most, what in (
+        (max(2, num_cores()), f"{num_cores()} cores"),
+        (available_memory() // PROCESS_BYTES, f"{available_memory() / 2**30:.1f} GiB of memory"),
+    ):
+        require(
+            count <= max(1, most),
+            f"--num_gpus {count}: this machine shows no GPU, and has {what} for as many processes; "
+            f"give at most {max(1, most)}",
+        )
 
 
 def _of_hostfile(
@@ -337,6 +376,12 @@ def _check_reach(config: NodesConfig, num_nodes: int, dry_run: bool) -> None:
         f"--launcher {config.launcher}: there is no {program} here; start train.py where there is, "
         "or on every machine with its --node_rank",
     )
+    for path in (os.getcwd(), sys.executable) if config.launcher == "pdsh" else ():
+        require(
+            shlex.quote(path) == path and "%" not in path,
+            f"--launcher pdsh: {path} has characters that a remote shell reads otherwise; choose "
+            "another folder, or start train.py on every machine with its --node_rank",
+        )
 
 
 def _runner() -> list[str]:

@@ -72,6 +72,9 @@ class TrainConfig(NodesConfig):
         False,
         "Begin a step that was cut short anew, in place of going on from its newest checkpoint.",
     )
+    reuse: bool = flag(
+        False, "Take finished steps in OUT as they are, though trained with other settings."
+    )
     dry_run: bool = flag(False, "Print the commands and run nothing.")
     plan: bool = flag(
         False,
@@ -136,13 +139,16 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     """The recipe called ``name`` in ``folder``, or in the YAML file ``name``.
 
     Raises:
-        UserError: no such recipe; a key or value that no step takes (naming the nearest key).
+        UserError: no such recipe, an empty one, or a key or value that no step takes (naming the
+            nearest key).
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not os.path.isfile(path):
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {there}")
     content = cli.read_yaml(path)
+    if not content:
+        raise UserError(f"{path}: the recipe is empty; give it some of {', '.join(_SECTIONS)}")
     _check_keys(content, _SECTIONS, str(path))
     sections = {key: content.get(key) or {} for key in _SECTIONS if key != "summary"}
     for key, section in sections.items():
@@ -198,6 +204,17 @@ def step_values(
                 values[n][key] = value.replace("{step1}", sft_folder)
         values[n] |= given
     return values
+
+
+def said_of_steps_before(
+    config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
+) -> dict[int, dict[str, Any]]:
+    """As `step_values`, without the flags that a step of ``--step`` takes and that name no step:
+    beside ``--step 3``, ``--data_path`` says nothing of the data that step 1 was trained on.
+    """
+    taken = set().union(*(STEPS[n].flags for n in config.step or STEPS))
+    own = [group for group in groups if flag_name(group) not in taken]
+    return step_values(config, own, recipe, sft_folder)
 
 
 def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, list[str]]:

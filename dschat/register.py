@@ -2,44 +2,104 @@
 
 ``train.py`` opens the register before it starts a step and takes it away after; a process enrols
 while it is in a loop that answers requests. Launchers keep no signals and no exit codes, a folder
-that all see does. Standard library alone; it must not know what is asked of the processes.
+that all see does. A lock in it, one for each machine's ``train.py``, says that the step still runs.
+Standard library alone; it must not know what is asked of the processes.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, NamedTuple, Optional
 
 FOLDER = ".ranks"
 _STOPPED = "stopped"  # the mark of a step that stopped because it was asked to
+_LOCK = "train"  # and the machine's number
+
+
+class Holder(NamedTuple):
+    """A ``train.py`` whose step still runs. ``lives``: as far as this machine knows."""
+
+    name: str
+    lives: bool
 
 
 @contextmanager
-def opened(output_dir: str | Path) -> Iterator["Register"]:
-    """A register for the processes of the step that writes into ``output_dir``; no trace of it is
-    left, nor of folders made for it.
+def opened(output_dir: str | Path, machine: int = 0) -> Iterator["Register"]:
+    """A register for the processes of the step that writes into ``output_dir``, locked; no trace of
+    it is left, nor of folders made for it.
+
+    Raises:
+        BlockingIOError: another ``train.py`` has locked it.
     """
     folder = Path(output_dir) / FOLDER
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    folder.mkdir(parents=True, exist_ok=True)
-    register = Register(folder)
-    register.strike_dead()
+    with _locked(folder, machine) as lock:
+        register = Register(folder, lock)
+        register.strike_dead()
+        try:
+            yield register
+        finally:
+            register.remove()
+            for path in made:
+                with suppress(OSError):  # not empty, or gone
+                    path.rmdir()
+
+
+def _locked(folder: Path, machine: int) -> IO[str]:
+    """The lock's file. NOTE it stays locked until the last process that inherited it has closed it
+    (``flock``, not ``lockf``): train.py, and the watchdog after it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # who held it took the folder away just now
+            file = (folder / f"{_LOCK}{machine}").open("a")
+            if _try_lock(file) and os.fstat(file.fileno()).st_nlink == 0:
+                continue
+            file.truncate(0)
+            file.write(f"{socket.gethostname()}@{os.getpid()} {_began(os.getpid())}")
+            file.flush()
+            return file
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """False on a disk without locks; BlockingIOError where somebody else has it."""
     try:
-        yield register
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for path in made:
-            with suppress(OSError):  # not empty, or gone
-                path.rmdir()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError(error.errno, "the register is locked") from None
+        return False
+    return True
 
 
 class Register:
     """The files of one step; names are HOST@PID, contents when the process began."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, lock: Optional[IO[str]] = None) -> None:
+        self.folder = folder
+        self.descriptors = [lock.fileno()] if lock else []  # that a watchdog inherits
+
+    def holder(self, machine: int = 0) -> Optional[Holder]:
+        """The ``train.py`` of that machine whose step still runs; None: there is no such."""
+        # Where there is no register, or none that can be read, nobody is known to hold it.
+        with suppress(OSError), (self.folder / f"{_LOCK}{machine}").open("r+") as file:
+            try:
+                _try_lock(file)
+            except BlockingIOError:
+                name, _, began = file.read().partition(" ")
+                host, _, pid = name.rpartition("@")
+                here = host == socket.gethostname() and pid.isdigit()
+                return Holder(name, not here or (bool(began) and began == _began(int(pid))))
+        return None
+
+    def remove(self) -> None:
+        """Take it away: the step has ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def here(self) -> list[int]:
         """Process ids on this machine, of those that live."""
@@ -54,11 +114,11 @@ class Register:
     @property
     def stopped(self) -> bool:
         """Whether the step stopped because it was asked to."""
-        return (self._folder / _STOPPED).exists()
+        return (self.folder / _STOPPED).exists()
 
     def strike_dead(self) -> None:
         """Forget this machine's processes that ended without a word, and how that step ended."""
-        (self._folder / _STOPPED).unlink(missing_ok=True)
+        (self.folder / _STOPPED).unlink(missing_ok=True)
         living = self.here()
         for path in self._entries():
             host, _, pid = path.name.rpartition("@")
@@ -66,12 +126,12 @@ class Register:
                 path.unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
-        return [path for path in self._folder.glob("*@*") if path.suffix != ".new"]
+        return [path for path in self.folder.glob("*@*") if path.suffix != ".new"]
 
     def _lives(self, pid: int) -> bool:
         """Whether it is still the process that enrolled: numbers are given out again."""
         try:
-            began = (self._folder / f"{socket.gethostname()}@{pid}").read_text()
+            began = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
         except OSError:
             return False
         return _alive(pid) and began == _began(pid)

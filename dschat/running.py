@@ -18,9 +18,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import register, stopping
+from dschat import register, stopping, watchdog
+from dschat.knobs import UserError
+from dschat.nodes import Nodes
+from dschat.watchdog import GRACE_S, send
 
-GRACE_S = 20.0  # what processes that cannot stop get between SIGTERM and SIGKILL
 SIGNALS = (*stopping.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
 
 
@@ -52,21 +54,27 @@ class Runner:
         command: Sequence[str],
         environment: Mapping[str, str],
         output_dir: Path,
-        relay: Optional[int] = None,
+        nodes: Nodes,
     ) -> int:
         """Run ``command`` in a process group of its own, wait for it, and return its exit code.
 
         75 where it was asked to stop and did, saved; 130 for Ctrl-C and 143 for SIGTERM where it
         could not, while models load, but 75 for SIGUSR1. However the command ends, no process of
-        its group is left. ``relay``: a signal that the command itself passes on to processes on
-        other machines.
+        its group is left.
         """
-        with register.opened(output_dir) as ranks:
+        with ExitStack() as block:
+            try:
+                ranks = block.enter_context(register.opened(output_dir, nodes.number_here))
+            except BlockingIOError:
+                raise _held(output_dir, "another train.py") from None
+            announce = block.enter_context(watchdog.watched(ranks, environment))
             ours = {stopping.LAUNCHED_BY: str(os.getpid())}
-            process = subprocess.Popen(command, env={**environment, **ours}, start_new_session=True)
+            process = subprocess.Popen(
+                command, env={**environment, **ours}, start_new_session=True, preexec_fn=announce
+            )
             while process.poll() is None and not self.asked:
                 time.sleep(0.05)
-            told = process.poll() is None and _ask(ranks, process.pid, relay)
+            told = process.poll() is None and _ask(ranks, process.pid, nodes.relay)
             if told:
                 say("stopping after this step; a second signal ends it at once")
             # A launcher may have died of the signal, if that came to it too; its processes stop.
@@ -86,6 +94,34 @@ class Runner:
         return 128 + self._caught[0]
 
 
+def wait_until_free(output_dir: Path, machine: int = 0) -> bool:
+    """Wait for what is left of a step whose train.py was killed; whether there was any.
+
+    Raises:
+        UserError: another train.py runs a step there, or its processes do not end.
+    """
+    ranks = register.Register(output_dir / register.FOLDER)
+    waited, deadline = False, time.monotonic() + watchdog.LONGEST_S
+    while (holder := ranks.holder(machine)) and time.monotonic() < deadline:
+        if holder.lives:
+            raise _held(output_dir, f"another train.py ({holder.name})")
+        if not waited:
+            say(f"waiting: the processes of a train.py that was killed still write {output_dir}")
+        waited = True
+        time.sleep(0.05)
+    pids = ranks.here()
+    if holder or pids:
+        which = f" (process {', '.join(map(str, pids))})" if pids else ""
+        raise _held(output_dir, f"a run that lost its train.py{which}")
+    return waited
+
+
+def _held(output_dir: Path, by: str) -> UserError:
+    return UserError(
+        f"--output_dir: {output_dir} is being written by {by}; end that, or let it finish"
+    )
+
+
 def say(line: str) -> None:
     """A line on standard error, as long as somebody reads it."""
     with suppress(OSError):
@@ -96,32 +132,23 @@ def _ask(ranks: register.Register, command: int, relay: Optional[int]) -> bool:
     """One signal to each process that can stop; whether there are any."""
     here = ranks.here()
     for pid in here:
-        _send(os.kill, pid, signal.SIGTERM)
+        send(os.kill, pid, signal.SIGTERM)
     if not here and relay is not None and ranks.elsewhere():
-        return _send(os.kill, command, relay)
+        return send(os.kill, command, relay)
     return bool(here)
 
 
 def _end_group(process: subprocess.Popen, caught: Sequence[int], ranks: register.Register) -> None:
     """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
     # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.
-    _send(os.killpg, process.pid, signal.SIGTERM)
+    send(os.killpg, process.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
-    while _send(os.killpg, process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
+    while send(os.killpg, process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
         if process.poll() is not None:  # then only: Popen must be the one to reap its own process
             with suppress(ChildProcessError):  # orphans are ours to reap in a container's init
                 os.waitpid(-process.pid, os.WNOHANG)
         time.sleep(0.05)
-    _send(os.killpg, process.pid, signal.SIGKILL)
+    send(os.killpg, process.pid, signal.SIGKILL)
     for pid in ranks.here():  # those that a remote shell started are in no group of ours
-        _send(os.kill, pid, signal.SIGKILL)
+        send(os.kill, pid, signal.SIGKILL)
     process.wait()
-
-
-def _send(kill: Any, target: int, signum: int) -> bool:
-    """Whether the process, or process group, was there to get the signal."""
-    try:
-        kill(target, signum)
-    except ProcessLookupError:
-        return False
-    return True

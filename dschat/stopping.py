@@ -73,10 +73,11 @@ def requests(output_dir: str | Path) -> Iterator[StopRequest]:
     """Collective where it ends by `Stopped`. In the block signals ask to stop; those that are
     ignored stay so. ``output_dir``: where ``train.py`` finds this process.
 
-    Where Python takes no signals (another thread than the main one), nobody will ask.
+    Where Python takes no signals (another thread than the main one), nobody will ask; nor in a
+    block within a block, where the outer one is asked.
     """
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or _pipe:
         yield request
         return
     try:

@@ -13,7 +13,7 @@ from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_fol
 from dschat.config import UserError
 from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
-from dschat.resume import Change, changes, check_step_size, describe
+from dschat.resume import Change, changes, check_step_size, check_weights, describe
 
 Ask = Callable[[str], bool]  # a question -> yes or no
 
@@ -31,7 +31,8 @@ def go_on(
     ``made_here``: folders that this run fills before. ``ask``: None where nobody can answer.
 
     Raises:
-        UserError: the settings have changed since, and nobody said what to do.
+        UserError: the settings have changed since, and nobody said what to do, or they cannot be
+            resumed with.
     """
     folder, given = values["output_dir"], values.get("resume")
     if restart and given:
@@ -50,6 +51,7 @@ def go_on(
         return [f"step {step.number}: no checkpoint in {checkpoints} is whole"]
     config = step.config_class(**values)
     check_step_size(found, config, num_processes)
+    check_weights(found, config)
     changed = changes(found, config)
     changed += _trained_again(found, values, made_here)
     if changed and given is None:

@@ -9,14 +9,16 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from dschat import launch, recipe, resume, stopping
+from dschat import launch, recipe, resume, stopping, watchdog
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 
@@ -155,7 +157,9 @@ def test_no_flags_is_the_demo(tree):
     assert plan(tree).summary
 
 
-def test_design_example_with_many_processes(tree):
+def test_design_example_with_many_processes(tree, monkeypatch):
+    monkeypatch.setattr(launch, "_num_gpus", lambda: 64)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv = "--step 3 --actor-model facebook/opt-66b --reward-model facebook/opt-350m --num-gpus 64"
     made = plan(tree, *argv.split())
     assert [step.number for step, _ in made.commands] == [1, 2, 3]
@@ -302,6 +306,38 @@ def test_a_finished_last_step_is_not_left_behind_by_new_inputs(tree):
         plan(tree, "--recipe", "quiet", "--output-dir", "out")
 
 
+def trained_with(folder: Path, **settings: object) -> None:
+    (finish(folder) / "training_config.yaml").write_text(json.dumps(settings))
+
+
+def test_a_step_that_was_finished_with_other_settings_is_not_taken_in_silence(tree):
+    argv = ("--recipe", "quiet", "--output-dir", "out")
+    trained_with(Path("out/step1_sft"), model_name_or_path="hub/actor", seed=3, max_steps=7)
+    other = r"out/step1_sft is finished, with other settings \({}\); --reuse .* --step1.over"
+    with pytest.raises(UserError, match=other.format("max_steps: 7 -> 0")):
+        plan(tree, *argv)
+    assert list(planned(tree, *argv, "--step1.max_steps", "7")) == [2, 3]
+    assert list(planned(tree, *argv, "--step1.overwrite_output_dir")) == [1, 2, 3]
+    taken = plan(tree, *argv, "--reuse")
+    assert [step.number for step, _ in taken.commands] == [2, 3]
+    assert taken.notes[-1].endswith("from out/step1_sft with other settings (max_steps: 7 -> 0)")
+    # A step that is not in --step: what the recipe and flags say of it, nothing that they leave
+    # out, and no flag that step 3 takes.
+    later = (*argv, "--step", "3")
+    assert list(planned(tree, *later, "--data-path", "builtin/chat", "--seed", "5")) == [2, 3]
+    for flags, change in (
+        (("--actor-model", "hub/b"), "model_name_or_path: hub/actor -> hub/b"),
+        (("--step1.seed", "5"), "seed: 3 -> 5"),
+        (("--max_seq_len", "64"), "max_seq_len: 512 -> 64"),  # which step 3 does not have
+    ):
+        with pytest.raises(UserError, match=other.format(change)):
+            plan(tree, *later, *flags)
+    assert list(planned(tree, *later, "--actor-model", "hub/b", "--reuse")) == [2, 3]
+    trained_with(Path("out/step3_rlhf"), seed=3, kl_coef=0.5)
+    with pytest.raises(UserError, match="out/step3_rlhf is finished, with .*kl_coef: 0.5 -> 0.1"):
+        plan(tree, *later, "--reward-model", "hub/reward", "--critic_model_name_or_path", "hub/c")
+
+
 def test_trained_models_need_no_training_step(tree):
     actor = finish(Path("old/step1_sft"))
     reward = finish(Path("bought/reward"), "LlamaForSequenceClassification")
@@ -360,6 +396,13 @@ def test_an_unfinished_step_goes_on(tree):
     for name in ("config.json", "COMPLETE"):  # then there is nothing to go on with
         (step1 / name).write_text("{}")
     assert list(planned(tree, *QUIET)) == [2, 3]
+
+
+def test_other_weights_than_the_checkpoint_holds_cannot_be_accepted(tree):
+    cut_short(Path("out/step1_sft"), sft(lora_dim=4))
+    with pytest.raises(UserError, match=r"--lora_dim 0: out/step1_sft\S* holds .*--lora_dim 4;"):
+        plan(tree, *QUIET, "--resume")
+    assert plan(tree, *QUIET, "--restart").notes
 
 
 CHANGED = r"out/step1_sft .* \(seed: 3 -> 4; max_steps: 0 -> 9\); --resume latest .* --restart "
@@ -759,17 +802,60 @@ def test_who_begins_anew_is_told_what_to_leave_out(tree):
     assert said.endswith(anew)
 
 
-def test_a_folder_that_is_written_already(tree):
-    """A run that lost its train.py writes on."""
-    run, pids = in_loop()
+AGAIN = ("--recipe", "quiet", "--output-dir", "out", "--resume", "latest")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.dist])], ids="{} ranks".format
+)
+def test_a_killed_train_py_takes_its_step_along(tree, ranks, capfd):
+    """Launchers too, saved; the same command, planned at once, waits for that."""
+    run, pids = in_loop("--num-gpus", str(ranks), ranks=ranks, STEP_S="0.5")
+    group = os.getpgid(pids[0])
     run.kill()
     run.wait()
+    note = plan(tree, *AGAIN, "--num-gpus", str(ranks)).notes[0]
+    assert not watchdog.lives(group)
+    assert not any(alive(pid) for pid in pids)
+    (folder,) = Path("out/step1_sft/checkpoints").iterdir()
+    assert note.startswith(f"step 1 goes on from {folder}")
+    assert not Path("out/step1_sft/.ranks").exists()
+    line = "waiting: the processes of a train.py that was killed still write out/step1_sft\n"
+    assert capfd.readouterr().err == line
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_train_py_that_is_killed_while_a_model_loads(tree):
+    """Nobody can stop in peace there, and no checkpoint will tell of it."""
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out"],
+        env=environment(HANG="step1_sft"),
+    )
+    pids = Path("out/step1_sft/pids")
+    assert wait_for(pids.exists, 60)
+    run.kill()
+    run.wait()
+    plan(tree, *AGAIN)
+    assert not any(alive(pid) for pid in json.loads(pids.read_text()))
+
+
+def test_a_folder_that_is_written_already(tree):
+    run, pids = in_loop()
+    name = f"{socket.gethostname()}@{run.pid}"
+    with pytest.raises(UserError, match=rf"out/step1_sft is .* another train.py \({name}\)"):
+        plan(tree, *AGAIN)
+    children = psutil.Process(run.pid).children()
+    for process in [*(child for child in children if child.pid not in pids), run]:
+        process.kill()  # the watchdog first
+    run.wait()
     try:
-        with pytest.raises(UserError, match=rf"out/step1_sft .* \(process {pids[0]}\)"):
-            plan(tree, "--recipe", "quiet", "--output-dir", "out")
+        with pytest.raises(UserError, match=rf"lost its train.py \(process {pids[0]}\); end"):
+            plan(tree, *AGAIN)
     finally:
         os.kill(pids[0], signal.SIGKILL)
-    assert wait_for(lambda: plan(tree, "--recipe", "quiet", "--output-dir", "out"), 5)
+    assert wait_for(lambda: not alive(pids[0]), 20)
+    assert plan(tree, *AGAIN).commands
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ Those for DeepSpeed's launcher are given to it: it parses them and says what it 
 import base64
 import json
 import os
-import shlex
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,10 +23,12 @@ WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """A folder of its own, with every launcher's program and no GPU."""
+    """A folder of its own, with every launcher's program, eight cores and no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(nodes.shutil, "which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(nodes, "available_memory", lambda: 64 * 2**30)
     Path("hosts").write_text("# ours\n\nalpha slots=4\n  beta   slots=4 # new\n")
 
 
@@ -117,6 +120,21 @@ def test_too_few_gpus_here():
     assert find(gpus_here=4, hostfile="hosts").num_processes == 16
 
 
+def test_without_gpus_cores_and_memory_limit_processes(monkeypatch):
+    by_hand = {"num_nodes": 2, "node_rank": 1, "master_addr": "a"}
+    for more in ({}, by_hand):
+        assert find(num_gpus=8, **more).processes_here == 8
+        with pytest.raises(UserError, match="--num_gpus 9: .* no GPU.* 8 cores .* at most 8$"):
+            find(num_gpus=9, **more)
+    assert find(num_gpus=9, dry_run=True).num_processes == 9
+    assert find(num_gpus=9, num_nodes=2, launcher="slurm").num_processes == 18  # not all here
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert find(num_gpus=2).num_processes == 2  # to try it out
+    monkeypatch.setattr(nodes, "available_memory", lambda: 600 * 2**20)
+    with pytest.raises(UserError, match="--num_gpus 2: .* 0.6 GiB of memory .* at most 1$"):
+        find(num_gpus=2)
+
+
 def test_a_missing_program_is_named(monkeypatch):
     monkeypatch.setattr(nodes.shutil, "which", lambda program: None)
     with pytest.raises(UserError, match="--launcher pdsh: there is no pdsh here"):
@@ -186,18 +204,53 @@ def deepspeed_command(command: list[str]) -> list[str]:
     return made[0] if args.launcher == "pdsh" else made
 
 
-def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed():
+# What a remote shell would expand or split, or pdsh replaces (%h, %n, %%), with and without blanks.
+HARD = [*WORDS, r"x.pattern=it costs \$(\d+)", "$HOME", "a $HOME", "`id`", "a `id` $(id)", "100%n"]
+HARD += [
+    "%h %u %n %% %",
+    "%%h",
+    'say "hi" \\"',
+    "it's a",
+    "a\nb c\td",
+    "\t",
+    "* ; | & #",
+    "a !b \\",
+    "",
+]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed(shell, monkeypatch):
+    show = Path("show").resolve()
+    show.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    show.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(show))  # on the other machine
     flags = {"hostfile": "hosts", "ssh_port": 2222, "master_port": 7000, "launcher_args": "-t 9"}
-    command = find(**flags, num_gpus=2).command(2, WORDS)
+    command = find(**flags, num_gpus=2).command(2, HARD)
     assert command[command.index("--ssh_port") + 1] == "2222"
     made = deepspeed_command(command)
     assert made[made.index("-w") + 1] == "alpha,beta"
     assert made[made.index("-t") + 1] == "9"
-    remote = shlex.split(" ".join(made[made.index("-t") + 2 :]))  # as the remote shell reads it
-    assert remote[-len(WORDS) :] == WORDS
+    line = " ".join(made[made.index("-t") + 2 :])
+    line = re.sub("%([hun%])", lambda m: {"h": "beta", "u": "me", "n": "1", "%": "%"}[m[1]], line)
+    remote = subprocess.check_output([shell, "-c", line], text=True).split("\0")[:-1]
+    assert remote[-len(HARD) :] == HARD
+    assert "--node_rank=1" in remote
     assert "--master_port=7001" in remote
     (info,) = (word.partition("=")[2] for word in remote if word.startswith("--world_info"))
     assert json.loads(base64.urlsafe_b64decode(info)) == {"alpha": [0, 1], "beta": [0, 1]}
+
+
+@pytest.mark.parametrize("name", ["a b", "$HOME", "50%"])
+def test_pdsh_reaches_no_folder_that_needs_quotes(name, monkeypatch):
+    """DeepSpeed's runner writes ``cd FOLDER`` and Python's path as they are."""
+    folder = Path(name).resolve()
+    folder.mkdir()
+    Path("hosts").rename(folder / "hosts")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=rf"--launcher pdsh: .*{re.escape(name)}.* --node_rank"):
+        find(hostfile="hosts")
+    assert find(hostfile="hosts", launcher="openmpi").num_processes == 8
 
 
 def test_mpi_launchers_name_the_meeting_point():

@@ -4,12 +4,19 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from dschat.config import UserError
-from dschat.output_dir import COMPLETE, check_output_dir, claim_output_dir, mark_complete
+from dschat.output_dir import (
+    COMPLETE,
+    check_output_dir,
+    check_writable,
+    claim_output_dir,
+    mark_complete,
+)
 
 
 def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
@@ -25,8 +32,10 @@ def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
         check_output_dir(folder, overwrite=False)
     check_output_dir(folder, overwrite=True)
     assert (folder / COMPLETE).exists()  # what fails before training leaves the old model finished
-    claim_output_dir(folder)
+    claim_output_dir(folder, record="how")
     assert not (folder / COMPLETE).exists()
+    mark_complete(folder)
+    assert (folder / COMPLETE).read_text() == "how"
 
 
 @pytest.mark.parametrize("below", ["", "below", "two/below"])
@@ -35,6 +44,22 @@ def test_a_file_in_the_way(tmp_path, below):
     with pytest.raises(UserError, match="--output_dir .* a file is in its way; choose another"):
         check_output_dir(tmp_path / "file" / below, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (b"out\xff", r"--output_dir out\\xff is not read as UTF-8 here; choose another name"),
+        # as Python reads a command line with PYTHONUTF8=0 and LC_ALL=C
+        ("höh".encode(), "--output_dir höh is not read as UTF-8 here; unset PYTHONUTF8, or"),
+    ],
+)
+def test_a_name_that_is_not_utf_8(tmp_path, monkeypatch, name, line):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=line):
+        check_output_dir(name.decode("ascii", "surrogateescape"), overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+    check_output_dir("höh", overwrite=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that root cannot write")
@@ -73,6 +98,7 @@ def test_old_checkpoints_go_before_the_mark_and_stay_with_a_run_that_goes_on(tmp
 
 WRITES = """
 import sys, time
+from contextlib import nullcontext
 from pathlib import Path
 from dschat.output_dir import claim_output_dir
 
@@ -98,3 +124,15 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path):
     claim_output_dir(tmp_path / "out")
     mark_complete(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [COMPLETE]
+
+
+def test_what_another_machine_made_meanwhile_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "out" / "step1_sft"
+
+    def other(dir):
+        (Path(dir) / "its").touch()
+        return nullcontext()
+
+    monkeypatch.setattr("tempfile.TemporaryFile", other)
+    check_writable(folder)
+    assert (folder / "its").exists()

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +170,14 @@ def test_signals_are_as_before_after_the_block(tmp_path):
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_block_within_a_block_leaves_signals_to_the_outer_one(tmp_path):
+    with stopping.requests(tmp_path) as stop:
+        with stopping.requests(tmp_path) as inner:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert (stop.agreed(), inner.agreed()) == (True, False)
+
+
 def test_without_the_main_thread_nobody_asks(tmp_path):
     answers = []
 
@@ -201,11 +210,24 @@ def test_the_register_knows_who_is_in_the_loop(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_register_has_one_holder_for_each_machine(tmp_path):
+    name, ranks = f"{socket.gethostname()}@{os.getpid()}", register.Register(tmp_path / ".ranks")
+    assert ranks.holder() is None
+    with register.opened(tmp_path):
+        assert ranks.holder() == (name, True)
+        with pytest.raises(BlockingIOError), register.opened(tmp_path):
+            pass
+        assert ranks.holder(1) is None
+        with register.opened(tmp_path, machine=1):
+            assert ranks.holder(1) == (name, True)
+    assert ranks.holder() is None
+
+
 def test_the_register_forgets_the_dead(tmp_path):
     (tmp_path / "kept").write_text("")
     with register.opened(tmp_path) as ranks:
         with register.enrolled(tmp_path):
-            (mine,) = (tmp_path / register.FOLDER).iterdir()
+            (mine,) = (tmp_path / register.FOLDER).glob("*@*")
             content = mine.read_text()
             if content:  # where the system says when a process began
                 mine.write_text(f"{content}0")
@@ -220,5 +242,5 @@ def test_the_register_forgets_the_dead(tmp_path):
         assert ranks.here() == []
         assert ranks.elsewhere()
         ranks.strike_dead()
-        assert [p.name for p in (tmp_path / register.FOLDER).iterdir()] == ["elsewhere@1"]
+        assert [p.name for p in (tmp_path / register.FOLDER).glob("*@*")] == ["elsewhere@1"]
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]

@@ -124,11 +124,11 @@ def _is_here(name: str) -> bool:
     """Whether a configuration may be had: a folder with one, or a hub that can be asked."""
     if name.startswith("builtin/"):
         return True
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         try:
             return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             return True  # broken, which planning says
         except OSError:
             return False

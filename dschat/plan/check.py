@@ -49,16 +49,16 @@ def _check_data(config, number: int) -> None:
 
 def _check_base(config: SupervisedConfig, request: Request) -> None:
     """The model that step 1 or 2 starts from, and its tokenizer."""
-    name = str(Path(config.model_name_or_path).expanduser())
+    name = str(Path(os.path.expanduser(config.model_name_or_path)))
     if name in request.made_from or not _is_there(name):
         return
     trust = config.trust_remote_code
     model_config = load_config(name, BASE, trust)
     is_policy = not isinstance(config, RewardConfig) or config.trains_policy
     (require_causal_lm if is_policy else require_score_head)(model_config, name, BASE)
-    # Whether the steps' machines have its attention is theirs to say.
-    lora = config.lora_modules if config.lora_dim else ()
-    check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, lora)
+    # Whether the steps' machines have its attention, and memory for its rank, is theirs to say.
+    lora = min(1, config.lora_dim), config.lora_modules
+    check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, *lora)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
     if config.tokenizer_name_or_path is None:
         load_tokenizer(name, BASE, trust, config.end_of_turn, config.chat_template)
@@ -74,7 +74,13 @@ def _check_rlhf(config: RLHFConfig) -> None:
     if not all(_is_there(name) for name in names if name):
         return
     actor = names[0]
-    here = replace(config, inference_tp_size=1, attn_implementation=None)  # of one process
+    here = replace(  # of one process, and not of this machine
+        config,
+        inference_tp_size=1,
+        attn_implementation=None,
+        actor_lora_dim=min(1, config.actor_lora_dim),
+        critic_lora_dim=min(1, config.critic_lora_dim),
+    )
     tokenizer = load_tokenizer(
         actor, ACTOR, config.trust_remote_code, config.end_of_turn, config.chat_template
     )
@@ -82,4 +88,4 @@ def _check_rlhf(config: RLHFConfig) -> None:
 
 
 def _is_there(name: str) -> bool:
-    return os.path.isfile(Path(name).expanduser() / "config.json")
+    return os.path.isfile(Path(os.path.expanduser(name)) / "config.json")

@@ -7,6 +7,7 @@ or written. It must not know ZeRO, devices or steps.
 
 import copy
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from transformers import (
 
 from dschat.builtin_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
+from dschat.model_files import made_of
 from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.reward import ScoreModel
@@ -104,7 +106,7 @@ class Models:
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
         if name == TINY_NAME:
             return LlamaConfig(vocab_size=MAX_VOCAB_SIZE, **TINY_CONFIG)
-        return load_config(str(Path(name).expanduser()), flag, trust_remote_code)
+        return load_config(str(Path(os.path.expanduser(name))), flag, trust_remote_code)
 
     def _sizes(self, use: Use) -> Sizes:
         if not use.lora_dim:
@@ -165,12 +167,13 @@ class Models:
         text = config.get_text_config()
         if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
             text.pad_token_id = config.pad_token_id = None
-        try:
-            with init_empty_weights(include_buffers=True), _quiet():
-                module = auto.from_config(config, **options)
-        except (ValueError, ImportError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{use.flag} {use.name}: {reason}") from error
+
+        def make(config: PretrainedConfig) -> nn.Module:
+            with init_empty_weights(include_buffers=True):
+                return auto.from_config(config, **options)
+
+        with _quiet():
+            module = made_of(config, make, use.name, use.flag)
         with _quiet():
             module = prepare_for_training(
                 module,

@@ -1,0 +1,194 @@
+"""Whether a finished step is what train.py asks for, by what it was trained with.
+
+A step's training_config.yaml has its settings. Its mark, the file COMPLETE, has what they stood
+for: the working directory, the number of processes, and fingerprints of data and of models that
+steps had trained. Steps of a version that left an empty mark are compared by their settings alone.
+"""
+
+import json
+import os
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any, Optional
+
+from dschat import cli, dist
+from dschat.config import CommonConfig, UserError
+from dschat.contents import fingerprint
+from dschat.output_dir import COMPLETE
+from dschat.recipe import Step
+from dschat.resume import CHECKED, FREE, READ, Change, describe, settings_of, step_sizes
+from dschat.road import BASE
+
+SETTINGS = "training_config.yaml"
+# How a step is laid out on its machine, with actor_ or critic_ before it: the result is the same.
+LAYOUT = {
+    "zero_stage",
+    "offload",
+    "offload_optimizer",
+    "offload_parameters",
+    "offload_reference_model",
+    "offload_reward_model",
+    "offload_training_states",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "trust_remote_code",
+    "precompute_ref_logprobs",
+    "per_device_eval_batch_size",
+    "eval_batch_size",
+    "enable_hybrid_engine",
+    "inference_tp_size",
+    "tp_gather_partition_size",
+    "rollout_layout",
+    "rollout_lora",
+    "cuda_graphs",
+    "release_inference_cache",
+    "unpin_actor_parameters",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_gib",
+    "kv_page_size",
+    "reward_pool",
+}
+
+
+@dataclass
+class _Run:
+    """What a step was, or would be, trained with."""
+
+    settings: dict[str, Any]
+    contents: dict[str, str]  # fingerprints of local files, by the setting that names them
+    num_processes: int
+    working_directory: str
+
+    def place(self, name: str) -> str:
+        """Where a path leads, however it is spelled; in OUT as seen from there: that may move."""
+        path = os.path.realpath(os.path.join(self.working_directory, os.path.expanduser(name)))
+        out = os.path.join(self.working_directory, self.settings["output_dir"], os.pardir)
+        inside = os.path.relpath(path, os.path.realpath(out))
+        return path if inside.startswith(os.pardir) else os.path.join("OUT", inside)
+
+
+def record_of(config: CommonConfig) -> str:
+    """What the mark of a step that begins now says at its end, beside training_config.yaml."""
+    record = {
+        "started": time.time(),  # a model that is trained again has another mark
+        "num_processes": dist.world_size(),
+        "working_directory": os.getcwd(),
+        "contents": _contents(config),
+    }
+    return json.dumps(record) + "\n"
+
+
+def _contents(config: CommonConfig) -> dict[str, str]:
+    """Fingerprints of what settings name: data, programs, and the marks of models from steps."""
+    models = {k: v for k, v in vars(config).items() if v and k.endswith("model_name_or_path")}
+    marks = {key: fingerprint([os.path.join(name, COMPLETE)]) for key, name in models.items()}
+    return settings_of(config)["contents"] | {key: mark for key, mark in marks.items() if mark}
+
+
+def check_finished(
+    step: Step,
+    config: CommonConfig,
+    said: Optional[Collection[str]],
+    num_processes: int,
+    reuse: bool,
+) -> list[str]:
+    """A line if the finished step in ``config.output_dir`` is taken though it was trained with
+    other settings.
+
+    ``said``: the fields to compare; None: all, because the step was asked for.
+
+    Raises:
+        UserError: there are other settings, and not ``reuse``.
+    """
+    folder, changed = config.output_dir, describe(differences(config, said, num_processes))
+    if not changed:
+        return []
+    if reuse:
+        return [f"step {step.number} is taken from {folder} with other settings ({changed})"]
+    again = f"--step{step.number}.overwrite_output_dir"
+    if said is not None:
+        again += f", with {step.number} in --step,"
+    raise UserError(
+        f"{folder} is finished, with other settings ({changed}); --reuse takes it as it is, "
+        f"{again} trains it again; or choose another --output_dir"
+    )
+
+
+def differences(
+    config: CommonConfig, said: Optional[Collection[str]], num_processes: int
+) -> list[Change]:
+    """What the finished step in ``config.output_dir`` had otherwise. No difference: the number of
+    processes, how a path is spelled, a folder that was moved, and `FREE` and `LAYOUT`.
+    """
+    then = _recorded(config, num_processes)
+    if then is None:
+        return []
+    settings = json.loads(json.dumps(asdict(config)))
+    now = _Run(settings, _contents(config), num_processes, os.getcwd())
+    sizes = CHECKED if _same_size(type(config), then, now) else set()
+    changed = []
+    for name, new in settings.items():
+        base = name.removeprefix("actor_").removeprefix("critic_")
+        unsaid = name == BASE and not new if said is None else name not in said
+        if unsaid or name in FREE or name in sizes or base in LAYOUT:
+            continue
+        old = then.settings[name]
+        if not (name in READ or name.endswith("name_or_path")):
+            same = old == new
+        elif same := _same_files(name, then, now):
+            prints = {run.contents[name] for run in (then, now) if name in run.contents}
+            same, new = len(prints) < 2, f"{' '.join(_words(new))}, changed since"
+        if not same:
+            changed.append((name, old, new))
+    return changed
+
+
+def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
+    """The run that finished in ``config.output_dir``; None where nothing says how. What it does not
+    say is as it would be now, and a knob that it did not know has its default.
+    """
+    assert config.output_dir is not None
+    file = os.path.join(config.output_dir, SETTINGS)
+    if not os.path.isfile(file):
+        return None
+    try:
+        with open(os.path.join(config.output_dir, COMPLETE), encoding="utf-8") as mark:
+            record = json.loads(mark.read())
+    except ValueError:
+        record = {}
+    record = record if isinstance(record, dict) else {}
+    content = json.loads(json.dumps(cli.read_yaml(file), default=str))
+    defaults = json.loads(json.dumps(asdict(type(config)(output_dir=config.output_dir))))
+    return _Run(
+        {name: content.get(name, default) for name, default in defaults.items()},
+        record.get("contents", {}),
+        record.get("num_processes", num_processes),
+        record.get("working_directory", os.getcwd()),
+    )
+
+
+def _same_size(config_class: type[CommonConfig], then: _Run, now: _Run) -> bool:
+    """Whether a step takes as many rows, of all processes or of each."""
+    old, new = config_class(**then.settings), config_class(**now.settings)
+    return step_sizes(old, 1) == step_sizes(new, 1) or (
+        step_sizes(old, then.num_processes) == step_sizes(new, now.num_processes)
+    )
+
+
+def _same_files(name: str, then: _Run, now: _Run) -> bool:
+    """Whether a setting names the same files: in the same places, or moved as they were."""
+    moved = then.contents.get(name) == now.contents.get(name) is not None
+    pairs = zip_longest(_words(then.settings[name]), _words(now.settings[name]), fillvalue="")
+    return all(
+        old == new
+        or then.place(old) == now.place(new)
+        or (moved and os.path.basename(old) == os.path.basename(new) and fingerprint([new]))
+        for old, new in pairs
+    )
+
+
+def _words(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
