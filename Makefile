@@ -14,7 +14,7 @@ help:
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
-	@echo "make lint       ruff alone (make format mends what it can)"
+	@echo "make lint       ruff alone (make format fixes what it can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
 

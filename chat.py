@@ -9,9 +9,10 @@ answer a line (its line breaks as \\n).
 
 import signal
 import sys
+from codecs import lookup
 from contextlib import closing, suppress
 
-from dschat import cli
+from dschat import cli, environment
 from dschat.chat import Chat, ChatConfig, load_chat
 from dschat.config import UserError
 
@@ -25,6 +26,7 @@ HELP = """\
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
     config = cli.parse(ChatConfig, takes_file=False)
+    set_streams()
 
     from dschat import log
 
@@ -36,8 +38,20 @@ def main() -> None:
     # Talk.
     if sys.stdin.isatty():
         converse(chat)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C, while Python ends
     else:
         answer_lines(chat)
+
+
+def set_streams() -> None:
+    """Any character comes in and goes out, in any locale: UTF-8, but for a terminal that has an
+    encoding of its own.
+    """
+    if closed := {"stdin", "stdout"} & {*environment.closed}:
+        raise UserError(f"{' and '.join(sorted(closed))} is closed; open it, or use < and >")
+    for stream in (sys.stdin, sys.stdout):
+        own = stream.isatty() and lookup(stream.encoding).name != "ascii"
+        stream.reconfigure(encoding=stream.encoding if own else "utf-8", errors="replace")
 
 
 def converse(chat: Chat) -> None:
@@ -92,8 +106,6 @@ def stream(chat: Chat, text: str) -> None:
 
 def answer_lines(chat: Chat) -> None:
     """Each line of standard input answered by itself, on one line; an empty one by an empty one."""
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may leave, as `head` does
     for number, line in enumerate(sys.stdin, 1):
         chat.reset()

@@ -51,7 +51,7 @@ class ChatConfig:
     path: str = flag("", "The model: a folder such as output/demo/step3_rlhf/actor, or a hub name.")
     system: Optional[str] = flag(None, "System message that opens every conversation.")
     max_new_tokens: int = flag(256, "Longest answer in tokens.")
-    temperature: float = flag(0.7, "Sampling temperature; 0 is greedy.")
+    temperature: float = flag(0.7, "Sampling temperature: 0 (greedy), or 0.01 to 100.")
     top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
     top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
     min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
@@ -98,7 +98,9 @@ def load_chat(config: ChatConfig) -> "Chat":
     from dschat.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(name, "--path", config.trust_remote_code)
-    check_system(tokenizer, config.system)
+    # As it was typed: in a locale without umlauts Python makes halves of surrogates of them.
+    system = config.system and os.fsencode(config.system).decode("utf-8", "replace")
+    check_system(tokenizer, system)
     check_fit(load_config(name, "--path", config.trust_remote_code), name, "--path", "lm")
     dtype = _resolve_dtype(config.dtype)
     generator, stops = _load_generator(name, config, dtype, tokenizer)
@@ -106,7 +108,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     logger.info(
         "%s: %s in %s on %s", config.path, type(generator).__name__, precision, dist.device().type
     )
-    return Chat(generator, tokenizer, stops, config.sampling, config.system)
+    return Chat(generator, tokenizer, stops, config.sampling, system)
 
 
 def _load_generator(
@@ -118,13 +120,14 @@ def _load_generator(
     from transformers.utils.logging import disable_progress_bar
 
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+    from dschat.model_files import read_generation_config
     from dschat.models.hf_generator import HuggingFaceGenerator
-    from dschat.models.load import load_causal_lm, load_config, load_generation_config
+    from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import num_ids
 
     disable_progress_bar()
-    stops = stop_ids(tokenizer, load_generation_config(name))
+    stops = stop_ids(tokenizer, read_generation_config(name, "--path"))
     try:
         spec = model_spec(load_config(name, "--path", config.trust_remote_code))
         if not (Path(name) / "adapter_config.json").is_file():
@@ -329,7 +332,7 @@ def _joined(said: str, piece: str) -> tuple[str, str]:
 
 def _causal_lm(path: str, trust_remote_code: bool) -> str:
     """``path`` as ``from_pretrained`` takes it; ``UserError`` where that is no causal LM."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # pathlib raises where a name is too long for the disk
         if (
             not (folder / "config.json").is_file()

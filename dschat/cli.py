@@ -21,9 +21,11 @@ from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from dschat import dist, stopping
+from dschat import dist, environment, stopping
 from dschat.config import UserError
+from dschat.disk_space import is_full
 from dschat.stopping import LAUNCHED_BY
+from dschat.text_file import read_text
 
 Config = TypeVar("Config")
 REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
@@ -51,6 +53,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     # a laptop that does something else too it spins on the core that the others need. Measured on
     # two busy cores: steps of a tiny model 2 to 5 times as fast; on idle ones no difference.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    environment.plug_streams()
+    try:
+        environment.check()
+    except UserError as error:  # this process has no number by which to be silent
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
     before = signal.getsignal(signal.SIGTERM)
     # One of several may wait in a collective, where no Python runs: SIGTERM ends it as it is.
     if dist.world_size() == 1:
@@ -69,6 +77,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             _say(f"{stop}{then if stop.saved else ''}")
         dist.shutdown()
         code = stopping.EXIT_CODE
+    except SystemExit as ended:  # --help
+        code = ended.code or 0
     except KeyboardInterrupt:
         _say("interrupted")
         code = 130
@@ -76,12 +86,21 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         if os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # it speaks for us
             _say("terminated")
         code = 143
-    except Exception:
-        if dist.world_size() == 1:
+    except Exception as error:
+        shortage = environment.shortage(error)
+        if shortage is None and is_full(error):
+            where = f": {error.filename}" if getattr(error, "filename", None) else ""
+            _refuse(f"no space left on the disk{where}; free some, then run the same command again")
+            code = 2
+        elif shortage is None and dist.world_size() == 1:
             raise
-        code = _fail_among_others()
+        else:
+            code = _fail_among_others(shortage)
     finally:
         signal.signal(signal.SIGTERM, before)
+    if code == 0 and (failure := environment.output_failure()):
+        sys.stderr.write(f"error: {failure}\n")
+        code = 1
     dist.leave(code)
     sys.exit(code)
 
@@ -98,12 +117,17 @@ def _refuse(message: str) -> None:
         sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
 
 
-def _fail_among_others() -> int:
-    """Show the traceback, unless it only says that another process has failed; the exit code."""
+def _fail_among_others(shortage: Optional[str]) -> int:
+    """Show the line about a shortage, or else the traceback, unless it only says that another
+    process has failed; the exit code.
+    """
     death = dist.first_death(FAILED_TOO_S)
     if death is not None:
         return death.code or 1
-    sys.excepthook(*sys.exc_info())
+    if shortage:
+        sys.stderr.write(f"error: {shortage}\n")
+    else:
+        sys.excepthook(*sys.exc_info())
     return 1
 
 
@@ -203,10 +227,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        UserError: no such file, broken YAML (with its line), or something other than a mapping.
+        UserError: no such file, broken YAML (with its line), a key twice, or something other than a
+            mapping.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(read_text(path), _Loader)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:
@@ -220,6 +245,22 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(content or {}, dict):
         raise UserError(f"{path}: must be a mapping of names to values")
     return content or {}
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML's own takes the last in silence."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            # as everywhere, a dash in a name is an underscore
+            name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                what = f"{key.value} is there twice, at line {lines[name]} too; leave one out"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+            lines[name] = line
+        return node
 
 
 def underscored(token: str) -> str:

@@ -139,6 +139,9 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
                 )
             if f.name.endswith(("learning_rate", "weight_decay", "lora_dim", "lora_alpha")):
                 require(value >= 0, f"--{f.name} {value} must not be negative")
+            if f.name.endswith(("learning_rate", "weight_decay")):
+                # AdamW moves a weight by about the rate: beyond this nothing is left of a model.
+                require(value <= 10, f"--{f.name} {value} must be between 0 and 10")
             if f.name.endswith("dropout"):
                 require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
         self.validate_deepspeed()

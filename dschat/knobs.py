@@ -11,9 +11,12 @@ from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+# What is larger is no setting but a slip, and infinite once fp32 multiplies it.
+LARGEST = 1e6
+
 
 class UserError(ValueError):
-    """A mistake the user can mend: one line naming flag or file, and the remedy. Exit code 2."""
+    """A mistake the user can fix: one line naming flag or file, and the remedy. Exit code 2."""
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -34,7 +37,7 @@ def require_types(config: Any, prefix: str = "--") -> None:
     """Raise ``UserError`` for the first field of a dataclass whose value is not of its type.
 
     Flags are typed already; fields that are set in Python, or by a YAML file's author, are not.
-    Numbers must be finite, and whole ones fit in 64 bits.
+    Whole numbers must fit in 64 bits, others lie within +-``LARGEST``.
     """
     hints = _hints(type(config))
     for f in fields(config):
@@ -69,6 +72,8 @@ def _type_problem(value: Any, hint: Any) -> str:
             return "is not a number"
         if not _is_finite(value):
             return "is not a finite number"
+        if abs(value) > LARGEST:
+            return f"is out of range; it must be between -{LARGEST:.0f} and {LARGEST:.0f}"
         # What is read from a flag is a float, and would be another number.
         is_exact = not isinstance(value, Integral) or float(value) == value
         return "" if is_exact else "has more digits than a float"

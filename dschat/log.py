@@ -261,6 +261,9 @@ class MetricsLog:
             self._write_out()
             self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            try:
+                self._tensorboard.close()
+            except OSError as error:
+                logger.warning("TensorBoard lacks the last numbers: %s", error)
         if self._wandb is not None:
             self._wandb.finish()

@@ -19,6 +19,7 @@ def main() -> None:
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.finished import record_of
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.kind import require_causal_lm
     from dschat.models.load import load_causal_lm, load_config
@@ -31,7 +32,7 @@ def main() -> None:
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or "output/step1_sft"
-    check_output_dir(config.output_dir, config.overwrite_output_dir)
+    check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     log.check_sinks(config)
     zero = supervised.zero_settings(config)
@@ -65,7 +66,7 @@ def main() -> None:
     engine = supervised.build_engine(model, config, zero, num_steps)
 
     # Loop.
-    claim_output_dir(config.output_dir, bool(config.resume))
+    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)

@@ -33,7 +33,7 @@ def main() -> None:
     set_seed(config.seed)
     folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
     config.output_dir = config.output_dir or folder
-    check_output_dir(config.output_dir, config.overwrite_output_dir)
+    check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     log.check_sinks(config)
     zero = supervised.zero_settings(config)
@@ -59,6 +59,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     """A language model gets a score head, for step 3."""
     from dschat import log, supervised
     from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.finished import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.reward import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
@@ -84,7 +85,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     engine = supervised.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
-    claim_output_dir(config.output_dir, bool(config.resume))
+    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     task = supervised.RewardTask(tokenizer.pad_token_id)
@@ -100,6 +101,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat import log, preference, supervised
     from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.deepspeed_setup import sharded_loading, unwrap
+    from dschat.finished import record_of
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm
     from dschat.models.tokenizer import stop_ids
@@ -129,7 +131,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     )
 
     # Loop.
-    claim_output_dir(config.output_dir, bool(config.resume))
+    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     log.release()
     metrics_log = log.MetricsLog(config.output_dir, config)
     if config.precompute_ref_logprobs:

@@ -25,6 +25,7 @@ def main() -> None:
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.deepspeed_setup import zero_settings
+    from dschat.finished import record_of
     from dschat.models.kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
@@ -38,7 +39,7 @@ def main() -> None:
     dist.init()
     set_seed(args.seed)
     args.output_dir = args.output_dir or "output/step3_rlhf"
-    check_output_dir(args.output_dir, args.overwrite_output_dir)
+    check_output_dir(args.output_dir, args.overwrite_output_dir, vars(args))
     check_start(args)
     log.check_sinks(args)
     for model in args.deepspeed_models:
@@ -83,7 +84,7 @@ def main() -> None:
     )
 
     # Loop.
-    claim_output_dir(args.output_dir, bool(args.resume))
+    claim_output_dir(args.output_dir, bool(args.resume), record_of(args))
     log.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
@@ -93,14 +94,15 @@ def main() -> None:
             out = trainer.generate_experience(next(prompt_batches))
             actor_loss, critic_loss = trainer.train_rlhf(out)
             report.step(out)
+        trainer.require_learned()
+
+        # Save, before an evaluation in which a reward function may fail.
+        with stopping.requests(args.output_dir):  # a signal waits until that is whole
+            engine.save(args.output_dir)
+        log.logger.info("saved %s", args.output_dir)
         report.evaluate()
     report.close()
-
-    # Save.
-    with stopping.requests(args.output_dir):  # a signal waits until that is whole
-        engine.save(args.output_dir)
-        mark_complete(args.output_dir)
-    log.logger.info("saved %s", args.output_dir)
+    mark_complete(args.output_dir)
     dist.shutdown()
 
 

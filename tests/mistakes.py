@@ -5,11 +5,16 @@ know how commands are run.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
 from pathlib import Path
 from typing import NamedTuple
+
+from dschat.checkpoint.manifest import manifest_bytes
+from dschat.config import SFTConfig
+from dschat.resume import settings_of
 
 TABLE = Path(__file__).with_name("mistakes.txt")
 
@@ -37,6 +42,7 @@ from dschat.inference import InferenceEngine
 from dschat.plan import Request
 from dschat.plan.check import check
 from dschat.config import RLHFConfig
+from dschat.reward_programs import modules
 from dschat.reward_programs.programs import RewardPrograms
 from transformers import AutoTokenizer
 
@@ -65,7 +71,7 @@ cli.run(lambda: CALL)
 class Mistake(NamedTuple):
     name: str
     argv: list[str]  # what follows ``python``
-    pieces: list[str]  # of the line, in their order: what is wrong, and how to mend it
+    pieces: list[str]  # of the line, in their order: what is wrong, and how to fix it
 
 
 def mistakes(folder: Path) -> list[Mistake]:
@@ -95,6 +101,11 @@ def write_inputs(folder: Path) -> None:
 
 def write_files(folder: Path) -> None:
     row = {"prompt": "w3 w4", "chosen": "w5", "rejected": "w6"}
+
+    def chat(text: str) -> dict:
+        turns = (("user", text), ("assistant", "w5"))
+        return {"messages": [{"role": role, "content": words} for role, words in turns]}
+
     rows = [{"prompt": f"w{i} w4", "chosen": "w5", "rejected": "w6"} for i in range(2, 62)]
     good = json.dumps(row)
     texts = {
@@ -112,7 +123,15 @@ def write_files(folder: Path) -> None:
         "same.jsonl": json.dumps(row | {"rejected": "w5"}),
         "blank.jsonl": f"{good}\n{json.dumps(row | {'chosen': ''})}\n",
         "broken.jinja": "{% for m in messages %}",
+        "zero.jinja": "{% for m in messages %}\n{{ 1 / 0 }}{% endfor %}",
+        "endless.jinja": "{% macro f() %}{{ f() }}{% endmacro %}\n{{ f() }}",
+        "million.jinja": "\n{% for i in range(1000000) %}{% endfor %}",
+        "import.jinja": "{% import 'os' as os %}",
+        "row.jinja": "{% for m in messages %}\n"
+        "{{ m.content }}{{ messages + 1 if m.content == 'w7 w8' }}{% endfor %}",
+        "chats.jsonl": "\n".join(map(json.dumps, map(chat, ("w3 w4", "w7 w8")))),
         "stage2.json": json.dumps({"zero_optimization": {"stage": 2}}),
+        "hpz.json": json.dumps({"zero_optimization": {"zero_hpz_partition_size": 2}}),
         "typed.json": json.dumps({"zero_optimization": {"reduce_bucket_size": "big"}}),
         "key.yaml": "leraning_rate: 1",
         "broken.yaml": "seed: 1\ndata_path: [",
@@ -120,17 +139,28 @@ def write_files(folder: Path) -> None:
         "list.yaml": "- seed",
         "many.yaml": "seed: [1, 2]",
         "section.yaml": "stepp1: {seed: 1}",
+        "twice.yaml": "learning_rate: 1\nseed: 1\nlearning-rate: 2",
+        "empty.yaml": "# nothing yet",
+        "recipe_twice.yaml": "step1:\n  seed: 1\n  seed: 2",
         "recipe_key.yaml": "step3: {kl_cof: 0.1}",
         "recipe_value.yaml": "step1: {seed: x}",
         "recipe_model.yaml": "model: {actor_model: [1, 2], reward_model: {a: b}}",
         "scores.py": "def tested(answers, tests):\n    return [1.0] * len(answers)\n",
         "broken.py": "def score(:",
+        "endless.py": "import time\ntime.sleep(600)\n",
         "hosts": "alpha slots=2\nbeta\n",
         "two_hosts": "alpha slots=2\nbeta slots=2\n",
         "finished/COMPLETE": "",
+        "finished/critic/config.json": "{}",
+        "other/step1_sft/COMPLETE": "",
+        "other/step1_sft/config.json": "{}",
+        "other/step1_sft/training_config.yaml": "model_name_or_path: hub/other",
+        "in_the_way/step1_sft": "",
         "saved/dataset_info.json": "{}",
         "saved/state.json": "{}",
     }
+    unfinished = manifest_bytes(12, 1, settings_of(SFTConfig(lora_dim=4)), {}).decode()
+    texts["unfinished/step_000012/manifest.json"] = unfinished
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -143,6 +173,8 @@ def write_files(folder: Path) -> None:
     for name, text in latin1.items():
         (folder / name).write_bytes(text.encode("latin-1"))
     (folder / "empty_folder").mkdir()
+    for name in ("pipe.jsonl", "pipe.jinja", "pipe.yaml"):
+        os.mkfifo(folder / name)
 
 
 def write_models(folder: Path) -> None:
@@ -163,6 +195,28 @@ def _missing_tensor(path: Path) -> None:
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _edited_query(edit):
+    """Damages one weight of a checkpoint; its last value is that of the other rank's shard."""
+
+    def damage(path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(path / "model.safetensors")
+        name = "model.layers.1.self_attn.q_proj.weight"
+        weights[name] = edit(weights[name])
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _last_is(value: float):
+    def edit(weight):
+        weight[-1, -1] = value
+        return weight
+
+    return _edited_query(edit)
 
 
 def _truncated(path: Path) -> None:
@@ -204,10 +258,51 @@ def _adapter(path: Path) -> None:
     (path / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def _changed(filename: str = "config.json", **fields):
+    """A damage: these fields of a JSON file have other values."""
+
+    def damage(path: Path) -> None:
+        file = path / filename
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return damage
+
+
+def _list_index(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text("[1]")
+
+
 DAMAGES = {
+    "no_heads": _changed(num_attention_heads=0),
+    "text_size": _changed(hidden_size="big"),
+    "negative_size": _changed(intermediate_size=-48),
+    "uneven_heads": _changed(num_attention_heads=3),
+    "uneven_groups": _changed(num_attention_heads=4, num_key_value_heads=3, head_dim=8),
+    "no_positions_reward": _changed(max_position_embeddings=0),
+    "no_activation": _changed(hidden_act="gelo"),
+    "no_dtype": _changed(dtype="float31"),
+    "no_rope": _changed(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+    "flat_rope": _changed(rope_parameters={"rope_type": "default", "rope_theta": 0}),
+    "negative_eps": _changed(rms_norm_eps=-1e-5),
+    "numbered": _changed(architectures=[1]),
+    "deep": _changed(num_hidden_layers=1_000_000),
+    "wide": _changed(hidden_size=1_000_000),
+    "list_config": lambda path: (path / "config.json").write_text("[1]"),
+    "list_index": _list_index,
+    "list_ends": lambda path: (path / "generation_config.json").write_text("[1]"),
+    "text_ends": _changed("generation_config.json", eos_token_id="<eos>"),
+    "nested_ends": _changed("generation_config.json", eos_token_id=[[0]]),
+    "list_tokenizer": lambda path: (path / "tokenizer_config.json").write_text("[1]"),
+    "text_tokenizer": _changed("tokenizer_config.json", model_max_length="long"),
+    "number_tokenizer": _changed("tokenizer_config.json", added_tokens_decoder=5),
     "no_config": lambda path: (path / "config.json").unlink(),
     "broken_config": lambda path: (path / "config.json").write_text("{"),
     "missing_tensor": _missing_tensor,
+    "nan": _last_is(float("nan")),
+    "nan_reward": _last_is(float("nan")),
+    "infinite": _last_is(float("-inf")),
+    "integers": _edited_query(lambda weight: weight.char()),
     "truncated": _truncated,
     "truncated_reward": _truncated,
     "no_weights": lambda path: (path / "model.safetensors").unlink(),

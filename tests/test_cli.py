@@ -1,5 +1,6 @@
 """Flags, YAML and mistakes: what a dataclass's command line accepts, and how it refuses."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -150,6 +151,8 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
         ("seed: 2020-13-01", "broken YAML: month must be in 1..12"),
         ("seed: {a: 1}", "seed takes a value, not a mapping"),
         ("a: 1\nb: [", "broken YAML at line"),
+        ("seed: 1\n\nseed: 2", "line 3: seed is there twice, at line 1 too; leave one out"),
+        ("x:\n  a-b: 1\n  a_b: 2", "line 3: a_b is there twice, at line 2 too; leave one out"),
         ("- a", "must be a mapping"),
     ],
 )
@@ -160,6 +163,15 @@ def test_mistakes_in_a_file_name_it(yaml_file, text, message):
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_key_may_override_a_merged_one(yaml_file):
+    text = "one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, a: 3}\nthree: {<<: *two, b: 4}\n"
+    assert cli.read_yaml(yaml_file(text)) == {
+        "one": {"a": 1, "b": 2},
+        "two": {"a": 3, "b": 2},
+        "three": {"a": 3, "b": 4},
+    }
 
 
 def test_no_such_file():
@@ -186,6 +198,9 @@ def test_exit_codes(capsys):
     assert exits_with(raises(UserError("--x is\nwrong")), capsys) == (2, "error: --x is wrong\n")
     assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "interrupted\n")
     assert exits_with(raises(FloatingPointError("nan")), capsys) == (1, "error: nan\n")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl")
+    line = "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "
+    assert exits_with(raises(full), capsys) == (2, f"{line}command again\n")
 
 
 def test_stopped_training_says_how_to_go_on(capsys, monkeypatch):
@@ -232,6 +247,7 @@ def test_a_bug_keeps_its_traceback():
 
 def test_only_the_main_process_speaks(capsys, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)

@@ -15,8 +15,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dschat"
 LAYERS = (
     (
         "knobs",
+        "text_file",
         "shared_memory",
         "host_memory",
+        "disk_space",
         "contents",
         "rollout_config",
         "data_config",
@@ -26,11 +28,13 @@ LAYERS = (
         "reward_config",
         "preference_config",
         "config",
+        "checkpoint_tensors",
         "losses",
     ),
     (
         "lifeline",
         "dist",
+        "environment",
         "output_dir",
         "register",
         "stopping",
@@ -40,6 +44,7 @@ LAYERS = (
         "log",
         "metrics",
         "chat_template",
+        "model_files",
     ),
     ("data", "models", "inference", "reward_programs"),
     (
@@ -53,7 +58,19 @@ LAYERS = (
         "continuation",
     ),
     ("supervised", "preference", "rlhf", "chat"),
-    ("plan", "nodes", "recipe", "road", "unfinished", "running", "launch", "summary", "show_data"),
+    (
+        "plan",
+        "nodes",
+        "recipe",
+        "road",
+        "finished",
+        "unfinished",
+        "watchdog",
+        "running",
+        "launch",
+        "summary",
+        "show_data",
+    ),
 )
 NO_SIBLINGS = (2, 4)
 MAY_IMPORT_DEEPSPEED = {"deepspeed_setup", "hybrid", "checkpoint"}

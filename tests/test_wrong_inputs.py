@@ -1,4 +1,4 @@
-"""Every mistake: exit code 2, one line that names what and how to mend it, nothing else anywhere.
+"""Every mistake: exit code 2, one line that names what and how to fix it, nothing else anywhere.
 
 The table is ``mistakes.txt``. Its commands are the real ones: scripts with their flags, exit codes
 and file descriptors, each alone in an empty directory. To load torch for each would take minutes,

@@ -262,3 +262,28 @@ def survive(
     assert rows(out) == expected, out
     assert weights(out) == weights(whole) != {}, out
     return done
+
+
+def ran(case, models, out, *flags, code=0, **variables) -> str:
+    """Run ``case``, or go on with it; what it said. FAULT: see `driver`."""
+    command, log = case.command(models, out), out.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    found = finish([*going_on(command), *flags], log, **variables)
+    said = log.read_text()
+    assert found == code, said[-3000:]
+    return said
+
+
+def check_same(out: Path, whole: Path) -> None:
+    assert rows(out) == rows(whole)
+    assert weights(out) == weights(whole) != {}
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def mount(disk: Path, size: int, options: str = "") -> bool:
+    """A small disk in memory, or with ``remount,`` its new size; whether that may be."""
+    words = ["-t", "tmpfs", "-o", f"{options}size={size}", "none", str(disk)]
+    return subprocess.run(["mount", *words]).returncode == 0

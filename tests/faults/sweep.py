@@ -5,7 +5,8 @@
 
 Every case of `cases` is run whole, then killed again and again, each time gone on with, until it
 has been killed often enough; each time that it comes to its end, its metrics and its weights must
-equal those of the whole run to the bit. Exits with 1 where one does not.
+equal those of the whole run to the bit. Before that, train.py alone is killed, each time followed
+at once by the same command (`orphans`). Exits with 1 where one does not.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import orphans
 from cases import SWEEP
 from runs import KINDS, Case, finish, make_models, survive
 
@@ -27,12 +29,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, help="in all, shared out; default: as cases.py says")
     parser.add_argument("--seed", default="0", help="draws other instants")
+    parser.add_argument("--train-py", action="store_true", help="kill train.py alone, no steps")
     args = parser.parse_args()
-    share = 1.0 if args.kills is None else args.kills / sum(SWEEP.values())
+    share = (
+        1.0
+        if args.kills is None
+        else args.kills / (sum(SWEEP.values()) + sum(orphans.SWEEP.values()))
+    )
     began, kills, runs, lost = time.monotonic(), Counter(), 0, []
     log.setup("error")
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
+        good = sweep_train_py(models, Path(folder), share, args.seed)
+        if args.train_py:
+            return 0 if good else 1
         for number, (case, wanted) in enumerate(SWEEP.items()):
             scratch = Path(folder) / str(number)
             scratch.mkdir()
@@ -50,7 +60,31 @@ def main() -> int:
         print(f"{kills[kind]:6}  in {kind}")
     minutes = (time.monotonic() - began) / 60
     print(f"survived: {runs} of {runs + len(lost)} runs, to the bit; {minutes:.0f} minutes")
-    return 1 if lost else 0
+    return 0 if good and not lost else 1
+
+
+def sweep_train_py(models: Path, folder: Path, share: float, seed: str) -> bool:
+    """Kill train.py alone; whether all its runs came to their end as those that nobody killed."""
+    kills, runs, good = 0, 0, True
+    for (steps, ranks), number in orphans.SWEEP.items():
+        whole = folder / f"whole{ranks}"
+        seconds = orphans.run_whole(orphans.train_py(models, whole, steps, ranks))
+        left = max(1, round(share * number))
+        while left > 0:
+            command = orphans.train_py(models, folder / f"killed{runs}", steps, ranks)
+            few = min(KILLS_OF_ONE, left)
+            try:
+                found = orphans.survive_alone(command, whole, seconds, few, f"{seed} {runs}")
+            except AssertionError as error:
+                print(f"LOST  train.py, {ranks} processes: {str(error)[-2000:]}", flush=True)
+                found, good = few, False
+            kills, runs, left = kills + found, runs + 1, left - found
+    waits = sum(log.read_text().count("waiting: ") for log in folder.glob("killed*.log"))
+    print(
+        f"killed train.py alone {kills} times in {runs} runs; {waits} times the same command had "
+        f"to wait; {'all' if good else 'NOT ALL'} ended as runs that nobody killed, to the bit"
+    )
+    return good
 
 
 def sweep(

@@ -2,12 +2,8 @@
 
 import pytest
 from cases import QUICK, SLOW
-from runs import finish, make_models, rows, survive
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
+from orphans import run_whole, survive_alone, train_py
+from runs import finish, rows, survive
 
 
 @pytest.mark.parametrize(
@@ -22,3 +18,12 @@ def test_killed_and_gone_on_with(case, models, tmp_path):
     assert len(set(steps)) == len(steps) >= 6
     killed = survive(case, models, tmp_path / "killed", whole, kills=2, seed=case.name)
     assert killed.total() >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
+def test_train_py_alone_is_killed(ranks, models, tmp_path):
+    """Its step ends with it, launchers too, and the same command, started at once, waits."""
+    seconds = run_whole(train_py(models, tmp_path / "whole", ranks=ranks))
+    command = train_py(models, tmp_path / "killed", ranks=ranks)
+    assert survive_alone(command, tmp_path / "whole", seconds, kills=2, seed="2") >= 1

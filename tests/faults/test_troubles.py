@@ -9,67 +9,28 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from cases import GRPO
+from cases import GRPO, STEP1
+from orphans import train_py
 from runs import (
-    ROOT,
     TIMEOUT_S,
     Case,
+    check_same,
     finish,
-    going_on,
     kill,
-    make_models,
     num_rows,
     processes_of,
+    ran,
     rows,
     start,
     weights,
 )
 
-STEP1 = Case(1, "--zero_stage 0")
 PPO = Case(3, "--kl_coef 0.1", ranks=2)
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def whole(models, tmp_path_factory):
-    """Case -> the folder of a run to which nothing happens."""
-    folder, made = tmp_path_factory.mktemp("whole"), {}
-
-    def run(case: Case) -> Path:
-        if case not in made:
-            out = folder / str(len(made))
-            log = out.with_suffix(".log")
-            assert finish(case.command(models, out), log) == 0, log.read_text()[-3000:]
-            made[case] = out
-        return made[case]
-
-    return run
-
-
-def ran(case, models, out, *flags, code=0, **variables) -> str:
-    """Run ``case``, or go on with it; what it said. FAULT: see `driver`."""
-    command, log = case.command(models, out), out.with_suffix(".log")
-    log.unlink(missing_ok=True)
-    found = finish([*going_on(command), *flags], log, **variables)
-    said = log.read_text()
-    assert found == code, said[-3000:]
-    return said
-
-
-def check_same(out: Path, whole: Path) -> None:
-    assert rows(out) == rows(whole)
-    assert weights(out) == weights(whole) != {}
 
 
 # -- Files that are not what was written
@@ -174,28 +135,6 @@ def test_a_full_disk_that_is_emptied(whole, models, tmp_path):
     check_same(out, whole(STEP1))
 
 
-@slow
-def test_a_disk_without_space(whole, models, tmp_path):
-    """A small disk in memory, that holds one checkpoint and what the step saves, not more."""
-    disk, finished = tmp_path / "disk", whole(STEP1)
-    disk.mkdir()
-    size = num_bytes(finished / "checkpoints/step_000006")
-    last = num_bytes(finished) - num_bytes(finished / "checkpoints")
-    options = f"size={last + int(1.5 * size)}"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]).returncode:
-        pytest.skip("may not mount")
-    try:
-        said = ran(STEP1, models, disk / "run")
-        assert said.count("could not be written (No space left on device") == 1, said
-        check_same(disk / "run", finished)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 # -- Numbers
 
 
@@ -240,6 +179,41 @@ def test_a_run_of_nan_names_the_last_good_checkpoint(models, tmp_path):
     assert "Traceback" not in said
 
 
+# -- Rewards
+
+FAILS_AT = """
+import os
+
+calls = []
+
+
+def short(answers):
+    calls.append(1)
+    if len(calls) >= int(os.environ.get("FAILS_AT", 100)):
+        raise ConnectionError("no server")
+    return [-float(len(answer)) for answer in answers]
+"""
+
+
+@slow
+def test_a_reward_that_fails_in_evaluations_loses_nothing(whole, models, tmp_path):
+    """In the one after iteration 3, and in the last."""
+    (tmp_path / "rewards.py").write_text(FAILS_AT)
+    reward = f"--reward_fn {tmp_path}/rewards.py:short --kl_coef 0.1"
+    case = Case(3, f"--advantage_estimator grpo {reward}")
+    out, finished = tmp_path / "run", whole(case)
+    # Calls: an evaluation, three iterations; and after resuming the next, three more.
+    for resumed_after in (3, 6):
+        said = ran(case, models, out, code=2, FAILS_AT="5")
+        assert "no server" in said.splitlines()[-1]
+        assert (out / f"checkpoints/step_{resumed_after:06d}/manifest.json").exists()
+        assert not (out / "COMPLETE").exists()
+    assert weights(out) == weights(finished)
+    ran(case, models, out)
+    check_same(out, finished)
+    assert (out / "COMPLETE").exists()
+
+
 # -- Processes
 
 
@@ -261,14 +235,6 @@ def test_a_rank_that_is_killed(zero, whole, models, tmp_path):
     check_same(out, whole(case))
 
 
-def train_py(models: Path, out: Path, ranks: int) -> list[str]:
-    argv = f"--step 1 --num-gpus {ranks} --step1.max_steps 60 --step1.per_device_train_batch_size 4"
-    argv += " --step1.max_seq_len 64 --step1.max_eval_samples 8 --step1.save_steps 5"
-    argv += " --step1.no_enable_tensorboard --data-path builtin/chat"
-    argv = [*argv.split(), "--actor-model", str(models / "actor"), "--output-dir", str(out)]
-    return [sys.executable, str(ROOT / "train.py"), *argv]
-
-
 @slow
 @pytest.mark.parametrize(
     ("signum", "ranks"),
@@ -283,9 +249,9 @@ def test_train_py_stops_and_goes_on(signum, ranks, models, tmp_path):
     """SIGTERM to train.py, as a scheduler sends it; Ctrl-C to all that the terminal runs."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     log = tmp_path / "log"
-    assert finish(train_py(models, whole, ranks), log) == 0, log.read_text()[-3000:]
+    assert finish(train_py(models, whole, ranks=ranks), log) == 0, log.read_text()[-3000:]
     log = tmp_path / "stopped.log"
-    process = start(train_py(models, out, ranks), log)
+    process = start(train_py(models, out, ranks=ranks), log)
     while num_rows(out / "step1_sft") < 5 and process.poll() is None:
         time.sleep(0.01)
     if signum == signal.SIGINT:
@@ -298,6 +264,6 @@ def test_train_py_stops_and_goes_on(signum, ranks, models, tmp_path):
         log.read_text().splitlines()[-1],
     )
     assert not processes_of(out / "step1_sft")
-    assert finish(train_py(models, out, ranks), log) == 0, log.read_text()[-3000:]
+    assert finish(train_py(models, out, ranks=ranks), log) == 0, log.read_text()[-3000:]
     assert "goes on from" in log.read_text()
     check_same(out / "step1_sft", whole / "step1_sft")

@@ -1,0 +1,102 @@
+"""What a process finds when it starts: a launcher's numbers, limits, standard streams.
+
+What cannot work is one line before anything loads; so is a limit that is reached later.
+"""
+
+import errno
+import os
+import re
+import resource
+import sys
+from typing import Optional
+
+from dschat import dist
+from dschat.knobs import UserError, require
+
+NUM_FILES = 64  # that a process may have to open at once
+_ACCELERATORS = ("cpu", "cuda")
+_NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
+_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
+closed: list[str] = []  # "stdin", "stdout", "stderr" that were closed when we came
+
+
+def check() -> None:
+    """Raise ``UserError`` for the first variable or limit that cannot work."""
+    for name in dist.VARIABLES:
+        value = os.environ.get(name, "0")
+        require(
+            value.isdecimal(),
+            f"{name}={value} in the environment is not a whole number; unset it, or leave it to a "
+            "launcher",
+        )
+    rank, size = dist.rank(), dist.world_size()
+    require(
+        rank < size,
+        f"rank {rank} of {size} processes, says the environment: they are numbered from 0; set "
+        "RANK and WORLD_SIZE right, or leave them to a launcher",
+    )
+    port = os.environ.get("MASTER_PORT", "29500")
+    require(
+        port.isdecimal() and 1 <= int(port) <= 65535,
+        f"MASTER_PORT={port} in the environment is not a port, from 1 to 65535; set another",
+    )
+    accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
+    require(
+        accelerator in _ACCELERATORS,
+        f"DS_ACCELERATOR={accelerator} in the environment: dschat knows "
+        f"{' and '.join(_ACCELERATORS)}; unset it",
+    )
+    _allow_files()
+
+
+def _allow_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= NUM_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+    except (ValueError, OSError):
+        raise UserError(
+            f"a process may open {hard} files here (ulimit -n) and needs {NUM_FILES}; raise that"
+        ) from None
+
+
+def plug_streams() -> None:
+    """Give closed standard streams a place: the next file that is opened would be taken for one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            closed.append(name)
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def shortage(error: BaseException) -> Optional[str]:
+    """The line for an exception that says which limit of this machine is reached; None for any
+    other.
+    """
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or re.search(_NO_MEMORY, text):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        ours = "" if limit == resource.RLIM_INFINITY else f" of {limit / 2**30:.1f} GiB (ulimit -v)"
+        return f"out of memory{f' ({text})' if text else ''}; raise the limit{ours}, or use less"
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{text}; raise the limit (ulimit -n)"
+    return output_failure(b"\n") if error.errno in _OUTPUT and not error.filename else None
+
+
+def output_failure(more: bytes = b"") -> Optional[str]:
+    """The line for standard output that takes nothing more, not even ``more``: a full disk's, say.
+    From then on what is written there goes nowhere.
+    """
+    try:
+        sys.stdout.flush()
+        if more:
+            os.write(sys.stdout.fileno(), more)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"standard output cannot be written: {error.strerror}"
+    return None
