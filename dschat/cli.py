@@ -102,7 +102,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.write(f"error: {failure}\n")
         code = 1
     dist.leave(code)
-    sys.exit(code)
+    dist.exit_process(code)
 
 
 def _refuse(message: str) -> None:

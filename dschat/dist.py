@@ -7,14 +7,15 @@ so callers have no second code path. It must not know models, data or DeepSpeed.
 on first use, so that ``--help`` and error messages can ask for the rank without it.
 """
 
+import atexit
 import functools
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dschat.knobs import UserError
 from dschat.lifeline import Death, Lifeline
@@ -193,6 +194,24 @@ def shutdown() -> None:
         _handles.clear()
         _buffers.cache_clear()
         torch_dist.destroy_process_group()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit, also while this process is still joined to others.
+
+    NOTE a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
+    the interpreter is being torn down by then, the thread aborts the process (SIGABRT). Leaving the
+    group would join that thread, but waits for collectives that the others never enter. So the exit
+    handlers run, and the teardown is skipped.
+    """
+    torch_dist = sys.modules.get("torch.distributed")
+    if world_size() == 1 or torch_dist is None or not torch_dist.is_initialized():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+            stream.flush()
+    os._exit(code)
 
 
 _lifelines: list[Lifeline] = []  # of this process, where there are others
