@@ -16,9 +16,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dschat.config import UserError
 from dschat.data.builtin import builtin_rows
 from dschat.disk_space import is_full, needed_and_free
-from dschat.knobs import UserError
 
 TINY_NAME = "builtin/tiny"
 

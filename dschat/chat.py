@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Protocol
 
 from dschat import dist
+from dschat.config import UserError
+from dschat.config.fields import flag, require_types
 from dschat.data.segments import prompt_text_ids
-from dschat.knobs import UserError, flag, require_types
 from dschat.rollout import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ loads.
 """
 
 import argparse
-import difflib
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
@@ -23,9 +22,10 @@ from transformers.hf_argparser import HfArgumentParser
 
 from dschat import dist, environment, stopping
 from dschat.config import UserError
+from dschat.config.errors import did_you_mean
+from dschat.config.text_file import read_text
 from dschat.disk_space import is_full
 from dschat.stopping import LAUNCHED_BY
-from dschat.text_file import read_text
 
 Config = TypeVar("Config")
 REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
@@ -215,12 +215,6 @@ def flag_names(config_class: type) -> set[str]:
     """Every spelling of every flag, with underscores and without the leading dashes."""
     options = _Parser(config_class)._option_string_actions
     return {option.lstrip("-").replace("-", "_") for option in options} - {"h", "help"}
-
-
-def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """``"; did you mean NAME?"`` for the nearest of ``names``, or nothing where none is near."""
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

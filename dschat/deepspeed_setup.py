@@ -1,8 +1,8 @@
 """DeepSpeed: the only writer of its configurations and the only caller of ``deepspeed.initialize``.
 
 A module and a few knobs come in; an engine with an optimizer and schedule goes out. What a user's
-own file says goes into DeepSpeed's configuration by the rule of `dschat.deepspeed_file`. It must
-not know what is trained, nor how a step is taken.
+own file says goes into DeepSpeed's configuration by the rule of `dschat.config.deepspeed_json`. It
+must not know what is trained, nor how a step is taken.
 """
 
 import io
@@ -20,9 +20,9 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from dschat import dist
-from dschat.cli import did_you_mean
 from dschat.config import CommonConfig, UserError
-from dschat.deepspeed_file import merged
+from dschat.config.deepspeed_json import merged
+from dschat.config.errors import did_you_mean
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

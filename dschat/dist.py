@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.lifeline import Death, Lifeline
 from dschat.shared_memory import AlternatingBuffers
 

@@ -11,7 +11,8 @@ import sys
 from typing import Optional
 
 from dschat import dist
-from dschat.knobs import UserError, require
+from dschat.config import UserError
+from dschat.config.errors import require
 
 NUM_FILES = 64  # that a process may have to open at once
 _ACCELERATORS = ("cpu", "cuda")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 T = TypeVar("T")
 Fault = tuple[str, Any, str]  # a field, its value, what is wrong with it

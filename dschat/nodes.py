@@ -22,9 +22,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dschat.config import UserError
+from dschat.config.errors import require
+from dschat.config.fields import flag
+from dschat.config.text_file import read_text
 from dschat.host_memory import available_memory
-from dschat.knobs import UserError, flag, require
-from dschat.text_file import read_text
 
 FIRST_PORT = 29500
 PROCESS_BYTES = 350 * 2**20  # of one process with its libraries (measured: proportional set size)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from dschat import dist
+from dschat.config import UserError
 from dschat.disk_space import free_bytes, needed_and_free
-from dschat.knobs import UserError
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
 CHECKPOINTS = "checkpoints"  # the folder of what a run can go on from

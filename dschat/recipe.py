@@ -13,8 +13,9 @@ from types import NoneType
 from typing import Any, Optional
 
 from dschat import cli
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, flag
-from dschat.knobs import require_types
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config.errors import did_you_mean
+from dschat.config.fields import flag, require_types
 from dschat.nodes import NodesConfig
 
 
@@ -230,7 +231,7 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
             names = set().union(*known.values(), cli.flag_names(TrainConfig))
-            hint = cli.did_you_mean(name, names, prefix=f"--{prefix}{dot}")
+            hint = did_you_mean(name, names, prefix=f"--{prefix}{dot}")
             raise UserError(f"unknown flag {typed}{hint}")
         if not running.intersection(takers):
             steps = " and ".join(map(str, takers))
@@ -243,4 +244,4 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
 def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
     for key in mapping:
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{cli.did_you_mean(str(key), names)}")
+            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), names)}")

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, Protocol
 
-from dschat.knobs import UserError, require_types
-from dschat.rollout_config import temperature_problem
+from dschat.config import UserError
+from dschat.config.fields import require_types
+from dschat.config.rollout import temperature_problem
 
 FinishReason = Literal["stop", "length"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat import register, stopping, watchdog
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.nodes import Nodes
 from dschat.watchdog import GRACE_S, send
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 from dschat import cli
-from dschat.data_config import ShowConfig
+from dschat.config.data import ShowConfig
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dschat import cli, launch, recipe
 from dschat.chat import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data_config import ShowConfig
+from dschat.config.data import ShowConfig
 from dschat.recipe import TrainConfig
 from dschat.rollout import SamplingParams
 

@@ -7,7 +7,7 @@ import pytest
 
 from dschat import cli
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.deepspeed_file import merged
+from dschat.config.deepspeed_json import merged
 from dschat.deepspeed_setup import deepspeed_config, zero_settings
 
 MODELS = {"actor_model_name_or_path": "a", "critic_model_name_or_path": "b"}

@@ -23,8 +23,8 @@ from dschat import cli, launch, recipe, show_data
 from dschat.builtin_model import resolve_model
 from dschat.chat import ChatConfig
 from dschat.config import RLHFConfig, UserError
+from dschat.config.data import ShowConfig
 from dschat.data.table import ADAPTERS, GENERIC
-from dschat.data_config import ShowConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}

@@ -16,7 +16,7 @@ from torch import nn
 
 from dschat import dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

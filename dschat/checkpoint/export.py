@@ -21,8 +21,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from dschat import dist
 from dschat.checkpoint.files import sync_file
 from dschat.checkpoint.manifest import newest
+from dschat.config import UserError
 from dschat.disk_space import is_full, needed_and_free
-from dschat.knobs import UserError
 
 MAX_FILE_BYTES = 4 * 2**30
 

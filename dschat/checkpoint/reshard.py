@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dschat import dist
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 _WEIGHT, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
 Tensors = dict[str, Tensor]

@@ -41,7 +41,7 @@ from dschat.checkpoint.manifest import (
     step_name,
 )
 from dschat.checkpoint.writer import Writing
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 logger = logging.getLogger("dschat")
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, Union
 
+from dschat.config import UserError
+from dschat.config.data import DataConfig
 from dschat.data.table import ADAPTERS, GENERIC, Adapter
 from dschat.data.turns import Content, Turn, Unusable, read_content, read_dialogue, split_text
-from dschat.data_config import DataConfig
-from dschat.knobs import UserError
 
 Purpose = Literal["sft", "reward", "rlhf"]
 PURPOSES: tuple[Purpose, ...] = (

@@ -13,12 +13,12 @@ from typing import Any, Optional
 import numpy as np
 from datasets import Dataset, Features, Value
 
+from dschat.config import UserError
 from dschat.data.adapters import CONTENT_FIELDS, Example, Purpose, normalise
 from dschat.data.cache import kept_on_disk
 from dschat.data.columns import pack, packed_names
 from dschat.data.read import Rows, broken_line
 from dschat.data.table import Adapter
-from dschat.knobs import UserError
 
 logger = logging.getLogger("dschat")
 

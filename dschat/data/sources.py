@@ -19,6 +19,8 @@ from typing import Optional
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 
+from dschat.config import UserError
+from dschat.config.data import DataConfig
 from dschat.data.adapters import (
     PURPOSES,
     Example,
@@ -33,9 +35,7 @@ from dschat.data.builtin import builtin_rows
 from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_table
 from dschat.data.read import Rows, Splits, read_source, table_rows
 from dschat.data.table import Adapter
-from dschat.data_config import DataConfig
 from dschat.host_memory import available_memory
-from dschat.knobs import UserError
 
 __all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
 

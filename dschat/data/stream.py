@@ -20,11 +20,11 @@ from typing import Any, Optional
 import numpy as np
 from datasets import Dataset, Features, Value
 
+from dschat.config.data import DataConfig
 from dschat.data.adapters import CONTENT_FIELDS, PURPOSES, Purpose
 from dschat.data.normalised import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
 from dschat.data.read import Rows
 from dschat.data.sources import Source, key_hash, load_source, named_held_out, no_rows
-from dschat.data_config import DataConfig
 
 logger = logging.getLogger("dschat")
 

@@ -12,6 +12,8 @@ from typing import Any, Optional, Union
 
 from datasets import Dataset, Features, List, Value
 
+from dschat.config import UserError
+from dschat.config.data import DataConfig
 from dschat.data.batches import RowStream
 from dschat.data.cache import kept_on_disk, mapped
 from dschat.data.read import Rows, broken_line, read_source
@@ -19,8 +21,6 @@ from dschat.data.report import read_report
 from dschat.data.segments import require_eos
 from dschat.data.stream import shuffled
 from dschat.data.turns import storable
-from dschat.data_config import DataConfig
-from dschat.knobs import UserError
 
 logger = logging.getLogger("dschat")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dschat import dist
-from dschat.cli import did_you_mean
 from dschat.config import UserError
+from dschat.config.errors import did_you_mean
 from dschat.host_memory import available_memory
 
 _HEADS = ("score", "lm_head", "embed_out")

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from dschat.chat_template import default_template, failure
 from dschat.config import UserError
+from dschat.config.text_file import read_text
 from dschat.model_files import culprit, read_json
 from dschat.models.kind import brings_code
-from dschat.text_file import read_text
 
 PAD_TOKEN = "<|pad|>"
 

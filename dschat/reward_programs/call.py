@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.samples import Samples
 
 # A score, one a token, or None: not this function's sample.

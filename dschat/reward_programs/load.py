@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.call import GIVEN, parameters, raised, sources_of
 from dschat.reward_programs.modules import file_module, named_module
 

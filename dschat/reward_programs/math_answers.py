@@ -14,7 +14,7 @@ import queue
 import re
 import threading
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.call import Fault
 from dschat.reward_programs.worker import Died, Worker
 

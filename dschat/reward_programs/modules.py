@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.call import raised
 
 IMPORT_S = 120.0

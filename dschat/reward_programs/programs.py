@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dschat import dist
-from dschat.knobs import UserError
-from dschat.reward_config import RewardSourcesConfig
+from dschat.config import UserError
+from dschat.config.reward import RewardSourcesConfig
 from dschat.reward_programs.attempt import Attempts, complaint
 from dschat.reward_programs.call import (
     LONGEST_CALL_S,

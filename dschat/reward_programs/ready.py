@@ -19,11 +19,13 @@ from typing import Any
 
 import regex
 
-from dschat.knobs import UserError, require, require_types
+from dschat.config import UserError
+from dschat.config.errors import require
+from dschat.config.fields import require_types
+from dschat.config.text_file import read_text
 from dschat.reward_programs.call import LONGEST_CALL_S
 from dschat.reward_programs.math_answers import are_equal, require_library
 from dschat.reward_programs.worker import START_S
-from dschat.text_file import read_text
 
 logger = logging.getLogger("dschat")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat import dist
-from dschat.reward_config import RewardSourcesConfig
+from dschat.config.reward import RewardSourcesConfig
 from dschat.reward_programs.programs import SourceScores
 
 

@@ -19,7 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.call import Fault, Value, call, raised
 from dschat.reward_programs.load import made
 

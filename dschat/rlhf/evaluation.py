@@ -18,9 +18,9 @@ from torch import Tensor
 from dschat import dist
 from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
+from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.gold import answer_metrics
-from dschat.knobs import require
 from dschat.rlhf.collect import Collector, Prompts
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience

@@ -21,7 +21,7 @@ from small_run import (
 from transformers import AutoModelForCausalLM
 
 from dschat.checkpoint import Checkpoints
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.losses import lm_loss
 from dschat.optimizer_step import learning_rate, loss_scale
 

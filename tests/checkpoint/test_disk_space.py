@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from dschat import builtin_model, output_dir
 from dschat.checkpoint import Checkpoints, export, export_hf
+from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
-from dschat.knobs import UserError
 from dschat.models.lora import prepare_for_training
 from dschat.output_dir import check_room
 

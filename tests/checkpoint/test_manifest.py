@@ -9,7 +9,7 @@ from fakes import names, save, step_loaded
 
 from dschat.checkpoint import Checkpoints, changed_settings, newest
 from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, sha256_of
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 
 def flip(path):

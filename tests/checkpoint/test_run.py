@@ -7,7 +7,7 @@ import pytest
 from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
 
 from dschat.checkpoint import Checkpoints, newest
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 BF16 = "bfloat16"
 QUICK = [Spec(2), Spec(3)]

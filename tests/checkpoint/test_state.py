@@ -11,7 +11,7 @@ from fakes import FakeEngine, save, state_at, step_loaded
 from dschat.checkpoint import Checkpoints, RunState, files, randoms, read_tensors, snapshot
 from dschat.checkpoint import run as run_module
 from dschat.checkpoint.manifest import Found
-from dschat.knobs import UserError
+from dschat.config import UserError
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):

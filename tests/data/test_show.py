@@ -11,8 +11,8 @@ import pytest
 
 from dschat.builtin_model import tiny_tokenizer
 from dschat.config import UserError
+from dschat.config.data import ShowConfig
 from dschat.data.show import WIDTH, show
-from dschat.data_config import ShowConfig
 from dschat.launch import _check_inputs
 
 ROOT = Path(__file__).resolve().parents[2]

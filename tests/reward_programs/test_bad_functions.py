@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.programs import RewardError
 
 FILE = Path(__file__).with_name("bad_functions.py")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs.call import Fault, arguments, shortened, sources_of, values_of
 
 

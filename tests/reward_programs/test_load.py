@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs import modules
 from dschat.reward_programs.load import load_programs, made, portable
 from dschat.reward_programs.ready import ExactMatch, JsonSchema

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from dschat import dist
-from dschat.config import RLHFConfig
-from dschat.knobs import UserError
+from dschat.config import RLHFConfig, UserError
 from dschat.reward_programs.load import find
 from dschat.reward_programs.programs import RewardError, RewardPrograms, SourceScores
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dschat import dist
-from dschat.knobs import UserError
+from dschat.config import UserError
 from dschat.reward_programs import math_answers, ready
 from dschat.reward_programs.call import LONGEST_CALL_S, Fault
 from dschat.reward_programs.load import load_programs

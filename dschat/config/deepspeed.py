@@ -7,8 +7,9 @@ They are part of `dschat.config.CommonConfig`. A model is named by the prefix of
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from dschat import deepspeed_file
-from dschat.knobs import flag, require
+from dschat.config import deepspeed_json
+from dschat.config.errors import require
+from dschat.config.fields import flag
 
 # DeepSpeed's names of the schedules that are transformers'.
 _SCHEDULES = {
@@ -67,13 +68,13 @@ class DeepSpeedConfig:
         name, path = self._deepspeed_file(model)
         overrides: dict[str, Any] = {}
         if path:
-            settings = deepspeed_file.read(path, f"--{name}")
+            settings = deepspeed_json.read(path, f"--{name}")
             decided = self._decided(model, world_size)
-            overrides = deepspeed_file.accepted(settings, f"--{name} {path}", decided)
+            overrides = deepspeed_json.accepted(settings, f"--{name} {path}", decided)
         for knob in ("initial_scale_power", "loss_scale_window"):
             if getattr(self, knob) is not None:
                 scale = {"fp16": {knob: getattr(self, knob)}}
-                overrides = deepspeed_file.merged(overrides, scale)
+                overrides = deepspeed_json.merged(overrides, scale)
         return overrides
 
     def deepspeed_origin(self, model: str = "") -> str:
@@ -87,7 +88,7 @@ class DeepSpeedConfig:
         if self.dtype != "auto":
             return self.dtype
         asked = {
-            deepspeed_file.precision(self.deepspeed_overrides(m)) for m in self.deepspeed_models
+            deepspeed_json.precision(self.deepspeed_overrides(m)) for m in self.deepspeed_models
         }
         asked.discard(None)
         require(
@@ -150,7 +151,7 @@ class DeepSpeedConfig:
         zero = self.deepspeed_overrides(model).get("zero_optimization", {})
         return zero.get(section, {}).get("device") in _MEMORY
 
-    def _decided(self, model: str, world_size: int | None) -> deepspeed_file.Decided:
+    def _decided(self, model: str, world_size: int | None) -> deepspeed_json.Decided:
         """What flags say about DeepSpeed's settings of ``model``."""
         prefix = f"{model}_" if model else ""
         micro = "per_device_training_batch_size" if model else "per_device_train_batch_size"

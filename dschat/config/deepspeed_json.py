@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dschat.knobs import UserError
-from dschat.text_file import read_text
+from dschat.config.errors import UserError
+from dschat.config.text_file import read_text
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
 

@@ -11,12 +11,10 @@ from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dschat.config.errors import UserError
+
 # What is larger is no setting but a slip, and infinite once fp32 multiplies it.
 LARGEST = 1e6
-
-
-class UserError(ValueError):
-    """A mistake the user can fix: one line naming flag or file, and the remedy. Exit code 2."""
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -25,12 +23,6 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``UserError`` unless ``condition`` holds."""
-    if not condition:
-        raise UserError(message)
 
 
 def require_types(config: Any, prefix: str = "--") -> None:

@@ -6,7 +6,8 @@ They are part of `dschat.config.RLHFConfig`. It must not know models, memory or 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dschat.knobs import flag, require
+from dschat.config.errors import require
+from dschat.config.fields import flag
 
 # Estimators whose papers put the KL into the loss; the others have it in the reward.
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")

@@ -6,7 +6,8 @@ They are part of `dschat.config.RLHFConfig`. It must not know models or how a so
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dschat.knobs import flag, require
+from dschat.config.errors import require
+from dschat.config.fields import flag
 
 
 @dataclass

@@ -11,13 +11,14 @@ else.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.data_config import DataConfig
-from dschat.deepspeed_config import DeepSpeedConfig
-from dschat.knobs import UserError, flag, require, require_types
-from dschat.learning_config import LearningConfig
-from dschat.preference_config import PreferenceConfig
-from dschat.reward_config import RewardSourcesConfig
-from dschat.rollout_config import RolloutConfig
+from dschat.config.algorithm import LearningConfig
+from dschat.config.data import DataConfig
+from dschat.config.deepspeed import DeepSpeedConfig
+from dschat.config.errors import UserError, require
+from dschat.config.fields import flag, require_types
+from dschat.config.preference import PreferenceConfig
+from dschat.config.reward import RewardSourcesConfig
+from dschat.config.rollout import RolloutConfig
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")

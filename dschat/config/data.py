@@ -7,7 +7,8 @@ They are part of `dschat.config.CommonConfig`, and of `ShowConfig`, the flags of
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dschat.knobs import flag, require, require_types
+from dschat.config.errors import require
+from dschat.config.fields import flag, require_types
 
 
 @dataclass

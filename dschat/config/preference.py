@@ -6,7 +6,8 @@ They are part of `dschat.config.RewardConfig`. It must not know models, data or 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dschat.knobs import flag, require
+from dschat.config.errors import require
+from dschat.config.fields import flag
 
 # knob -> the losses that have it
 _PARTS = {

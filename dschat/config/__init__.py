@@ -1,0 +1,22 @@
+"""Every flag of every command: dataclasses, their validation, and the command-line parser.
+
+Light to import: the standard library and, in ``parser``, yaml and transformers' argument parser.
+"""
+
+from dschat.config.errors import UserError
+from dschat.config.steps import (
+    CommonConfig,
+    RewardConfig,
+    RLHFConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+
+__all__ = [
+    "CommonConfig",
+    "RLHFConfig",
+    "RewardConfig",
+    "SFTConfig",
+    "SupervisedConfig",
+    "UserError",
+]
