@@ -12,9 +12,9 @@ import sys
 from codecs import lookup
 from contextlib import closing, suppress
 
-from dschat import cli, environment
 from dschat.chat import Chat, ChatConfig, load_chat
-from dschat.config import UserError
+from dschat.config import UserError, parser
+from dschat.distributed import entrypoint, host_checks
 
 HELP = """\
 /reset        forget what was said
@@ -25,7 +25,7 @@ HELP = """\
 
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
-    config = cli.parse(ChatConfig, takes_file=False)
+    config = parser.parse(ChatConfig, takes_file=False)
     set_streams()
 
     from dschat import log
@@ -47,7 +47,7 @@ def set_streams() -> None:
     """Any character comes in and goes out, in any locale: UTF-8, but for a terminal that has an
     encoding of its own.
     """
-    if closed := {"stdin", "stdout"} & {*environment.closed}:
+    if closed := {"stdin", "stdout"} & {*host_checks.closed}:
         raise UserError(f"{' and '.join(sorted(closed))} is closed; open it, or use < and >")
     for stream in (sys.stdin, sys.stdout):
         own = stream.isatty() and lookup(stream.encoding).name != "ascii"
@@ -119,4 +119,4 @@ def answer_lines(chat: Chat) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

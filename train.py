@@ -19,9 +19,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dschat import cli, launch, recipe, running, stopping
+from dschat import launch, recipe, running
 from dschat.checkpoint import newest
 from dschat.config import UserError
+from dschat.distributed import entrypoint, stop_signals
 from dschat.plan import Request, log_lines, tables
 from dschat.summary import format_summary, write_summary
 
@@ -62,9 +63,9 @@ def main() -> int:
             start = time.monotonic()
             code = runner.run(command, plan.environment, plan.folder(step), plan.nodes)
             seconds = time.monotonic() - start
-            if plan.summary and code in (0, stopping.EXIT_CODE):
+            if plan.summary and code in (0, stop_signals.EXIT_CODE):
                 note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
-            if code == stopping.EXIT_CODE:
+            if code == stop_signals.EXIT_CODE:
                 return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
             if code == 0 and not plan.finished(step):
                 # The launcher reports success for a rank that a signal killed.
@@ -99,7 +100,7 @@ def stopped(what: str, plan: launch.Plan, folder: Path | None = None) -> int:
     where = f", saved in {found.folder}" if found else ""
     again = f" without {' and '.join(plan.anew)}" if plan.anew else ""
     running.say(f"{what}{where}; the same command{again} goes on from there")
-    return stopping.EXIT_CODE
+    return stop_signals.EXIT_CODE
 
 
 def ask(question: str) -> bool:
@@ -125,4 +126,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

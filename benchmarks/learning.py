@@ -46,10 +46,10 @@ from learning_task import RESULT, Task, snapshot_path
 from report import ROOT, environment, rounded
 from safetensors.torch import load_file
 
-from dschat import cli
-from dschat.config import RLHFConfig, UserError
+from dschat.config import RLHFConfig, UserError, parser
 from dschat.data.batches import PromptBatches
 from dschat.data.tokenize import prompt_dataset
+from dschat.distributed import entrypoint
 from dschat.inference.disk import checkpoint_stream
 from dschat.models.tokenizer import load_tokenizer
 from dschat.recipe import load_recipe
@@ -135,7 +135,7 @@ def parse() -> tuple[argparse.Namespace, RLHFConfig]:
 def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
     """Of both sides; ``one_step``: a rollout is one optimizer step."""
     given = load_recipe(recipe, ROOT / "training" / "recipes").values[3]
-    given |= cli.given(RLHFConfig, flags)
+    given |= parser.given(RLHFConfig, flags)
     # The task's own function scores, on both sides.
     given |= {"reward_fn": ["exact_match"], "reward_args": None, "reward_url": None}
     given |= {"actor_model_name_or_path": "the SFT model", "reward_model_name_or_path": ""}
@@ -258,4 +258,4 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

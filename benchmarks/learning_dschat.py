@@ -14,7 +14,8 @@ import torch
 import transformers
 from learning_task import Recorder, Task, exact_match
 
-from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, dist, log
+import dschat.distributed as dist
+from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
 from dschat.config import RLHFConfig
 from dschat.data.batches import Prompts
 from dschat.deepspeed_setup import unwrap

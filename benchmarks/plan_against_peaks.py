@@ -157,7 +157,7 @@ def planned_peak(work: Path, size: str, step: int) -> tuple[int, str]:
 
 def measured_peak(work: Path, size: str, step: int) -> int:
     """Bytes of the largest resident set of a run of two optimizer steps or iterations."""
-    from dschat.cli import to_flags
+    from dschat.config.parser import to_flags
 
     script = {1: "step1_sft", 3: "step3_rlhf"}[step]
     given = fields(work, size, step) | COMMON | {"max_steps": 2}

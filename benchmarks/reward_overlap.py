@@ -17,7 +17,7 @@ import time
 
 from report import environment, rounded, spread
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.builtin_model import resolve_model
 from dschat.config import RLHFConfig
 from dschat.data.builtin import builtin_rows

@@ -45,7 +45,7 @@ from rollout_cases import CASES, MODELS, Case
 from rollout_sides import RATES, EngineSide, GenerateSide, make_module
 from transformers.utils import logging as transformers_logging
 
-from dschat import dist
+import dschat.distributed as dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

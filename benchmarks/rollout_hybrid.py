@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.deepspeed_setup import ZeroSettings, initialize_training, unwrap
 from dschat.hybrid.rollout import EngineRollout, Refresh, RolloutSettings
 from dschat.hybrid.stream import Buckets, module_shards, weight_stream

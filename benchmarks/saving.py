@@ -85,7 +85,7 @@ def compare(work: Path, size: str, rounds: int) -> dict:
 
 def seconds(work: Path, size: str, saves: bool = False) -> tuple[float, float, int]:
     """Of a run's iterations, what of them was spent waiting for files, and a checkpoint's bytes."""
-    from dschat.cli import to_flags
+    from dschat.config.parser import to_flags
 
     out = work / "out"
     given = fields(work, size, 3) | STEP3 | COMMON | {"max_steps": ITERATIONS, "eval_steps": 0}

@@ -6,7 +6,7 @@ rewards or how the policy was trained: steps 1 and 3 and the benchmarks all meas
 
 from typing import Any
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.data.builtin import builtin_rows
 from dschat.data.gold import answer_metrics
 from dschat.data.segments import prompt_text_ids

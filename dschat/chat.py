@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Protocol
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.fields import flag, require_types
 from dschat.data.segments import prompt_text_ids

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from dschat import dist, stopping
+import dschat.distributed as dist
 from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
 from dschat.config import CommonConfig, UserError
+from dschat.distributed import stop_signals
 from dschat.resume import changes, check_step_size, describe, settings_of
 from dschat.reward_programs.programs import RewardError
 
@@ -26,7 +27,7 @@ class Boundaries:
         self,
         config: CommonConfig,
         checkpoints: Checkpoints | None,
-        request: stopping.StopRequest | None,
+        request: stop_signals.StopRequest | None,
     ) -> None:
         self._config = config
         self._checkpoints = checkpoints
@@ -84,7 +85,7 @@ class Boundaries:
             last = self._checkpoints.last
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
-            raise stopping.Stopped(step, last)
+            raise stop_signals.Stopped(step, last)
 
     def leave(self) -> None:
         """Another step has changed weights: what was at the last boundary is gone."""
@@ -123,7 +124,7 @@ def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
         return
     limit = config.save_total_limit or None
     checkpoints = Checkpoints(config.output_dir, settings_of(config), limit)
-    listening = stopping.requests(config.output_dir) if config.save_steps else nullcontext()
+    listening = stop_signals.requests(config.output_dir) if config.save_steps else nullcontext()
     with listening as request:
         bounds = Boundaries(config, checkpoints, request)
         try:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, Optional
 
-from dschat import cli, dist
-from dschat.config import CommonConfig, UserError
+import dschat.distributed as dist
+from dschat.config import CommonConfig, UserError, parser
 from dschat.contents import fingerprint
 from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
@@ -160,7 +160,7 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
     except ValueError:
         record = {}
     record = record if isinstance(record, dict) else {}
-    content = json.loads(json.dumps(cli.read_yaml(file), default=str))
+    content = json.loads(json.dumps(parser.read_yaml(file), default=str))
     defaults = json.loads(json.dumps(asdict(type(config)(output_dir=config.output_dir))))
     return _Run(
         {name: content.get(name, default) for name, default in defaults.items()},

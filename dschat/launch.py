@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import cli, dist, nodes, running
-from dschat.config import UserError
+import dschat.distributed as dist
+from dschat import nodes, running
+from dschat.config import UserError, parser
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.finished import check_finished
 from dschat.output_dir import COMPLETE, check_apart, check_writable
@@ -119,7 +120,7 @@ def plan(
     commands = []
     for n in numbers:
         script = os.path.relpath(root / steps[n].name / "main.py")
-        commands.append((steps[n], where.command(n, [script, *cli.to_flags(values[n])])))
+        commands.append((steps[n], where.command(n, [script, *parser.to_flags(values[n])])))
     return Plan(
         out,
         list(steps.values()),
@@ -257,7 +258,7 @@ def _check_same_road(last: Step, values: Mapping[str, Any], out: Path) -> None:
     settings = out / last.folder / "training_config.yaml"
     if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
         return
-    by_pairs = "loss" in cli.read_yaml(settings)  # as step 2's settings say
+    by_pairs = "loss" in parser.read_yaml(settings)  # as step 2's settings say
     if by_pairs != (last.number == 2):
         raise UserError(
             f"--output_dir {out} has a policy that step {2 if by_pairs else 3} trained, in "

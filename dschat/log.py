@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from tqdm.auto import tqdm
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 
 logger = logging.getLogger("dschat")

@@ -238,7 +238,7 @@ class Nodes:
         return [*_runner(), *flags]
 
     def _srun(self, port: int) -> list[str]:
-        """One task a process; `dschat.dist` learns rank and meeting point from SLURM."""
+        """One task a process; `dschat.distributed` learns rank and meeting point from SLURM."""
         given = []
         if self.config.master_addr:
             given.append(f"MASTER_ADDR={self.config.master_addr}")

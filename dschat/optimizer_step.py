@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 
 logger = logging.getLogger("dschat")
 

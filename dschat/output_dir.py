@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, needed_and_free
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.data.batches import RowStream, StepBatches

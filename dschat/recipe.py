@@ -12,8 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Optional
 
-from dschat import cli
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import did_you_mean
 from dschat.config.fields import flag, require_types
 from dschat.nodes import NodesConfig
@@ -37,7 +36,7 @@ class Step:
     @property
     def flags(self) -> set[str]:
         """The same with every other spelling: aliases and ``no_*``."""
-        return cli.flag_names(self.config_class) - {"output_dir"}
+        return parser.flag_names(self.config_class) - {"output_dir"}
 
 
 STEPS = {
@@ -124,16 +123,16 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
             groups[-1].append(token)
         else:
             raise UserError(f"unexpected argument {token!r}; flags look like --name value")
-    names = cli.flag_names(TrainConfig) | {"h", "help"}
+    names = parser.flag_names(TrainConfig) | {"h", "help"}
     own = [group for group in groups if flag_name(group) in names]
     argv_own = [token for group in own for token in group]
-    config = cli.parse(TrainConfig, argv_own, takes_file=False)
+    config = parser.parse(TrainConfig, argv_own, takes_file=False)
     return config, [group for group in groups if flag_name(group) not in names]
 
 
 def flag_name(group: Sequence[str]) -> str:
     """``kl_coef`` for ``["--kl-coef=0.1"]``; a step's prefix stays on."""
-    return cli.underscored(group[0]).lstrip("-").partition("=")[0]
+    return parser.underscored(group[0]).lstrip("-").partition("=")[0]
 
 
 def load_recipe(name: str, folder: Path) -> Recipe:
@@ -147,7 +146,7 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     if not os.path.isfile(path):
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {there}")
-    content = cli.read_yaml(path)
+    content = parser.read_yaml(path)
     if not content:
         raise UserError(f"{path}: the recipe is empty; give it some of {', '.join(_SECTIONS)}")
     _check_keys(content, _SECTIONS, str(path))
@@ -166,12 +165,12 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         where, section = f"{path}: step{n}", sections[f"step{n}"]
         _check_keys(section, step.fields, where)
         shared = {key: value for key, value in sections["common"].items() if key in step.fields}
-        values[n] = cli.values_of(step.config_class, shared | section, where)
+        values[n] = parser.values_of(step.config_class, shared | section, where)
     for key, name in sections["model"].items():
         if not isinstance(name, (str, NoneType)):
             raise UserError(f"{path}: model: {key} {name!r} is no name; name a folder or a model")
     models = {1: sections["model"].get("actor_model"), 2: sections["model"].get("reward_model")}
-    launch = cli.values_of(TrainConfig, sections["launch"], f"{path}: launch")
+    launch = parser.values_of(TrainConfig, sections["launch"], f"{path}: launch")
     nodes, gpus = launch.get("num_nodes"), launch.get("num_gpus")
     return Recipe(path.stem, values, nodes, gpus, content.get("summary") is True, models)
 
@@ -191,7 +190,7 @@ def step_values(
     flags = _route(config, groups)
     values = {}
     for n, step in STEPS.items():
-        values[n], given = dict(recipe.values[n]), cli.given(step.config_class, flags[n])
+        values[n], given = dict(recipe.values[n]), parser.given(step.config_class, flags[n])
         base = {1: config.actor_model, 2: config.reward_model}.get(n)
         default = recipe.models.get(n)
         if n == 2 and RewardConfig(**values[n] | given).trains_policy:
@@ -230,7 +229,7 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         typed, equals, value = group[0].partition("=")
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
-            names = set().union(*known.values(), cli.flag_names(TrainConfig))
+            names = set().union(*known.values(), parser.flag_names(TrainConfig))
             hint = did_you_mean(name, names, prefix=f"--{prefix}{dot}")
             raise UserError(f"unknown flag {typed}{hint}")
         if not running.intersection(takers):

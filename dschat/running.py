@@ -3,7 +3,8 @@
 A command, its environment and the folder that it writes into come in; an exit code goes out. It
 must not know what a step is.
 
-The first signal to ``train.py`` goes to each process that is enrolled (`dschat.register`), once:
+The first signal to ``train.py`` goes to each process that is enrolled
+(`dschat.distributed.process_registry`), once:
 launchers would pass it on to one after another and kill what takes 30 seconds, or drop it. They
 save and leave. Where no process can stop so, and at a second signal, everything ends at once.
 """
@@ -18,12 +19,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import register, stopping, watchdog
+from dschat import watchdog
 from dschat.config import UserError
+from dschat.distributed import process_registry, stop_signals
 from dschat.nodes import Nodes
 from dschat.watchdog import GRACE_S, send
 
-SIGNALS = (*stopping.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
+SIGNALS = (*stop_signals.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
 
 
 class Runner:
@@ -64,11 +66,11 @@ class Runner:
         """
         with ExitStack() as block:
             try:
-                ranks = block.enter_context(register.opened(output_dir, nodes.number_here))
+                ranks = block.enter_context(process_registry.opened(output_dir, nodes.number_here))
             except BlockingIOError:
                 raise _held(output_dir, "another train.py") from None
             announce = block.enter_context(watchdog.watched(ranks, environment))
-            ours = {stopping.LAUNCHED_BY: str(os.getpid())}
+            ours = {stop_signals.LAUNCHED_BY: str(os.getpid())}
             process = subprocess.Popen(
                 command, env={**environment, **ours}, start_new_session=True, preexec_fn=announce
             )
@@ -83,12 +85,12 @@ class Runner:
             _end_group(process, self._caught, ranks)
             killed = not 0 <= process.returncode < 128
             if ranks.stopped or (told and killed and len(self._caught) < 2):
-                return stopping.EXIT_CODE
+                return stop_signals.EXIT_CODE
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         if not self.asked or (told and len(self._caught) < 2):
             return code
         if self._caught[0] == signal.SIGUSR1 and len(self._caught) < 2:
-            return stopping.EXIT_CODE  # SLURM's: nothing is lost that a job could go on with
+            return stop_signals.EXIT_CODE  # SLURM's: nothing is lost that a job could go on with
         interrupted = self._caught[0] == signal.SIGINT
         say("interrupted" if interrupted else "terminated")
         return 128 + self._caught[0]
@@ -100,7 +102,7 @@ def wait_until_free(output_dir: Path, machine: int = 0) -> bool:
     Raises:
         UserError: another train.py runs a step there, or its processes do not end.
     """
-    ranks = register.Register(output_dir / register.FOLDER)
+    ranks = process_registry.Register(output_dir / process_registry.FOLDER)
     waited, deadline = False, time.monotonic() + watchdog.LONGEST_S
     while (holder := ranks.holder(machine)) and time.monotonic() < deadline:
         if holder.lives:
@@ -128,7 +130,7 @@ def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _ask(ranks: register.Register, command: int, relay: Optional[int]) -> bool:
+def _ask(ranks: process_registry.Register, command: int, relay: Optional[int]) -> bool:
     """One signal to each process that can stop; whether there are any."""
     here = ranks.here()
     for pid in here:
@@ -138,7 +140,9 @@ def _ask(ranks: register.Register, command: int, relay: Optional[int]) -> bool:
     return bool(here)
 
 
-def _end_group(process: subprocess.Popen, caught: Sequence[int], ranks: register.Register) -> None:
+def _end_group(
+    process: subprocess.Popen, caught: Sequence[int], ranks: process_registry.Register
+) -> None:
     """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
     # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.
     send(os.killpg, process.pid, signal.SIGTERM)

@@ -7,13 +7,14 @@ must not know what the report says.
 import os
 import sys
 
-from dschat import cli
+from dschat.config import parser
 from dschat.config.data import ShowConfig
+from dschat.distributed import entrypoint
 
 
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
-    config = cli.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
+    config = parser.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
 
     from dschat import log
     from dschat.builtin_model import resolve_model
@@ -36,4 +37,4 @@ def _with_flag(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

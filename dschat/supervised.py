@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat import dist, stopping
+import dschat.distributed as dist
 from dschat.checkpoint import RunState, export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.continuation import boundaries
@@ -23,6 +23,7 @@ from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.deepspeed_setup import ZeroSettings, initialize_training
 from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
+from dschat.distributed import stop_signals
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
 from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
@@ -228,7 +229,7 @@ def save(
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
-    with stopping.requests(config.output_dir):
+    with stop_signals.requests(config.output_dir):
         export_hf(folder, weight_stream(module, dist.device()), *companions)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)

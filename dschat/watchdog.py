@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dschat.register import Register
+from dschat.distributed.process_registry import Register
 
 GRACE_S = 20.0  # what processes get to save and leave, and again between SIGTERM and SIGKILL
 LONGEST_S = 2 * GRACE_S + 10.0

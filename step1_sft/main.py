@@ -4,13 +4,14 @@ deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 
 python step1_sft/main.py --help
 """
 
-from dschat import cli, dist
-from dschat.config import SFTConfig
+import dschat.distributed as dist
+from dschat.config import SFTConfig, parser
+from dschat.distributed import entrypoint
 
 
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
-    config = cli.parse(SFTConfig)
+    config = parser.parse(SFTConfig)
 
     from transformers import set_seed
 
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

@@ -8,15 +8,16 @@
 
 from functools import partial
 
-from dschat import cli, dist
-from dschat.config import RewardConfig
+import dschat.distributed as dist
+from dschat.config import RewardConfig, parser
+from dschat.distributed import entrypoint
 
 BASE = "--model_name_or_path"
 
 
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
-    config = cli.parse(RewardConfig)
+    config = parser.parse(RewardConfig)
 
     from transformers import set_seed
 
@@ -155,4 +156,4 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

@@ -9,22 +9,24 @@
 The loop below is the one the README shows for notebooks.
 """
 
-from dschat import cli, dist
-from dschat.config import RLHFConfig
+import dschat.distributed as dist
+from dschat.config import RLHFConfig, parser
+from dschat.distributed import entrypoint
 
 
 def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
-    args = cli.parse(RLHFConfig)
+    args = parser.parse(RLHFConfig)
 
     from transformers import set_seed
 
-    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log, stopping
+    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
     from dschat.builtin_model import resolve_model
     from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.deepspeed_setup import zero_settings
+    from dschat.distributed import stop_signals
     from dschat.finished import record_of
     from dschat.models.kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
@@ -97,7 +99,7 @@ def main() -> None:
         trainer.require_learned()
 
         # Save, before an evaluation in which a reward function may fail.
-        with stopping.requests(args.output_dir):  # a signal waits until that is whole
+        with stop_signals.requests(args.output_dir):  # a signal waits until that is whole
             engine.save(args.output_dir)
         log.logger.info("saved %s", args.output_dir)
         report.evaluate()
@@ -107,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

@@ -37,7 +37,8 @@ WORDS = {  # in capitals in the table. NEW: a model is still to be named; STEP1 
     "DATA": "-m dschat.data",
 }
 PYTHON = """
-from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams, cli
+from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams
+from dschat.distributed import entrypoint
 from dschat.inference import InferenceEngine
 from dschat.plan import Request
 from dschat.plan.check import check
@@ -64,7 +65,7 @@ def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}
     check(Request({step: length | {"data_path": ["{f}/good.jsonl"]} | fields}, 1, 1))
 
-cli.run(lambda: CALL)
+entrypoint.run(lambda: CALL)
 """
 
 

@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dschat import cli
 from dschat.builtin_model import materialise_tiny, tiny_tokenizer
 from dschat.chat import Chat, ChatConfig, Conversation, StreamDecoder
-from dschat.config import UserError
+from dschat.config import UserError, parser
 from dschat.rollout import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -312,7 +311,7 @@ def test_mistakes_and_help_cost_no_torch():
 )
 def test_wrong_flags(flags, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        cli.parse(ChatConfig, flags.split(), takes_file=False)
+        parser.parse(ChatConfig, flags.split(), takes_file=False)
 
 
 @pytest.mark.parametrize(

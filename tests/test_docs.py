@@ -19,10 +19,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dschat import cli, launch, recipe, show_data
+from dschat import launch, recipe, show_data
 from dschat.builtin_model import resolve_model
 from dschat.chat import ChatConfig
-from dschat.config import RLHFConfig, UserError
+from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.data.table import ADAPTERS, GENERIC
 
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
 CONFIGS = {n: step.config_class for n, step in recipe.STEPS.items()}
-FLAGS = {n: cli.flag_names(config) for n, config in CONFIGS.items()}
-TRAIN_FLAGS = set().union(cli.flag_names(recipe.TrainConfig), *FLAGS.values())
+FLAGS = {n: parser.flag_names(config) for n, config in CONFIGS.items()}
+TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())
 BENCHMARKS = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
 OTHER_FLAGS = {"gpus_per_node", "gpus_per_task", *re.findall(r'"--(\w+)"', BENCHMARKS)}  # SLURM's
 
@@ -155,13 +155,13 @@ def dry_run(words: list[str]) -> None:
     assert made.commands
     for step, command in made.commands:
         script = [word.endswith("main.py") for word in command].index(True)
-        cli.parse(step.config_class, command[script + 1 :])
+        parser.parse(step.config_class, command[script + 1 :])
 
 
 def parse_step(words: list[str]) -> None:
     (number,) = (n for n, s in recipe.STEPS.items() if words[0] == f"{s.name}/main.py")
     assert (ROOT / words[0]).is_file()
-    cli.parse(CONFIGS[number], words[1:])
+    parser.parse(CONFIGS[number], words[1:])
 
 
 def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
@@ -172,7 +172,7 @@ def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
         dry_run(words[1:])
     elif words[0] == "chat.py":
         end = words.index("<") if "<" in words else len(words)
-        cli.parse(ChatConfig, words[1:end], takes_file=False)
+        parser.parse(ChatConfig, words[1:end], takes_file=False)
     else:
         parse_step(words)
 
@@ -221,7 +221,7 @@ def known_flag(name: str) -> bool:
     prefix, _, name = name.replace("-", "_").rpartition(".")
     if prefix:
         return name in FLAGS[int(prefix.removeprefix("step"))]
-    others = (cli.flag_names(ShowConfig), cli.flag_names(ChatConfig), {"help", "config"})
+    others = (parser.flag_names(ShowConfig), parser.flag_names(ChatConfig), {"help", "config"})
     return name in TRAIN_FLAGS.union(*others, OTHER_FLAGS)
 
 
@@ -322,13 +322,13 @@ def test_what_is_accepted_parses_as_their_scripts_write_it(step, tmp_path, monke
     groups = [group.split() for group in re.split(r" (?=--)", THEIRS[step])]
     kept = [g for g in groups if VERDICTS[step, g[0][2:]][0] in ("same", "as")]
     argv = [word for group in kept for word in group]
-    given = cli.given(CONFIGS[step], argv)
+    given = parser.given(CONFIGS[step], argv)
     assert set(given) == {VERDICTS[step, group[0][2:]][1] for group in kept}
-    cli.parse(CONFIGS[step], argv)
+    parser.parse(CONFIGS[step], argv)
     for group in groups:
         if group not in kept:
             with pytest.raises(UserError, match=f"unknown flag {group[0]}"):
-                cli.parse(CONFIGS[step], [*argv, *group])
+                parser.parse(CONFIGS[step], [*argv, *group])
 
 
 def test_their_dpo_script_is_a_loss_of_step_2():
@@ -337,7 +337,7 @@ def test_their_dpo_script_is_a_loss_of_step_2():
     groups = [g.split() for g in re.split(r" (?=--)", f"{steps} {THEIRS['dpo']}")]
     kept = [g for g in groups if VERDICTS.get((2, g[0][2:]), ["same"])[0] in ("same", "as")]
     argv = [word for group in kept for word in group if "deepspeed" not in group[0]]
-    config = cli.parse(CONFIGS[2], ["--loss", "dpo", *argv])
+    config = parser.parse(CONFIGS[2], ["--loss", "dpo", *argv])
     assert (config.used_beta, config.offload_reference_model) == (0.1, True)
 
 

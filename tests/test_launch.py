@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat import launch, recipe, resume, stopping, watchdog
+from dschat import launch, recipe, resume, watchdog
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
+from dschat.distributed import stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,13 +44,14 @@ if os.environ.get("HANG") == name:
     (out / "pids.tmp").rename(out / "pids")
     time.sleep(120)
 if os.environ.get("LOOP") == name:
-    from dschat import cli, dist, stopping
+    import dschat.distributed as dist
+    from dschat.distributed import entrypoint, stop_signals
     from dschat.checkpoint.manifest import manifest_bytes
 
     def main():
         if dist.world_size() > 1:
             dist.init()
-        with stopping.requests(out) as stop:
+        with stop_signals.requests(out) as stop:
             (out / f"in_loop{dist.rank()}").write_text(str(os.getpid()))
             for step in range(1, 1000):
                 if os.environ.get("KILL") == str(dist.rank()) and step == 5:
@@ -60,10 +62,10 @@ if os.environ.get("LOOP") == name:
                     folder.mkdir(parents=True, exist_ok=True)
                     text = manifest_bytes(step, dist.world_size(), {}, {})
                     (folder / "manifest.json").write_bytes(text)
-                    raise stopping.Stopped(step, folder)
+                    raise stop_signals.Stopped(step, folder)
 
-    cli.run(main)
-from dschat import dist
+    entrypoint.run(main)
+import dschat.distributed as dist
 
 seen = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "PATH", "RANK", "WORLD_SIZE")}
 seen["numbers"] = (dist.rank(), dist.world_size(), dist.local_rank())
@@ -717,7 +719,7 @@ def test_interruption_leaves_no_orphan(tree, signals, code, variables):
 def test_slurms_signal_while_a_model_loads_puts_the_job_back_into_the_queue(tree):
     returned, said, started = interrupted([], [signal.SIGUSR1])
     line = "stopped in step 1; the same command goes on from there\n"
-    assert (returned, said) == (stopping.EXIT_CODE, line)
+    assert (returned, said) == (stop_signals.EXIT_CODE, line)
     assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dschat.builtin_model import resolve_model
-from dschat.cli import to_flags
 from dschat.config import RLHFConfig, UserError
+from dschat.config.parser import to_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,7 +15,7 @@ NOTEBOOK = ROOT / "examples" / "ppo_notebook.ipynb"
 # Runs in the notebook's process, after its last cell.
 REPORT = """
 import json
-from dschat import dist
+import dschat.distributed as dist
 dist.shutdown()
 json.dump(
     {

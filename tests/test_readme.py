@@ -66,8 +66,7 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
 @pytest.mark.parametrize("command", commands(), ids=lambda c: " ".join(c)[:60])
 def test_the_commands_parse(command, tmp_path):
     """A flag that the README shows and the script does not know would be an error."""
-    from dschat import cli
-    from dschat.config import RewardConfig, RLHFConfig, SFTConfig
+    from dschat.config import RewardConfig, RLHFConfig, SFTConfig, parser
     from dschat.recipe import parse_args
 
     script, *flags = command
@@ -75,5 +74,5 @@ def test_the_commands_parse(command, tmp_path):
         parse_args(flags)
         return
     step = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_rlhf": RLHFConfig}
-    config = cli.parse(step[Path(script).parent.name], flags)
+    config = parser.parse(step[Path(script).parent.name], flags)
     assert config.data_path in (["Dahoas/rm-static"], ["my_questions.jsonl"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
 

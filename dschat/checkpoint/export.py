@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint.files import sync_file
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError

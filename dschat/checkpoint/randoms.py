@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 
 
 def read_generators() -> dict[str, Tensor]:

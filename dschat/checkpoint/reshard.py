@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 
 _WEIGHT, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"

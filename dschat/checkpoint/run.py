@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint import engines, files, randoms, snapshot
 from dschat.checkpoint.manifest import (
     FOLDER,

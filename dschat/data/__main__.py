@@ -2,8 +2,8 @@
 about. It must not know how: it stands above this layer, since it takes a tokenizer from a model.
 """
 
-from dschat import cli
+from dschat.distributed import entrypoint
 from dschat.show_data import main
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.offload_states import (
     reload_optimizer_states,
 )
 
-from dschat import dist
+import dschat.distributed as dist
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec

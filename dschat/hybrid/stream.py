@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.models.lora import Adapter, adapters, merge, unwrapped_name
 
 _LAYER = re.compile(r"\.(\d+)\.")

@@ -7,7 +7,7 @@ logits are computed.
 import torch
 from torch import Tensor
 
-from dschat.dist import Group
+from dschat.distributed import Group
 from dschat.inference import cpu_kernels
 from dschat.inference.scheduler import Sequence
 from dschat.rollout import SamplingParams

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.dist import Group
+from dschat.distributed import Group
 from dschat.inference import small_step
 from dschat.inference.arch import model_spec
 from dschat.inference.cache import KVCache

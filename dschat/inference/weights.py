@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.dist import Group
+from dschat.distributed import Group
 from dschat.inference.arch import ModelSpec, Source
 from dschat.inference.linear import (
     BorrowedLinear,

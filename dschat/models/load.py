@@ -22,7 +22,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint_tensors import is_constant, is_finite
 from dschat.config import UserError
 from dschat.models.kind import (

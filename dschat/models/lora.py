@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.host_memory import available_memory

@@ -5,7 +5,7 @@ Exit code 2 and one line on standard error where a step could not run at all.
 
 import sys
 
-from dschat import cli
+from dschat.distributed import entrypoint
 from dschat.plan import Request
 from dschat.plan.check import check
 from dschat.plan.run import log_lines
@@ -20,4 +20,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    entrypoint.run(main)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
 from dschat.reward_programs.attempt import Attempts, complaint

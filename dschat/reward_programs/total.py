@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config.reward import RewardSourcesConfig
 from dschat.reward_programs.programs import SourceScores
 

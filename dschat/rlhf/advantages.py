@@ -9,7 +9,7 @@ not know models; the formulas are those of `dschat.losses`.
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.losses import (
     clip_scores,

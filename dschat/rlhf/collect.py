@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine

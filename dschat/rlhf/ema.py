@@ -7,7 +7,7 @@ must not know optimizers or generation.
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.hybrid.stream import Shard, module_shards
 
 

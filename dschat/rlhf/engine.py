@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
 from dschat.deepspeed_setup import (

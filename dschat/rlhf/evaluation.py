@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
 from dschat.config.errors import require

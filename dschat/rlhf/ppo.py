@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.collate import pad_right

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.hybrid.rollout import Refresh
 from dschat.losses import kl_penalty
 from dschat.metrics import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s

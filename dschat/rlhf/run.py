@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.continuation import Boundaries

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.losses import entropy_from_logits, token_entropy, token_logprobs
 from dschat.rlhf.engine import DeepSpeedRLHFEngine

@@ -20,7 +20,7 @@ import torch
 from tiny_models import VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, set_seed
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.checkpoint import Checkpoints, RunState
 from dschat.deepspeed_setup import ZeroSettings, initialize_training, sharded_loading
 from dschat.losses import lm_loss

@@ -76,9 +76,9 @@ def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
         groups = {"ema/w": part(rank, then), "pending/x": torch.tensor([rank])}
         files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
     found = Found(folder, 1, then, {}, {})
-    monkeypatch.setattr("dschat.dist.world_size", lambda: now)
+    monkeypatch.setattr("dschat.distributed.world_size", lambda: now)
     for rank in range(now):
-        monkeypatch.setattr("dschat.dist.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("dschat.distributed.rank", lambda rank=rank: rank)
         tensor = torch.full_like(part(rank, now), -1)
         run_module._put_back(found, "ema/w", tensor)
         assert tensor.tolist() == part(rank, now).tolist()

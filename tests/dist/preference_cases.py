@@ -12,7 +12,8 @@ from typing import Any
 from step_cases import EOS, Case, _batch_sizes, pair_rows, probe_logprobs
 from transformers import set_seed
 
-from dschat import dist, preference, supervised
+import dschat.distributed as dist
+from dschat import preference, supervised
 from dschat.config import RewardConfig
 from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.log import MetricsLog

@@ -14,7 +14,8 @@ import torch
 from tiny_models import EOS, VOCAB, causal_lm
 from transformers import set_seed
 
-from dschat import dist, supervised
+import dschat.distributed as dist
+from dschat import supervised
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right

@@ -14,7 +14,7 @@ from pathlib import Path
 def main(models: str, out: str, cases_file: str) -> None:
     from step_cases import Case, run
 
-    from dschat import dist
+    import dschat.distributed as dist
 
     gc.freeze()  # DeepSpeed collects garbage for every ZeRO-3 engine: modules are none
     logging.getLogger("dschat").setLevel(logging.ERROR)

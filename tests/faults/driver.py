@@ -101,7 +101,8 @@ def nan_losses(number: int, rank: int) -> None:
 
 def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> None:
     """``act`` on the first loss of the ``number``-th optimizer step, to the ``until``-th."""
-    from dschat import dist, optimizer_step
+    import dschat.distributed as dist
+    from dschat import optimizer_step
 
     steps = [0]
 
@@ -143,7 +144,7 @@ def nan_logprobs(number: int, rank: int) -> None:
     fill_in, rollouts = ppo.fill_in, [0]
 
     def filled(engine: Any, experience: Any, args: Any) -> None:
-        from dschat import dist
+        import dschat.distributed as dist
 
         rollouts[0] += 1
         fill_in(engine, experience, args)
@@ -155,7 +156,7 @@ def nan_logprobs(number: int, rank: int) -> None:
 
 def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[Any], Any]) -> None:
     """``spoil`` what ``owner.name`` returns for the ``number``-th rollout, not in evaluations."""
-    from dschat import dist
+    import dschat.distributed as dist
     from dschat.rlhf import collect
 
     rollouts = [0]

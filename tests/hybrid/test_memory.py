@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.hybrid import memory
 from dschat.hybrid.stream import weight_stream
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig
 
 from dschat.config import UserError
-from dschat.dist import Group
+from dschat.distributed import Group
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
 from dschat.inference.draws import Drawer
 

@@ -7,7 +7,7 @@ from step_cases import PROBES, probe_logprobs
 from tiny_models import causal_lm, score_model
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.stream import weight_stream
 from dschat.models import lora

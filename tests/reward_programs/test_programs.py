@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.reward_programs.load import find
 from dschat.reward_programs.programs import RewardError, RewardPrograms, SourceScores
@@ -292,7 +292,7 @@ def test_a_state_that_cannot_be_kept_is_told_at_the_start(programs, caplog):
 
 RANK = """
 import sys
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.reward_programs.programs import RewardError, RewardPrograms
 from dschat.reward_programs.samples import Samples

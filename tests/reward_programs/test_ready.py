@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.reward_programs import math_answers, ready
 from dschat.reward_programs.call import LONGEST_CALL_S, Fault

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.rlhf.advantages import fill_in_advantages, token_rewards
 from dschat.rlhf.experience import Experience, from_rollout

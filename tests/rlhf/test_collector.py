@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat import dist
+import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rlhf.collect import Collected, Collector, Prompts
 from dschat.rlhf.experience import from_rollout

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from dschat import register, stopping
+from dschat.distributed import process_registry, stop_signals
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 START = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from dschat import stopping
+from dschat.distributed import stop_signals
 
 def ready():
     Path("ready").write_text("")
 
 def main():
-    with stopping.requests(".") as stop:
+    with stop_signals.requests(".") as stop:
 BODY
 
 try:
     main()
-except stopping.Stopped as stop:
+except stop_signals.Stopped as stop:
     sys.exit(f"{stop}")
 """
 LOOP = """
@@ -38,7 +38,7 @@ LOOP = """
         for step in range(1, 1000):
             time.sleep(0.05)
             if stop.agreed():
-                raise stopping.Stopped(step, Path("checkpoints/step_000007"))
+                raise stop_signals.Stopped(step, Path("checkpoints/step_000007"))
 """
 # Locked twice by one thread: as deaf to signals as a collective.
 DEAF = """
@@ -53,7 +53,7 @@ def asked(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tup
     """A script's exit code and standard error after these signals, one after another."""
     script = tmp_path / "script.py"
     script.write_text(START.replace("BODY", body))
-    environment = {k: v for k, v in os.environ.items() if k != stopping.LAUNCHED_BY}
+    environment = {k: v for k, v in os.environ.items() if k != stop_signals.LAUNCHED_BY}
     run = subprocess.Popen(
         [sys.executable, str(script)],
         cwd=tmp_path,
@@ -75,7 +75,7 @@ def asked(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tup
 NOTICE = "stopping after this step; a second signal ends it at once\n"
 
 
-@pytest.mark.parametrize("signum", stopping.SIGNALS, ids=lambda s: s.name)
+@pytest.mark.parametrize("signum", stop_signals.SIGNALS, ids=lambda s: s.name)
 def test_a_signal_stops_at_the_boundary(tmp_path, signum):
     code, said = asked(tmp_path, LOOP, signum)
     assert code == 1
@@ -95,7 +95,7 @@ def test_what_a_launcher_repeats_is_one_wish(tmp_path):
     ("signals", "pause_s", "code", "word"),
     [
         ([signal.SIGINT] * 2, 0.1, 130, "interrupted"),
-        ([signal.SIGUSR1, signal.SIGTERM], stopping.REPEATED_S + 0.2, 143, "terminated"),
+        ([signal.SIGUSR1, signal.SIGTERM], stop_signals.REPEATED_S + 0.2, 143, "terminated"),
     ],
     ids=["ctrl-c twice", "sigterm later"],
 )
@@ -155,14 +155,14 @@ def test_nobody_reads_what_is_said(tmp_path):
 
 def test_signals_are_as_before_after_the_block(tmp_path):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    handlers = [signal.getsignal(s) for s in stopping.SIGNALS]
+    handlers = [signal.getsignal(s) for s in stop_signals.SIGNALS]
     try:
-        with stopping.requests(tmp_path) as stop:
+        with stop_signals.requests(tmp_path) as stop:
             signal.raise_signal(signal.SIGUSR1)  # ignored: it stays so
             time.sleep(0.05)
             assert not stop.agreed()
             assert signal.getsignal(signal.SIGTERM) not in handlers
-        assert [signal.getsignal(s) for s in stopping.SIGNALS] == handlers
+        assert [signal.getsignal(s) for s in stop_signals.SIGNALS] == handlers
         assert threading.active_count() == 1 or "signals" not in [
             thread.name for thread in threading.enumerate()
         ]
@@ -171,8 +171,8 @@ def test_signals_are_as_before_after_the_block(tmp_path):
 
 
 def test_a_block_within_a_block_leaves_signals_to_the_outer_one(tmp_path):
-    with stopping.requests(tmp_path) as stop:
-        with stopping.requests(tmp_path) as inner:
+    with stop_signals.requests(tmp_path) as stop:
+        with stop_signals.requests(tmp_path) as inner:
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.05)
         assert (stop.agreed(), inner.agreed()) == (True, False)
@@ -182,7 +182,7 @@ def test_without_the_main_thread_nobody_asks(tmp_path):
     answers = []
 
     def loop():
-        with stopping.requests(tmp_path) as stop:
+        with stop_signals.requests(tmp_path) as stop:
             answers.append(stop.agreed())
 
     thread = threading.Thread(target=loop)
@@ -196,38 +196,41 @@ def test_without_the_main_thread_nobody_asks(tmp_path):
 
 def test_the_register_knows_who_is_in_the_loop(tmp_path):
     out = tmp_path / "out" / "step"
-    with register.opened(out) as ranks:
+    with process_registry.opened(out) as ranks:
         assert ranks.here() == []
-        with stopping.requests(out):
+        with stop_signals.requests(out):
             assert ranks.here() == [os.getpid()]
         assert ranks.here() == []
         assert not ranks.stopped
-        with pytest.raises(stopping.Stopped), stopping.requests(out):
-            raise stopping.Stopped(3, None)
+        with pytest.raises(stop_signals.Stopped), stop_signals.requests(out):
+            raise stop_signals.Stopped(3, None)
         assert ranks.stopped
     assert not (tmp_path / "out").exists()
-    with stopping.requests(tmp_path):  # nobody looks, nothing is left
+    with stop_signals.requests(tmp_path):  # nobody looks, nothing is left
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_register_has_one_holder_for_each_machine(tmp_path):
-    name, ranks = f"{socket.gethostname()}@{os.getpid()}", register.Register(tmp_path / ".ranks")
+    name, ranks = (
+        f"{socket.gethostname()}@{os.getpid()}",
+        process_registry.Register(tmp_path / ".ranks"),
+    )
     assert ranks.holder() is None
-    with register.opened(tmp_path):
+    with process_registry.opened(tmp_path):
         assert ranks.holder() == (name, True)
-        with pytest.raises(BlockingIOError), register.opened(tmp_path):
+        with pytest.raises(BlockingIOError), process_registry.opened(tmp_path):
             pass
         assert ranks.holder(1) is None
-        with register.opened(tmp_path, machine=1):
+        with process_registry.opened(tmp_path, machine=1):
             assert ranks.holder(1) == (name, True)
     assert ranks.holder() is None
 
 
 def test_the_register_forgets_the_dead(tmp_path):
     (tmp_path / "kept").write_text("")
-    with register.opened(tmp_path) as ranks:
-        with register.enrolled(tmp_path):
-            (mine,) = (tmp_path / register.FOLDER).glob("*@*")
+    with process_registry.opened(tmp_path) as ranks:
+        with process_registry.enrolled(tmp_path):
+            (mine,) = (tmp_path / process_registry.FOLDER).glob("*@*")
             content = mine.read_text()
             if content:  # where the system says when a process began
                 mine.write_text(f"{content}0")
@@ -237,10 +240,10 @@ def test_the_register_forgets_the_dead(tmp_path):
         dead = subprocess.Popen([sys.executable, "-c", ""])
         host = mine.name.rpartition("@")[0]
         for name in (f"{host}@{dead.pid}", "elsewhere@1"):
-            (tmp_path / register.FOLDER / name).write_text("17")
+            (tmp_path / process_registry.FOLDER / name).write_text("17")
         dead.wait()
         assert ranks.here() == []
         assert ranks.elsewhere()
         ranks.strike_dead()
-        assert [p.name for p in (tmp_path / register.FOLDER).glob("*@*")] == ["elsewhere@1"]
+        assert [p.name for p in (tmp_path / process_registry.FOLDER).glob("*@*")] == ["elsewhere@1"]
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]

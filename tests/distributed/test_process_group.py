@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dschat import dist
+import dschat.distributed as dist
+from dschat.distributed import env
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 TASK = {  # one of srun's, on the second machine
     "SLURM_JOB_ID": "1234",
@@ -70,7 +71,7 @@ def test_launchers_say_who_we_are(variables):
 
 def test_slurm_tasks_meet_on_the_first_machine(variables):
     variables(**TASK)
-    dist._complete_environment()
+    env.complete_environment()
     assert {name: os.environ[name] for name in NAMES[:5]} == {
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "13236",  # 12000 + (1234 + 2) % 20000
@@ -79,7 +80,7 @@ def test_slurm_tasks_meet_on_the_first_machine(variables):
         "LOCAL_RANK": "1",
     }
     variables(**TASK, MASTER_ADDR="10.0.0.1", MASTER_PORT="7000")
-    dist._complete_environment()
+    env.complete_environment()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "7000")
 
 
@@ -100,7 +101,8 @@ def test_first_host(machines, first):
 
 JOIN = """
 import sys
-from dschat import cli, dist
+import dschat.distributed as dist
+from dschat.distributed import entrypoint
 
 class Teardown:
     def __del__(self):
@@ -110,12 +112,12 @@ if "--seed" in sys.argv:  # the processes that refuse each other
     teardown = Teardown()
 
 def main():
-    dist.JOIN_MINUTES = float(sys.argv[1])
+    dist.process_group.JOIN_MINUTES = float(sys.argv[1])
     dist.init()
     print(dist.rank(), dist.sum_floats([float(dist.rank() + 1)]), flush=True)
     dist.shutdown()
 
-cli.run(main)
+entrypoint.run(main)
 """
 
 

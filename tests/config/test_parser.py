@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat import cli, dist, stopping
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.lifeline import Death
+import dschat.distributed as dist
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
+from dschat.distributed import entrypoint, stop_signals
+from dschat.distributed.failure_detector import Death
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
 
@@ -54,11 +55,11 @@ def test_flags_round_trip(config_class, data):
     values = {name: data.draw(values_for(hints[name]), label=name) for name in names}
     config = config_class(**values)
     expected = {name: value for name, value in asdict(config).items() if value is not None}
-    assert cli.given(config_class, cli.to_flags(asdict(config))) == expected
+    assert parser.given(config_class, parser.to_flags(asdict(config))) == expected
 
 
 def test_nothing_given_is_empty():
-    assert cli.given(RLHFConfig, []) == {}
+    assert parser.given(RLHFConfig, []) == {}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_nothing_given_is_empty():
     ],
 )
 def test_spellings(argv, name, value):
-    config = cli.parse(RLHFConfig, MODELS + argv)
+    config = parser.parse(RLHFConfig, MODELS + argv)
     assert getattr(config, name) == value
     assert type(getattr(config, name)) is type(value)
 
@@ -109,14 +110,14 @@ def test_spellings(argv, name, value):
 )
 def test_mistakes(argv, message):
     with pytest.raises(UserError) as error:
-        cli.parse(SFTConfig, argv)
+        parser.parse(SFTConfig, argv)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 
 def test_wrong_choice_names_the_choices():
     with pytest.raises(UserError, match="--dtype 'fp8' is not one of .*bf16"):
-        cli.parse(SFTConfig, ["--dtype", "fp8"])
+        parser.parse(SFTConfig, ["--dtype", "fp8"])
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def yaml_file(tmp_path):
 def test_file_then_flags(yaml_file):
     # YAML 1.1 reads 2e-4 as a string, and true and lists as themselves.
     text = "learning_rate: 2e-4\nseed: 5\noffload: true\ndata-path: [a.json, b]\ndropout: null\n"
-    config = cli.parse(SFTConfig, ["--config", yaml_file(text), "--seed", "6"])
+    config = parser.parse(SFTConfig, ["--config", yaml_file(text), "--seed", "6"])
     assert config == SFTConfig(
         learning_rate=2e-4, seed=6, offload=True, data_path=["a.json", "b"], dropout=None
     )
@@ -139,7 +140,7 @@ def test_file_then_flags(yaml_file):
 
 def test_flag_equal_to_default_wins_over_file(yaml_file):
     argv = ["--config", yaml_file("seed: 5\noffload: true\n"), "--seed", "1234", "--no_offload"]
-    assert cli.parse(SFTConfig, argv) == SFTConfig()
+    assert parser.parse(SFTConfig, argv) == SFTConfig()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
 def test_mistakes_in_a_file_name_it(yaml_file, text, message):
     path = yaml_file(text)
     with pytest.raises(UserError) as error:
-        cli.parse(SFTConfig, ["--config", path])
+        parser.parse(SFTConfig, ["--config", path])
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -167,7 +168,7 @@ def test_mistakes_in_a_file_name_it(yaml_file, text, message):
 
 def test_a_key_may_override_a_merged_one(yaml_file):
     text = "one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, a: 3}\nthree: {<<: *two, b: 4}\n"
-    assert cli.read_yaml(yaml_file(text)) == {
+    assert parser.read_yaml(yaml_file(text)) == {
         "one": {"a": 1, "b": 2},
         "two": {"a": 3, "b": 2},
         "three": {"a": 3, "b": 4},
@@ -176,12 +177,12 @@ def test_a_key_may_override_a_merged_one(yaml_file):
 
 def test_no_such_file():
     with pytest.raises(UserError, match=r"nope\.yaml: No such file"):
-        cli.parse(SFTConfig, ["--config", "nope.yaml"])
+        parser.parse(SFTConfig, ["--config", "nope.yaml"])
 
 
 def exits_with(main, capsys) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        cli.run(main)
+        entrypoint.run(main)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -207,13 +208,13 @@ def test_stopped_training_says_how_to_go_on(capsys, monkeypatch):
     monkeypatch.setattr(
         dist, "shutdown", lambda: None
     )  # other tests of this process need the group
-    saved = stopping.Stopped(7, Path("out/checkpoints/step_000007"))
+    saved = stop_signals.Stopped(7, Path("out/checkpoints/step_000007"))
     line = "stopped at step 7, saved in out/checkpoints/step_000007; "
     line += "the same command with --resume latest goes on from there\n"
     assert exits_with(raises(saved), capsys) == (75, line)
     line = "stopped at step 7, nothing is saved\n"
-    assert exits_with(raises(stopping.Stopped(7, None)), capsys) == (75, line)
-    monkeypatch.setenv(cli.LAUNCHED_BY, "1")
+    assert exits_with(raises(stop_signals.Stopped(7, None)), capsys) == (75, line)
+    monkeypatch.setenv(entrypoint.LAUNCHED_BY, "1")
     assert exits_with(raises(saved), capsys) == (75, "")
 
 
@@ -235,14 +236,14 @@ def test_sigterm_is_one_line_unless_train_py_speaks(capsys, monkeypatch):
 
     before = signal.getsignal(signal.SIGTERM)
     assert exits_with(terminated, capsys) == (143, "terminated\n")
-    monkeypatch.setenv(cli.LAUNCHED_BY, str(os.getppid()))
+    monkeypatch.setenv(entrypoint.LAUNCHED_BY, str(os.getppid()))
     assert exits_with(terminated, capsys) == (143, "")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ValueError, match="ours"):
-        cli.run(raises(ValueError("ours")))
+        entrypoint.run(raises(ValueError("ours")))
 
 
 def test_only_the_main_process_speaks(capsys, monkeypatch):
@@ -266,7 +267,7 @@ def test_only_the_main_process_speaks(capsys, monkeypatch):
 def test_every_field_has_help_and_its_own_name():
     for config_class in CONFIGS:
         assert all(f.metadata.get("help") for f in fields(config_class))
-        assert {f.name for f in fields(config_class)} <= cli.flag_names(config_class)
+        assert {f.name for f in fields(config_class)} <= parser.flag_names(config_class)
 
 
 def test_parsing_leaves_the_dataclass_alone():
@@ -278,7 +279,7 @@ def test_parsing_leaves_the_dataclass_alone():
         b: bool = False
 
     for _ in range(2):
-        assert cli.given(Small, ["--a", "1", "--b"]) == {"a": 1, "b": True}
+        assert parser.given(Small, ["--a", "1", "--b"]) == {"a": 1, "b": True}
     assert Small() == Small(a=None, b=False)
 
 

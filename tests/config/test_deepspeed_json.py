@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dschat import cli
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.deepspeed_json import merged
 from dschat.deepspeed_setup import deepspeed_config, zero_settings
 
@@ -260,10 +259,10 @@ def test_hierarchical_shards_are_for_a_step_of_one_model(file):
 def test_a_missing_file_is_named_by_the_flag_that_named_it():
     for flag in ("--deepspeed_config", "--deepspeed"):
         with pytest.raises(UserError, match=f"^{flag} nowhere.json: No such file.*check the path"):
-            cli.parse(SFTConfig, [flag, "nowhere.json"])
+            parser.parse(SFTConfig, [flag, "nowhere.json"])
     argv = [f"--{name}={value}" for name, value in MODELS.items()]
     with pytest.raises(UserError, match="^--critic_deepspeed_config x.json: No such file"):
-        cli.parse(RLHFConfig, [*argv, "--critic_deepspeed_config", "x.json"])
+        parser.parse(RLHFConfig, [*argv, "--critic_deepspeed_config", "x.json"])
 
 
 def test_deepspeeds_own_flags_are_accepted(file):
@@ -273,9 +272,9 @@ def test_deepspeeds_own_flags_are_accepted(file):
         ["--deepspeed_config", path, "--deepspeed"],
         ["--deepspeed", path],
     ):
-        config = cli.parse(SFTConfig, argv)
+        config = parser.parse(SFTConfig, argv)
         assert config.deepspeed_overrides() == zero(reduce_bucket_size=7)
-    assert cli.parse(SFTConfig, ["--deepspeed"]).deepspeed_overrides() == {}
+    assert parser.parse(SFTConfig, ["--deepspeed"]).deepspeed_overrides() == {}
 
 
 def test_precision_of_two_files_must_agree(file):

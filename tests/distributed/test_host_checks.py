@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dschat import cli, environment
 from dschat.config import UserError
+from dschat.distributed import entrypoint, host_checks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TWO = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}
 
 
@@ -31,34 +31,34 @@ TWO = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}
     ],
 )
 def test_a_variable_that_cannot_work(variables, message, monkeypatch):
-    environment.check()
+    host_checks.check()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
-        environment.check()
+        host_checks.check()
 
 
 def test_good_variables(monkeypatch):
     for name, value in {**TWO, "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
-    environment.check()
+    host_checks.check()
 
 
 def test_files_are_allowed_up_to_the_limit(monkeypatch):
     limits, infinity = [(32, 4096)], resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    environment.check()
-    assert limits[-1] == (environment.NUM_FILES, 4096)
+    host_checks.check()
+    assert limits[-1] == (host_checks.NUM_FILES, 4096)
     for enough in ((1024, 4096), (infinity, infinity)):
         limits[:] = [enough]
-        environment.check()
+        host_checks.check()
         assert limits == [enough]
 
 
 def exits_with(main, capsys) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        cli.run(main)
+        entrypoint.run(main)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -87,7 +87,13 @@ def run(code: str, redirect: str = "") -> str:
     """Standard error of ``code``, with `environment` imported."""
     command = f'exec "$0" -c "$1" {redirect}'
     done = subprocess.run(
-        ["bash", "-c", command, sys.executable, f"from dschat import environment\n{code}"],
+        [
+            "bash",
+            "-c",
+            command,
+            sys.executable,
+            f"from dschat.distributed import host_checks\n{code}",
+        ],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -97,8 +103,8 @@ def run(code: str, redirect: str = "") -> str:
 
 
 def test_closed_streams_are_no_files_of_ours():
-    code = "import os, sys; environment.plug_streams(); opened = os.open('/dev/zero', os.O_RDONLY)"
-    code += "; print(input) or sys.stderr.write(f'{opened > 2} {environment.closed}')"
+    code = "import os, sys; host_checks.plug_streams(); opened = os.open('/dev/zero', os.O_RDONLY)"
+    code += "; print(input) or sys.stderr.write(f'{opened > 2} {host_checks.closed}')"
     assert run(code, "<&- >&-") == "True ['stdin', 'stdout']"
 
 
@@ -112,19 +118,19 @@ def test_closed_streams_are_no_files_of_ours():
     ],
 )
 def test_a_limit_that_is_reached_is_one_line(error, line):
-    assert environment.shortage(error).startswith(line)
-    assert "\n" not in environment.shortage(error)
+    assert host_checks.shortage(error).startswith(line)
+    assert "\n" not in host_checks.shortage(error)
 
 
 def test_any_other_exception_is_no_shortage():
     for error in (RuntimeError("shapes differ"), FileNotFoundError(2, "No such file", "x")):
-        assert environment.shortage(error) is None
+        assert host_checks.shortage(error) is None
 
 
 def test_little_memory_names_the_limit():
     said = run(
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "try: bytes(2**31)\n"
-        "except MemoryError as error: sys.stderr.write(environment.shortage(error))"
+        "except MemoryError as error: sys.stderr.write(host_checks.shortage(error))"
     )
     assert said == "out of memory; raise the limit of 1.0 GiB (ulimit -v), or use less"

@@ -1,18 +1,12 @@
-"""Flags and ``--config file.yaml`` become a dataclass; a user's mistake, one line and exit code 2.
+"""Turns flags and ``--config file.yaml`` into a validated config dataclass, and back into an argv.
 
-Comes in: a config dataclass (its fields are the flags) and an argv. Goes out: the validated
-dataclass, or the explicitly given values alone, and back again as an argv.
-This module must not know which knobs exist, nor torch: ``--help`` answers before anything heavy
-loads.
+No torch here: ``--help`` answers before anything heavy loads.
 """
 
 import argparse
-import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
@@ -20,17 +14,11 @@ from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from dschat import dist, environment, stopping
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.text_file import read_text
-from dschat.disk_space import is_full
-from dschat.stopping import LAUNCHED_BY
 
 Config = TypeVar("Config")
-REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
-FAILED_TOO_S = 1.0  # what the news of a failed process may take to the others
-
 # What argparse says -> what we say, after the flag's name.
 _REWORDINGS = (
     (r"invalid int value: (.*)", r"\1 is not a whole number"),
@@ -40,109 +28,6 @@ _REWORDINGS = (
     (r"expected at least one argument", "needs at least one value"),
     (r"Truthy value expected: got (.*) but .*", r"'\1' is neither true nor false"),
 )
-
-
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Call ``main`` and exit with its code.
-
-    Or with one line and 2 for a ``UserError``, 1 for training that diverged, 75 for training that
-    was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only the main process speaks. Any other exception
-    is a bug of ours and keeps its traceback, unless another process failed first and has shown its.
-    """
-    # NOTE before torch loads its OpenMP. A thread that waits spins, by default for milliseconds: on
-    # a laptop that does something else too it spins on the core that the others need. Measured on
-    # two busy cores: steps of a tiny model 2 to 5 times as fast; on idle ones no difference.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    environment.plug_streams()
-    try:
-        environment.check()
-    except UserError as error:  # this process has no number by which to be silent
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    before = signal.getsignal(signal.SIGTERM)
-    # One of several may wait in a collective, where no Python runs: SIGTERM ends it as it is.
-    if dist.world_size() == 1:
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        code = main() or 0
-    except UserError as error:
-        _refuse(" ".join(str(error).splitlines()))
-        code = 2
-    except FloatingPointError as error:
-        _say(f"error: {error}")
-        code = 1
-    except stopping.Stopped as stop:
-        if LAUNCHED_BY not in os.environ:
-            then = "; the same command with --resume latest goes on from there"
-            _say(f"{stop}{then if stop.saved else ''}")
-        dist.shutdown()
-        code = stopping.EXIT_CODE
-    except SystemExit as ended:  # --help
-        code = ended.code or 0
-    except KeyboardInterrupt:
-        _say("interrupted")
-        code = 130
-    except _Terminated:
-        if os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # it speaks for us
-            _say("terminated")
-        code = 143
-    except Exception as error:
-        shortage = environment.shortage(error)
-        if shortage is None and is_full(error):
-            where = f": {error.filename}" if getattr(error, "filename", None) else ""
-            _refuse(f"no space left on the disk{where}; free some, then run the same command again")
-            code = 2
-        elif shortage is None and dist.world_size() == 1:
-            raise
-        else:
-            code = _fail_among_others(shortage)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if code == 0 and (failure := environment.output_failure()):
-        sys.stderr.write(f"error: {failure}\n")
-        code = 1
-    dist.leave(code)
-    dist.exit_process(code)
-
-
-def _refuse(message: str) -> None:
-    """Rank 0 says what is wrong for all; another one where nobody else fails."""
-    _say(f"error: {message}")
-    if dist.is_main_process():
-        return
-    # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
-    if not dist.is_watched():
-        time.sleep(REFUSED_TOO_S)
-    elif dist.first_death(REFUSED_TOO_S) is None:
-        sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
-
-
-def _fail_among_others(shortage: Optional[str]) -> int:
-    """Show the line about a shortage, or else the traceback, unless it only says that another
-    process has failed; the exit code.
-    """
-    death = dist.first_death(FAILED_TOO_S)
-    if death is not None:
-        return death.code or 1
-    if shortage:
-        sys.stderr.write(f"error: {shortage}\n")
-    else:
-        sys.excepthook(*sys.exc_info())
-    return 1
-
-
-class _Terminated(BaseException):
-    """SIGTERM has come."""
-
-
-def _terminate(*_: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whoever repeats it will not wait for us
-    raise _Terminated
-
-
-def _say(line: str) -> None:
-    if dist.is_main_process():
-        sys.stderr.write(f"{line}\n")
 
 
 def parse(

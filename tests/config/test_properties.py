@@ -14,14 +14,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dschat import cli, launch, recipe
+from dschat import launch, recipe
 from dschat.chat import ChatConfig
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.recipe import TrainConfig
 from dschat.rollout import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig, ChatConfig, ShowConfig, TrainConfig)
 STEPS = (SFTConfig, RewardConfig, RLHFConfig)
 REQUIRED = {
@@ -82,7 +82,7 @@ def field_values(config_class):
 
 
 def argvs(config_class):
-    flags = sorted(cli.flag_names(config_class))
+    flags = sorted(parser.flag_names(config_class))
     name = st.one_of(st.sampled_from(flags), st.text("abcdeimnorst_-", min_size=1, max_size=8))
     spelled = st.one_of(name, name.map(lambda n: n.replace("_", "-")))
     dashed = spelled.map(lambda n: f"--{n}")
@@ -105,7 +105,7 @@ def checked(make):
 
 def survives_its_flags(config):
     """The configuration is what its own flags make of it, and validates again."""
-    again = cli.parse(type(config), cli.to_flags(asdict(config)), takes_file=False)
+    again = parser.parse(type(config), parser.to_flags(asdict(config)), takes_file=False)
     assert again == config
 
 
@@ -113,9 +113,9 @@ def survives_its_flags(config):
 @settings(QUICK, max_examples=60)
 @given(data=st.data())
 def test_any_argv(config_class, data):
-    required = cli.to_flags(REQUIRED.get(config_class, {}))
+    required = parser.to_flags(REQUIRED.get(config_class, {}))
     argv = required + data.draw(argvs(config_class))
-    config = checked(lambda: cli.parse(config_class, argv, takes_file=False))
+    config = checked(lambda: parser.parse(config_class, argv, takes_file=False))
     if config is not None:
         survives_its_flags(config)
 
@@ -145,9 +145,9 @@ def test_any_yaml_as_config(config_class, data, tmp_path):
     tree = data.draw(
         st.one_of(field_values(config_class), st.dictionaries(keys, anything, max_size=3), anything)
     )
-    required = cli.to_flags(REQUIRED.get(config_class, {}))
+    required = parser.to_flags(REQUIRED.get(config_class, {}))
     argv = [*required, "--config", written(tmp_path, tree)]
-    config = checked(lambda: cli.parse(config_class, argv))
+    config = checked(lambda: parser.parse(config_class, argv))
     if config is not None:
         survives_its_flags(config)
 
@@ -176,7 +176,7 @@ def test_any_yaml_as_recipe(data, tmp_path):
     plan = checked(plan)
     for step, command in plan.commands if plan else ():
         flags = command[next(i for i, w in enumerate(command) if w.endswith("main.py")) + 1 :]
-        survives_its_flags(cli.parse(step.config_class, flags))
+        survives_its_flags(parser.parse(step.config_class, flags))
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +185,7 @@ def test_any_yaml_as_recipe(data, tmp_path):
 def test_any_bytes_as_config(data, tmp_path):
     path = tmp_path / "any.yaml"
     path.write_bytes(data.draw(st.one_of(st.binary(max_size=40), st.text(max_size=40).map(_utf8))))
-    checked(lambda: cli.parse(SFTConfig, ["--config", str(path)]))
+    checked(lambda: parser.parse(SFTConfig, ["--config", str(path)]))
 
 
 @settings(QUICK, max_examples=100)

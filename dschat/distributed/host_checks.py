@@ -10,9 +10,9 @@ import resource
 import sys
 from typing import Optional
 
-from dschat import dist
 from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.distributed.env import VARIABLES, rank, world_size
 
 NUM_FILES = 64  # that a process may have to open at once
 _ACCELERATORS = ("cpu", "cuda")
@@ -23,17 +23,17 @@ closed: list[str] = []  # "stdin", "stdout", "stderr" that were closed when we c
 
 def check() -> None:
     """Raise ``UserError`` for the first variable or limit that cannot work."""
-    for name in dist.VARIABLES:
+    for name in VARIABLES:
         value = os.environ.get(name, "0")
         require(
             value.isdecimal(),
             f"{name}={value} in the environment is not a whole number; unset it, or leave it to a "
             "launcher",
         )
-    rank, size = dist.rank(), dist.world_size()
+    own_rank, size = rank(), world_size()
     require(
-        rank < size,
-        f"rank {rank} of {size} processes, says the environment: they are numbered from 0; set "
+        own_rank < size,
+        f"rank {own_rank} of {size} processes, says the environment: they are numbered from 0; set "
         "RANK and WORLD_SIZE right, or leave them to a launcher",
     )
     port = os.environ.get("MASTER_PORT", "29500")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
-from dschat import lifeline
+from dschat.distributed import failure_detector as lifeline
 
 lifeline.PATIENCE_S = 0.3
 rank, size, ends = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

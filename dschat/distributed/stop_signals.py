@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dschat import dist, register
+import dschat.distributed as dist
+from dschat.distributed import process_registry
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL of BSD's sysexits.h: not an error; try again
@@ -81,11 +82,11 @@ def requests(output_dir: str | Path) -> Iterator[StopRequest]:
         yield request
         return
     try:
-        with _listening(request), register.enrolled(output_dir):
+        with _listening(request), process_registry.enrolled(output_dir):
             yield request
     except Stopped:
         if dist.is_main_process():
-            register.mark_stopped(output_dir)
+            process_registry.mark_stopped(output_dir)
         if dist.world_size() > 1:
             dist.barrier()  # NOTE as soon as one has left with this code, SLURM kills the others
         raise

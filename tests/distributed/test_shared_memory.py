@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat import shared_memory
-from dschat.shared_memory import AlternatingBuffers
+from dschat.distributed import shared_memory
+from dschat.distributed.shared_memory import AlternatingBuffers
 
 
 class Ranks:

@@ -1,0 +1,58 @@
+"""Ranks, collectives, failure detection and stop signals.
+
+Callers write ``import dschat.distributed as dist``. Importing it does not load torch.
+"""
+
+from dschat.distributed.collectives import (
+    Group,
+    all_reduce_sum,
+    barrier,
+    gather_objects,
+    join_parts,
+    main_process_first,
+    max_int,
+    my_share,
+    shared_bytes,
+    sum_floats,
+)
+from dschat.distributed.env import (
+    device,
+    first_host,
+    is_main_process,
+    local_rank,
+    rank,
+    world_size,
+)
+from dschat.distributed.process_group import (
+    exit_process,
+    first_death,
+    init,
+    is_watched,
+    leave,
+    shutdown,
+)
+
+__all__ = [
+    "Group",
+    "all_reduce_sum",
+    "barrier",
+    "device",
+    "exit_process",
+    "first_death",
+    "first_host",
+    "gather_objects",
+    "init",
+    "is_main_process",
+    "is_watched",
+    "join_parts",
+    "leave",
+    "local_rank",
+    "main_process_first",
+    "max_int",
+    "my_share",
+    "rank",
+    "shared_bytes",
+    "shutdown",
+    "sum_floats",
+    "world_size",
+]

@@ -1,0 +1,160 @@
+"""Joins and leaves the process group, and learns of other ranks' failures."""
+
+import atexit
+import os
+import re
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+from dschat.config import UserError
+from dschat.distributed import collectives
+from dschat.distributed.collectives import gather_objects
+from dschat.distributed.env import complete_environment, is_launched, local_rank, rank, world_size
+from dschat.distributed.failure_detector import Death, Lifeline
+
+if TYPE_CHECKING:
+    import torch
+
+JOIN_MINUTES = 10.0  # what a process waits for the others at the start
+
+
+def init(timeout_minutes: float = 60.0) -> None:
+    """Collective. Join the process group (NCCL on CUDA, gloo on CPU); harmless when already joined.
+
+    Without a launcher it makes a group of one that needs neither network nor port.
+
+    Raises:
+        UserError: not all processes came within ``JOIN_MINUTES``, they were started with different
+            flags, or a node has more of them than GPUs.
+    """
+    import torch
+    import torch.distributed as torch_dist
+
+    if torch_dist.is_initialized():
+        return
+    launched = is_launched()  # before the environment says so in any case
+    if launched:
+        complete_environment()
+    os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed insists on finding it
+    if torch.cuda.is_available():
+        _check_device()
+        torch.cuda.set_device(local_rank())
+    # Both back ends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if launched:
+        store = _meet()
+        store.set_timeout(timeout)
+        torch_dist.init_process_group(
+            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
+        )
+        _check_same_flags()
+        if world_size() > 1:
+            _lifelines[:] = [
+                Lifeline(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects)
+            ]
+    else:
+        store = torch_dist.HashStore()
+        torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _meet() -> "torch.distributed.Store":
+    """Wait for all processes at MASTER_ADDR, shorter than for a slow collective later."""
+    import torch.distributed as torch_dist
+
+    try:
+        store, _, _ = next(
+            torch_dist.rendezvous(
+                "env://", rank(), world_size(), timeout=timedelta(minutes=JOIN_MINUTES)
+            )
+        )
+    except torch_dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"process {rank()} of {world_size()} did not meet the others at {where} within "
+            f"{JOIN_MINUTES:g} minutes ({str(error).splitlines()[0]}); start all of them, and see "
+            "that --master_addr and --master_port are the first one's and can be reached"
+        )
+        if rank() and not local_rank():  # rank 0, which speaks for all, is on another machine
+            sys.stderr.write(f"error: {message}\n")
+        raise UserError(message) from None
+    return store
+
+
+def _check_same_flags() -> None:
+    """Collective. Processes that disagree about step or flags would hang, or train nonsense."""
+    script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
+    flags = re.split(" (?=--)", " ".join([script, *sys.argv[1:]]))  # each with its values
+    first, *others = gather_objects([f for f in flags if not re.match("--local[-_]rank", f)])
+    for number, words in enumerate(others, 1):
+        if words != first:
+            ours, theirs = (
+                " ".join(word for word in a if word not in b) or "nothing"
+                for a, b in ((first, words), (words, first))
+            )
+            raise UserError(
+                f"process {number} was started with other flags than process 0 ({theirs}, where "
+                f"process 0 has {ours}); start every machine with the same command"
+            )
+
+
+def _check_device() -> None:
+    import torch
+
+    if local_rank() >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank()} of this machine sees {torch.cuda.device_count()} GPUs; start "
+            "one process a GPU, and let each see all (under SLURM --gpus-per-node, not "
+            "--gpus-per-task)"
+        )
+
+
+def shutdown() -> None:
+    """Leave the process group. Without it a rank sometimes aborts at exit."""
+    import torch.distributed as torch_dist
+
+    leave(0)
+    if torch_dist.is_initialized():
+        collectives.forget_group()
+        torch_dist.destroy_process_group()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit, also while this process is still joined to others.
+
+    NOTE a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
+    the interpreter is being torn down by then, the thread aborts the process (SIGABRT). Leaving the
+    group would join that thread, but waits for collectives that the others never enter. So the exit
+    handlers run, and the teardown is skipped.
+    """
+    torch_dist = sys.modules.get("torch.distributed")
+    if world_size() == 1 or torch_dist is None or not torch_dist.is_initialized():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+            stream.flush()
+    os._exit(code)
+
+
+_lifelines: list[Lifeline] = []  # of this process, where there are others
+
+
+def leave(code: int) -> None:
+    """Tell the other processes that this one ends, with its exit code: after another code than 0
+    they end too. One that ends without this (SIGKILL) takes them with it.
+    """
+    for lifeline in _lifelines:
+        lifeline.leave(code)
+
+
+def is_watched() -> bool:
+    """Whether this process learns of the others' ends."""
+    return bool(_lifelines)
+
+
+def first_death(wait_s: float = 0.0) -> Death | None:
+    """The first failure of another process, if that is known within ``wait_s``."""
+    return _lifelines[0].first_death(wait_s) if _lifelines else None
