@@ -28,12 +28,12 @@ def main() -> None:
     config = parser.parse(ChatConfig, takes_file=False)
     set_streams()
 
-    from dschat import log
+    from dschat.observability import console
 
     # Load.
-    log.setup(hold=True)
+    console.setup(hold=True)
     chat = load_chat(config)
-    log.release()
+    console.release()
 
     # Talk.
     if sys.stdin.isatty():

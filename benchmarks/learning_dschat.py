@@ -15,12 +15,13 @@ import transformers
 from learning_task import Recorder, Task, exact_match
 
 import dschat.distributed as dist
-from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
+from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config import RLHFConfig
 from dschat.data.batches import Prompts
 from dschat.deepspeed_setup import unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.models.tokenizer import load_tokenizer
+from dschat.observability import console
 from dschat.rlhf.experience import Experience
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     task, folder = Task.read(sys.argv[1]), Path(sys.argv[2])
     record = Recorder(folder, task.snapshot_every)
     args = RLHFConfig(**task.settings)
-    log.setup("warning")
+    console.setup("warning")
     dist.init()
     transformers.set_seed(args.seed)
     engine = DeepSpeedRLHFEngine(

@@ -26,7 +26,7 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import flag
 from dschat.config.text_file import read_text
-from dschat.host_memory import available_memory
+from dschat.memory import available_memory
 
 FIRST_PORT = 29500
 PROCESS_BYTES = 350 * 2**20  # of one process with its libraries (measured: proportional set size)

@@ -16,12 +16,12 @@ def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
     config = parser.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
 
-    from dschat import log
     from dschat.builtin_model import resolve_model
     from dschat.data.show import show
     from dschat.models.tokenizer import load_tokenizer
+    from dschat.observability import console
 
-    log.setup("error")
+    console.setup("error")
     tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
     report = "\n".join(show(config, tokenizer))  # all of it, or the mistake alone
     try:

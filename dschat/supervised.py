@@ -25,12 +25,12 @@ from dschat.deepspeed_setup import ZeroSettings, initialize_training
 from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
 from dschat.distributed import stop_signals
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
-from dschat.log import MetricsLog, format_line, progress
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.lora import prepare_for_training
 from dschat.models.reward import gather_last
 from dschat.models.tokenizer import load_tokenizer
+from dschat.observability.console import MetricsLog, format_line, progress
 from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
 from dschat.output_dir import check_room, mark_complete
 

@@ -15,7 +15,7 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import log, supervised
+    from dschat import supervised
     from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import sft_dataset
@@ -26,16 +26,17 @@ def main() -> None:
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
+    from dschat.observability import console
     from dschat.output_dir import check_output_dir, claim_output_dir
     from dschat.resume import check_start
 
-    log.setup(config.log_level, hold=True)
+    console.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or "output/step1_sft"
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
-    log.check_sinks(config)
+    console.check_sinks(config)
     zero = supervised.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
@@ -68,8 +69,8 @@ def main() -> None:
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    log.release()
-    metrics_log = log.MetricsLog(config.output_dir, config)
+    console.release()
+    metrics_log = console.MetricsLog(config.output_dir, config)
     task = supervised.SFTTask(tokenizer.pad_token_id)
     judged = gold_knows(config.data_path) and not zero.shards_parameters
     generator = HuggingFaceGenerator(
@@ -81,12 +82,12 @@ def main() -> None:
     if judged:
         gold = sample_gold(generator, tokenizer, config.max_eval_samples)
         metrics_log.write(num_steps, gold)
-        log.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
+        console.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
     metrics_log.close()
 
     # Save.
     supervised.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
-    log.logger.info("saved %s", config.output_dir)
+    console.logger.info("saved %s", config.output_dir)
     dist.shutdown()
 
 

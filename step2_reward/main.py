@@ -21,22 +21,23 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import log, supervised
+    from dschat import supervised
     from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import preference_dataset
     from dschat.models.kind import require_causal_lm, require_score_head
     from dschat.models.load import load_config
+    from dschat.observability import console
     from dschat.output_dir import check_output_dir
     from dschat.resume import check_start
 
-    log.setup(config.log_level, hold=True)
+    console.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
     config.output_dir = config.output_dir or folder
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
-    log.check_sinks(config)
+    console.check_sinks(config)
     zero = supervised.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
@@ -52,19 +53,20 @@ def main() -> None:
     # The model, the loop and what is saved: on one of two roads.
     road = train_policy if config.trains_policy else train_reward_model
     road(config, zero, name, model_config, tokenizer, tables)
-    log.logger.info("saved %s", config.output_dir)
+    console.logger.info("saved %s", config.output_dir)
     dist.shutdown()
 
 
 def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model gets a score head, for step 3."""
-    from dschat import log, supervised
+    from dschat import supervised
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.reward import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
+    from dschat.observability import console
     from dschat.output_dir import claim_output_dir
 
     ensure_distinct_pad(tokenizer)
@@ -87,8 +89,8 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    log.release()
-    metrics_log = log.MetricsLog(config.output_dir, config)
+    console.release()
+    metrics_log = console.MetricsLog(config.output_dir, config)
     task = supervised.RewardTask(tokenizer.pad_token_id)
     supervised.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
@@ -99,7 +101,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
 
 def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model stays one, held to what it was; it lies where step 3 would leave it."""
-    from dschat import log, preference, supervised
+    from dschat import preference, supervised
     from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
@@ -107,6 +109,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat.models.load import load_causal_lm
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
+    from dschat.observability import console
     from dschat.output_dir import claim_output_dir
 
     tables = preference.as_pairs(config, *tables)
@@ -133,8 +136,8 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    log.release()
-    metrics_log = log.MetricsLog(config.output_dir, config)
+    console.release()
+    metrics_log = console.MetricsLog(config.output_dir, config)
     if config.precompute_ref_logprobs:
         for table in tables:
             task.precompute(engine, table, config.per_device_eval_batch_size)
@@ -148,7 +151,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     if judged:
         gold = sample_gold(generator, tokenizer, config.max_eval_samples)
         metrics_log.write(num_steps, gold)
-        log.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
+        console.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
     metrics_log.close()
 
     # Save.

@@ -20,7 +20,7 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, log
+    from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
     from dschat.builtin_model import resolve_model
     from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
@@ -30,6 +30,7 @@ def main() -> None:
     from dschat.finished import record_of
     from dschat.models.kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
+    from dschat.observability import console
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
     from dschat.resume import check_start
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
@@ -37,13 +38,13 @@ def main() -> None:
     from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
     from dschat.rlhf.run import Reporter, unsupervised_steps
 
-    log.setup(args.log_level, hold=True)
+    console.setup(args.log_level, hold=True)
     dist.init()
     set_seed(args.seed)
     args.output_dir = args.output_dir or "output/step3_rlhf"
     check_output_dir(args.output_dir, args.overwrite_output_dir, vars(args))
     check_start(args)
-    log.check_sinks(args)
+    console.check_sinks(args)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # a wrong DeepSpeed file ends the run here
 
@@ -87,7 +88,7 @@ def main() -> None:
 
     # Loop.
     claim_output_dir(args.output_dir, bool(args.resume), record_of(args))
-    log.release()
+    console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
     with boundaries(args) as bounds:
@@ -101,7 +102,7 @@ def main() -> None:
         # Save, before an evaluation in which a reward function may fail.
         with stop_signals.requests(args.output_dir):  # a signal waits until that is whole
             engine.save(args.output_dir)
-        log.logger.info("saved %s", args.output_dir)
+        console.logger.info("saved %s", args.output_dir)
         report.evaluate()
     report.close()
     mark_complete(args.output_dir)

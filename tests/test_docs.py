@@ -126,7 +126,7 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("dschat.log.setup", lambda *_: None)
+    monkeypatch.setattr("dschat.observability.console.setup", lambda *_: None)
     pairs = [
         {"prompt": f"Question {i}?", "chosen": f"Good {i}.", "rejected": f"Bad {i}."}
         for i in range(12)

@@ -13,7 +13,7 @@ from torch import nn
 from dschat import supervised
 from dschat.config import RewardConfig, UserError
 from dschat.data.collate import collate_preferences
-from dschat.log import format_line
+from dschat.observability.console import format_line
 from dschat.preference import Pairs, PreferenceTask, answer_logps
 
 BLOCKS = ("chosen_ids", "rejected_ids")

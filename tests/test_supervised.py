@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dschat import supervised
-from dschat.log import MetricsLog
+from dschat.observability.console import MetricsLog
 from dschat.supervised import RewardTask, SFTTask
 
 SFT = Case("sft", micro=4)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat.host_memory import available_memory
+from dschat.memory import available_memory
 
 # Of the memory that is free, what a snapshot leaves to everything else.
 _LEFT_FREE = 0.25

@@ -35,7 +35,7 @@ from dschat.data.builtin import builtin_rows
 from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_table
 from dschat.data.read import Rows, Splits, read_source, table_rows
 from dschat.data.table import Adapter
-from dschat.host_memory import available_memory
+from dschat.memory import available_memory
 
 __all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
 

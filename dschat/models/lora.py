@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.host_memory import available_memory
+from dschat.memory import available_memory
 
 _HEADS = ("score", "lm_head", "embed_out")
 

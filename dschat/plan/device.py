@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dschat.host_memory import available_memory
+from dschat.memory import available_memory
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ import torch
 
 from dschat.config import RLHFConfig
 from dschat.inference import UnsupportedModel, model_spec
-from dschat.metrics import shape_of
+from dschat.observability.flops import shape_of
 from dschat.plan.device import GIB, Device
 from dschat.plan.models import Sizes
 

@@ -16,9 +16,9 @@ import dschat.distributed as dist
 from dschat import preference, supervised
 from dschat.config import RewardConfig
 from dschat.deepspeed_setup import sharded_loading, unwrap
-from dschat.log import MetricsLog
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
+from dschat.observability.console import MetricsLog
 
 NUM_HELD_OUT = 7
 

@@ -21,13 +21,13 @@ from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
 from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
-from dschat.log import MetricsLog
 from dschat.losses import token_logprobs
 from dschat.models.hf_generator import HuggingFaceGenerator, fill
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.reward import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
+from dschat.observability.console import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rollout import SamplingParams

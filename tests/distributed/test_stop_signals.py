@@ -149,7 +149,10 @@ def test_nobody_reads_what_is_said(tmp_path):
         log.logger.info("step 1")
         Path("after").write_text(f"{stop.agreed()}")
 """
-    asked(tmp_path, body.replace("log.setup()", "from dschat import log; log.setup()"))
+    asked(
+        tmp_path,
+        body.replace("log.setup()", "from dschat.observability import console as log; log.setup()"),
+    )
     assert (tmp_path / "after").read_text() == "True"
 
 

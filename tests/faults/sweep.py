@@ -20,7 +20,7 @@ import orphans
 from cases import SWEEP
 from runs import KINDS, Case, finish, make_models, survive
 
-from dschat import log
+from dschat.observability import console
 
 KILLS_OF_ONE = 4  # before a run may come to its end
 
@@ -37,7 +37,7 @@ def main() -> int:
         else args.kills / (sum(SWEEP.values()) + sum(orphans.SWEEP.values()))
     )
     began, kills, runs, lost = time.monotonic(), Counter(), 0, []
-    log.setup("error")
+    console.setup("error")
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
         good = sweep_train_py(models, Path(folder), share, args.seed)

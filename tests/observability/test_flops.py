@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from dschat import metrics
-from dschat.metrics import ModelShape
+from dschat.observability import flops as metrics
+from dschat.observability.flops import ModelShape
 
 STATUS = Path("/proc/self/status")
 LLAMA = ModelShape(
