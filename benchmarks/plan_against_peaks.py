@@ -180,7 +180,7 @@ def save_models(folder: Path, sizes: dict) -> None:
         AutoModelForSequenceClassification,
     )
 
-    from dschat.builtin_model import tiny_tokenizer
+    from dschat.builtin.tiny_model import tiny_tokenizer
 
     if folder.exists():
         return

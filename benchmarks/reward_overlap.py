@@ -18,9 +18,9 @@ import time
 from report import environment, rounded, spread
 
 import dschat.distributed as dist
-from dschat.builtin_model import resolve_model
+from dschat.builtin.chat_rows import builtin_rows
+from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig
-from dschat.data.builtin import builtin_rows
 from dschat.data.segments import prompt_text_ids
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine

@@ -7,8 +7,8 @@ rewards or how the policy was trained: steps 1 and 3 and the benchmarks all meas
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.data.builtin import builtin_rows
-from dschat.data.gold import answer_metrics
+from dschat.builtin.chat_rows import builtin_rows
+from dschat.builtin.gold_scorer import answer_metrics
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources import parse_spec
 from dschat.rollout import Generator, SamplingParams

@@ -346,7 +346,7 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
     elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
         raise UserError(f"--path {path}: no such folder; check the path")
 
-    from dschat.builtin_model import resolve_model
+    from dschat.builtin.tiny_model import resolve_model
     from dschat.models.kind import load_config, require_causal_lm
 
     name = resolve_model(path)

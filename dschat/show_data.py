@@ -16,7 +16,7 @@ def main() -> None:
     # Parse. Only then does torch load: --help and typing errors answer at once.
     config = parser.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
 
-    from dschat.builtin_model import resolve_model
+    from dschat.builtin.tiny_model import resolve_model
     from dschat.data.show import show
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console

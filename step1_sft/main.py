@@ -16,8 +16,8 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import supervised
+    from dschat.builtin.tiny_model import resolve_model
     from dschat.builtin_eval import gold_knows, sample_gold
-    from dschat.builtin_model import resolve_model
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of

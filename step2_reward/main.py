@@ -22,7 +22,7 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import supervised
-    from dschat.builtin_model import resolve_model
+    from dschat.builtin.tiny_model import resolve_model
     from dschat.data.tokenize import preference_dataset
     from dschat.models.kind import require_causal_lm, require_score_head
     from dschat.models.load import load_config

@@ -21,7 +21,7 @@ def main() -> None:
     from transformers import set_seed
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
-    from dschat.builtin_model import resolve_model
+    from dschat.builtin.tiny_model import resolve_model
     from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dschat.builtin_model import materialise_tiny, tiny_tokenizer
+from dschat.builtin.tiny_model import materialise_tiny, tiny_tokenizer
 from dschat.chat import Chat, ChatConfig, Conversation, StreamDecoder
 from dschat.config import UserError, parser
 from dschat.rollout import SamplingParams

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dschat.data.builtin import FIXED_PROMPTS
-from dschat.data.gold import gold_score
+from dschat.builtin.chat_rows import FIXED_PROMPTS
+from dschat.builtin.gold_scorer import gold_score
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1234, 1, 2)

@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from dschat import launch, recipe, show_data
-from dschat.builtin_model import resolve_model
+from dschat.builtin.tiny_model import resolve_model
 from dschat.chat import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig

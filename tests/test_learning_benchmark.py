@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.builtin_model import resolve_model
+from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
 from dschat.config.parser import to_flags
 

@@ -102,7 +102,7 @@ def test_both_models_learn(report):
 def test_answers_and_saved_actor(report, folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dschat.builtin_model import resolve_model
+    from dschat.builtin.tiny_model import resolve_model
 
     assert len(report["answers"]) == 3
     assert all(0 < length <= 16 for length in report["lengths"])

@@ -33,7 +33,7 @@ def test_the_snippet_runs(tmp_path):
     """In a folder where ``output/demo`` holds an (untrained) actor and reward model."""
     prepare = """
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from dschat.builtin_model import resolve_model
+from dschat.builtin.tiny_model import resolve_model
 source = resolve_model("builtin/tiny")
 tokenizer = AutoTokenizer.from_pretrained(source)
 for folder in ("step1_sft", "step2_reward"):

@@ -19,6 +19,8 @@ from typing import Optional
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 
+from dschat.builtin.arithmetic import arithmetic_rows
+from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.adapters import (
@@ -30,8 +32,6 @@ from dschat.data.adapters import (
     listed,
     require_answers,
 )
-from dschat.data.arithmetic import arithmetic_rows
-from dschat.data.builtin import builtin_rows
 from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_table
 from dschat.data.read import Rows, Splits, read_source, table_rows
 from dschat.data.table import Adapter

@@ -25,7 +25,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from dschat.builtin_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
+from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
 from dschat.model_files import made_of
 from dschat.models.load import load_config, set_dropout

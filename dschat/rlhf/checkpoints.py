@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat.builtin_model import resolve_model
+from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout import check_tensor_parallel
 from dschat.models.fit import check_fit, check_positions

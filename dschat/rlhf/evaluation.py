@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
+from dschat.builtin.gold_scorer import answer_metrics
 from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
 from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
-from dschat.data.gold import answer_metrics
 from dschat.rlhf.collect import Collector, Prompts
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience

@@ -13,7 +13,8 @@ from step_cases import probe_logprobs
 from tiny_models import causal_lm, tokenizer
 from transformers import AutoModelForCausalLM
 
-from dschat import builtin_model, output_dir
+from dschat import output_dir
+from dschat.builtin import tiny_model
 from dschat.checkpoint import Checkpoints, export, export_hf
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
@@ -121,14 +122,14 @@ def test_an_adapter_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
 
 
 def test_the_built_in_model_that_its_cache_does_not_take(tmp_path, monkeypatch):
-    assert builtin_model.resolve_model("builtin/tiny", tmp_path)
+    assert tiny_model.resolve_model("builtin/tiny", tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*"))
-    assert size <= builtin_model._NUM_BYTES < 1.2 * size
+    assert size <= tiny_model._NUM_BYTES < 1.2 * size
 
     def full(*_, **__):
         raise SafetensorError(RUST)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(UserError, match="the cache .*/new has no space for builtin/tiny: .* XDG_"):
-        builtin_model.resolve_model("builtin/tiny", tmp_path / "new")
+        tiny_model.resolve_model("builtin/tiny", tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []

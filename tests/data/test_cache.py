@@ -6,7 +6,7 @@ import shutil
 import datasets
 import pytest
 
-from dschat.builtin_model import tiny_tokenizer
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
 from dschat.data import cache, segments, text
 from dschat.data.tokenize import sft_dataset, text_dataset

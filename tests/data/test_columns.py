@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dschat.builtin_model import tiny_tokenizer
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig
 from dschat.data.batches import PromptBatches, prompt_columns, prompts_of
 from dschat.data.sources import load_examples

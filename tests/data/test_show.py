@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dschat.builtin_model import tiny_tokenizer
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
 from dschat.config.data import ShowConfig
 from dschat.data.show import WIDTH, show

@@ -96,7 +96,7 @@ def test_json_may_be_a_list_or_lines_and_names_may_be_odd(write):
 
 
 def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
-    from dschat.data.builtin import builtin_rows
+    from dschat.builtin.chat_rows import builtin_rows
 
     rows = {row["prompt"]: row for row in builtin_rows()["train"]}
     held_out = {row["prompt"]: row for row in builtin_rows()["eval"]}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.builtin_model import tiny_tokenizer
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.adapters import PURPOSES, Example
 from dschat.data.batches import PromptBatches, RowStream, StepBatches

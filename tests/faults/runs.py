@@ -24,7 +24,7 @@ import torch
 from driver import PHASES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from dschat.builtin_model import resolve_model
+from dschat.builtin.tiny_model import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("driver.py")

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from dschat.builtin_model import tiny_tokenizer
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptBatches, Prompts
 from dschat.data.tokenize import prompt_dataset, prompt_text_ids

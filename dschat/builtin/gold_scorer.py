@@ -21,7 +21,7 @@ anything else                                0.0
 import itertools
 import re
 
-from dschat.data import world
+from dschat.builtin import world
 
 
 def _words(text: str) -> list[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dschat.builtin.arithmetic import arithmetic_rows
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.builtin_eval import gold_knows
-from dschat.builtin_model import tiny_tokenizer
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.arithmetic import arithmetic_rows
 from dschat.data.batches import PromptBatches
 from dschat.data.sources import load_source
 from dschat.data.tokenize import prompt_dataset, sft_dataset
@@ -65,7 +65,7 @@ def test_the_pupil_calculates_right_and_gets_there_in_a_third_of_all_cases(rows)
 
 def test_rows_depend_on_the_seed_alone():
     source = (
-        "import json; from dschat.data.arithmetic import arithmetic_rows as a; "
+        "import json; from dschat.builtin.arithmetic import arithmetic_rows as a; "
         "print(json.dumps(a(3)))"
     )
     done = subprocess.run(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat import builtin_model as builtin
-from dschat.builtin_model import materialise_tiny, resolve_model, tiny_tokenizer
-from dschat.data.builtin import builtin_rows
+from dschat.builtin import tiny_model as builtin
+from dschat.builtin.chat_rows import builtin_rows
+from dschat.builtin.tiny_model import materialise_tiny, resolve_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ the world's tables alone.
 import itertools
 import random
 
-from dschat.data import world
+from dschat.builtin import world
 
 # kind -> (train rows, eval rows). Few rows where a tiny model learns little: reverse and count.
 ROWS_PER_KIND = {

@@ -16,8 +16,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
-from dschat.data.builtin import builtin_rows
 from dschat.disk_space import is_full, needed_and_free
 
 TINY_NAME = "builtin/tiny"

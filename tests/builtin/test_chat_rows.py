@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat.data import world
-from dschat.data.builtin import FIXED_PROMPTS, ROWS_PER_KIND, builtin_rows
-from dschat.data.gold import answer_metrics, gold_score
+from dschat.builtin import world
+from dschat.builtin.chat_rows import FIXED_PROMPTS, ROWS_PER_KIND, builtin_rows
+from dschat.builtin.gold_scorer import answer_metrics, gold_score
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
@@ -74,7 +74,8 @@ def test_length_tells_little(rows, length):
 
 def test_rows_depend_on_the_seed_alone():
     source = (
-        "import json; from dschat.data.builtin import builtin_rows as b; print(json.dumps(b(3)))"
+        "import json; from dschat.builtin.chat_rows import builtin_rows as b; "
+        "print(json.dumps(b(3)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", source],
