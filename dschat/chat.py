@@ -95,7 +95,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     name = _causal_lm(config.path, config.trust_remote_code)
 
     from dschat.models.fit import check_fit
-    from dschat.models.kind import load_config
+    from dschat.models.model_kind import load_config
     from dschat.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(name, "--path", config.trust_remote_code)
@@ -121,7 +121,7 @@ def _load_generator(
     from transformers.utils.logging import disable_progress_bar
 
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
-    from dschat.model_files import read_generation_config
+    from dschat.models.config_files import read_generation_config
     from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import stop_ids
@@ -347,7 +347,7 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
         raise UserError(f"--path {path}: no such folder; check the path")
 
     from dschat.builtin.tiny_model import resolve_model
-    from dschat.models.kind import load_config, require_causal_lm
+    from dschat.models.model_kind import load_config, require_causal_lm
 
     name = resolve_model(path)
     require_causal_lm(load_config(name, "--path", trust_remote_code), name, "--path")

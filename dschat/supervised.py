@@ -28,7 +28,7 @@ from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.lora import prepare_for_training
-from dschat.models.reward import gather_last
+from dschat.models.score_model import gather_last
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.console import MetricsLog, format_line, progress
 from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale

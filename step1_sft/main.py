@@ -22,8 +22,8 @@ def main() -> None:
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.models.hf_generator import HuggingFaceGenerator
-    from dschat.models.kind import require_causal_lm
     from dschat.models.load import load_causal_lm, load_config
+    from dschat.models.model_kind import require_causal_lm
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console

@@ -24,8 +24,8 @@ def main() -> None:
     from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
     from dschat.data.tokenize import preference_dataset
-    from dschat.models.kind import require_causal_lm, require_score_head
     from dschat.models.load import load_config
+    from dschat.models.model_kind import require_causal_lm, require_score_head
     from dschat.observability import console
     from dschat.output_dir import check_output_dir
     from dschat.resume import check_start
@@ -63,7 +63,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.models.load import load_score_backbone
-    from dschat.models.reward import ScoreModel
+    from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
     from dschat.observability import console

@@ -28,7 +28,7 @@ def main() -> None:
     from dschat.deepspeed_setup import zero_settings
     from dschat.distributed import stop_signals
     from dschat.finished import record_of
-    from dschat.models.kind import load_config, require_causal_lm
+    from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete

@@ -19,9 +19,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from dschat.chat_template import default_template, failure
 from dschat.config import UserError
 from dschat.data.adapters import Content, Example
+from dschat.models.chat_template import default_template, failure
 
 logger = logging.getLogger("dschat")
 

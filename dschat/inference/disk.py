@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from dschat.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
 from dschat.config import UserError
+from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
 
 # In the order in which transformers' from_pretrained looks for them.
 _WEIGHT_FILES = (

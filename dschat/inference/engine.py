@@ -28,7 +28,7 @@ from dschat.inference.runner import StepRunner
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.inference.weights import Weights
-from dschat.model_files import read_config, read_generation_config
+from dschat.models.config_files import read_config, read_generation_config
 from dschat.rollout import Rollout, SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")

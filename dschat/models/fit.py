@@ -22,9 +22,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from dschat.config import UserError
-from dschat.model_files import made_of, read_generation_config
-from dschat.models.kind import checkpoint_headers, integer_weights, reward_form
+from dschat.models.config_files import made_of, read_generation_config
 from dschat.models.lora import check_rank
+from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
 
 Kind = Literal["lm", "score"]
 

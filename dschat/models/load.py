@@ -23,9 +23,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 import dschat.distributed as dist
-from dschat.checkpoint_tensors import is_constant, is_finite
 from dschat.config import UserError
-from dschat.models.kind import (
+from dschat.models.checkpoint_tensors import is_constant, is_finite
+from dschat.models.legacy_weights import legacy_state_dict
+from dschat.models.model_kind import (
     checkpoint_keys,
     has_own_head,
     load_config,
@@ -35,7 +36,6 @@ from dschat.models.kind import (
     reward_form,
     score_class,
 )
-from dschat.models.legacy import legacy_state_dict
 from dschat.models.vocabulary import embedding_rows, grow_embeddings
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from dschat.chat_template import default_template, failure
 from dschat.config import UserError
 from dschat.config.text_file import read_text
-from dschat.model_files import culprit, read_json
-from dschat.models.kind import brings_code
+from dschat.models.chat_template import default_template, failure
+from dschat.models.config_files import culprit, read_json
+from dschat.models.model_kind import brings_code
 
 PAD_TOKEN = "<|pad|>"
 

@@ -14,8 +14,8 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout import check_tensor_parallel
 from dschat.models.fit import check_fit, check_positions
-from dschat.models.kind import load_config, require_causal_lm, require_score_head, reward_form
 from dschat.models.load import not_a_reward_model
+from dschat.models.model_kind import load_config, require_causal_lm, require_score_head, reward_form
 from dschat.models.tokenizer import ensure_distinct_pad, read_tokenizer
 from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
 

@@ -34,10 +34,10 @@ from dschat.hybrid.rollout import (
     rollout_form,
 )
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
-from dschat.model_files import read_generation_config
+from dschat.models.config_files import read_generation_config
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
-from dschat.models.reward import ScoreModel, count_parameters
+from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.models.vocabulary import num_ids
 from dschat.output_dir import check_room

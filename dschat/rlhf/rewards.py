@@ -7,7 +7,7 @@ they are learned from.
 import torch
 from torch import Tensor, nn
 
-from dschat.models.reward import gather_last
+from dschat.models.score_model import gather_last
 from dschat.reward_programs.programs import (
     REWARD_MODEL,
     Pending,

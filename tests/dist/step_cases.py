@@ -24,7 +24,7 @@ from dschat.hybrid.stream import weight_stream
 from dschat.losses import token_logprobs
 from dschat.models.hf_generator import HuggingFaceGenerator, fill
 from dschat.models.load import load_causal_lm, load_score_backbone
-from dschat.models.reward import ScoreModel, gather_last
+from dschat.models.score_model import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
 from dschat.observability.console import MetricsLog

@@ -16,14 +16,14 @@ from dschat.data.collate import pad_right
 from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 from dschat.inference import InferenceEngine
 from dschat.models.fit import check_fit
-from dschat.models.kind import checkpoint_keys, load_config
 from dschat.models.load import (
     load_causal_lm,
     load_score_backbone,
     set_dropout,
 )
 from dschat.models.lora import add_lora
-from dschat.models.reward import ScoreModel
+from dschat.models.model_kind import checkpoint_keys, load_config
+from dschat.models.score_model import ScoreModel
 from dschat.rollout import SamplingParams
 
 FP32 = torch.float32

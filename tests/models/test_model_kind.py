@@ -22,16 +22,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dschat.config import UserError
 from dschat.deepspeed_setup import ZeroSettings, sharded_loading
-from dschat.model_files import read_config
-from dschat.models.kind import (
+from dschat.models.config_files import read_config
+from dschat.models.load import load_causal_lm, load_score_backbone
+from dschat.models.lora import add_lora
+from dschat.models.model_kind import (
     checkpoint_keys,
     load_config,
     require_causal_lm,
     require_score_head,
     reward_form,
 )
-from dschat.models.load import load_causal_lm, load_score_backbone
-from dschat.models.lora import add_lora
 from dschat.models.tokenizer import load_tokenizer
 
 FLAG = "--model_name_or_path"

@@ -10,7 +10,13 @@ import pickle
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.models.kind import LEGACY_HEAD, LEGACY_PREFIXES, load_bin, refused_pickle, weight_files
+from dschat.models.model_kind import (
+    LEGACY_HEAD,
+    LEGACY_PREFIXES,
+    load_bin,
+    refused_pickle,
+    weight_files,
+)
 
 
 def legacy_state_dict(name_or_path: str, flag: str, prefix: str) -> dict[str, Tensor]:

@@ -27,9 +27,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from dschat.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.config import UserError
-from dschat.model_files import CONFIG, made_of, read_config, read_json
+from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
+from dschat.models.config_files import CONFIG, made_of, read_config, read_json
 
 _WEIGHT_FILES = (
     "model.safetensors",
