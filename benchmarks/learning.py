@@ -50,7 +50,7 @@ from dschat.config import RLHFConfig, UserError, parser
 from dschat.data.batches import PromptBatches
 from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import entrypoint
-from dschat.inference.disk import checkpoint_stream
+from dschat.inference.model.checkpoint_reader import checkpoint_stream
 from dschat.models.tokenizer import load_tokenizer
 from dschat.recipe import load_recipe
 

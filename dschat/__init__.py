@@ -12,7 +12,7 @@ _EXPORTS = {
     "SFTConfig": "dschat.config",
     "RewardConfig": "dschat.config",
     "RLHFConfig": "dschat.config",
-    "SamplingParams": "dschat.rollout",
+    "SamplingParams": "dschat.inference.protocol",
     "DeepSpeedRLHFEngine": "dschat.rlhf.engine",
     "DeepSpeedPPOTrainer": "dschat.rlhf.ppo",
     "Experience": "dschat.rlhf.experience",

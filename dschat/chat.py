@@ -22,7 +22,7 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.fields import flag, require_types
 from dschat.data.segments import prompt_text_ids
-from dschat.rollout import SamplingParams
+from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +121,8 @@ def _load_generator(
     from transformers.utils.logging import disable_progress_bar
 
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+    from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.config_files import read_generation_config
-    from dschat.models.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import num_ids

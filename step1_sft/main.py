@@ -21,7 +21,7 @@ def main() -> None:
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
-    from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.model_kind import require_causal_lm
     from dschat.models.tokenizer import stop_ids

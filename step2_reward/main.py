@@ -105,7 +105,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
-    from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids

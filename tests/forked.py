@@ -40,7 +40,7 @@ IMPORTS = (
     "dschat.builtin_eval",
     "dschat.chat",
     "dschat.inference",
-    "dschat.models.hf_generator",
+    "dschat.inference.hf_generator",
     "dschat.data.tokenize",
     "dschat.data.show",
     "dschat.launch",

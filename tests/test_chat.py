@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dschat.builtin.tiny_model import materialise_tiny, tiny_tokenizer
 from dschat.chat import Chat, ChatConfig, Conversation, StreamDecoder
 from dschat.config import UserError, parser
-from dschat.rollout import SamplingParams
+from dschat.inference.protocol import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}

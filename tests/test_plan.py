@@ -155,7 +155,7 @@ def test_constants_are_those_of_the_libraries():
 
     from dschat.hybrid import rollout as hybrid
     from dschat.hybrid.stream import Buckets
-    from dschat.models.hf_generator import HuggingFaceGenerator
+    from dschat.inference.hf_generator import HuggingFaceGenerator
 
     assert zero.ALLREDUCE_BUCKET == MEMORY_OPT_ALLREDUCE_SIZE
     assert hybrid._COPY_SHARE == rollout.COPY_SHARE

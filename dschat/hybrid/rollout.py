@@ -19,11 +19,11 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.disk import normalised_names
-from dschat.inference.weights import check_shares
-from dschat.models.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.model.checkpoint_reader import normalised_names
+from dschat.inference.model.weights import check_shares
+from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
-from dschat.rollout import Generator
 
 logger = logging.getLogger("dschat")
 

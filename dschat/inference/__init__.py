@@ -1,7 +1,7 @@
 """Generation without DeepSpeed: architecture table, decoder, KV cache, scheduler, engine."""
 
-from dschat.inference.arch import UnsupportedModel, model_spec
 from dschat.inference.engine import InferenceEngine
-from dschat.rollout import Rollout, SamplingParams
+from dschat.inference.model.architectures import UnsupportedModel, model_spec
+from dschat.inference.protocol import Rollout, SamplingParams
 
 __all__ = ["InferenceEngine", "Rollout", "SamplingParams", "UnsupportedModel", "model_spec"]

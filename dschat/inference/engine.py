@@ -17,19 +17,24 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import Group
-from dschat.inference import small_step
-from dschat.inference.arch import model_spec
-from dschat.inference.cache import KVCache
-from dschat.inference.decoder import Decoder
-from dschat.inference.disk import checkpoint_stream, has_own_head, normalised_names, sound_weights
-from dschat.inference.draws import Drawer
-from dschat.inference.positions import rotary_limit
-from dschat.inference.runner import StepRunner
+from dschat.inference.kernels import fused_decode
+from dschat.inference.model.architectures import model_spec
+from dschat.inference.model.checkpoint_reader import (
+    checkpoint_stream,
+    has_own_head,
+    normalised_names,
+    sound_weights,
+)
+from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.rotary import rotary_limit
+from dschat.inference.model.weights import Weights
+from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
+from dschat.inference.sampler import Drawer
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
-from dschat.inference.weights import Weights
+from dschat.inference.step_runner import StepRunner
 from dschat.models.config_files import read_config, read_generation_config
-from dschat.rollout import Rollout, SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")
 
@@ -78,7 +83,7 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
         self.group = group or Group()
-        panels = small_step.suits(self.spec, dtype, device, self.group.size)
+        panels = fused_decode.suits(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self.stop_ids = tuple(stop_ids)
         self.num_tokens = min(num_tokens or self.spec.vocab_size, self.spec.vocab_size)
@@ -225,7 +230,7 @@ class InferenceEngine:
         indices: list[int] | None = None,
         max_new_tokens: list[int] | None = None,
     ) -> Rollout:
-        """Answer every prompt ``sampling.n`` times; see `dschat.rollout.Generator`.
+        """Answer every prompt ``sampling.n`` times; see `dschat.inference.protocol.Generator`.
 
         Collective within the tensor-parallel group, whose ranks may bring different numbers of
         prompts, none included. ``max_new_tokens`` bounds the answers of each prompt by itself

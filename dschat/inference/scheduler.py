@@ -13,7 +13,7 @@ page that a prompt ends in is copied, for what follows differs.
 from collections import deque
 from dataclasses import dataclass, field
 
-from dschat.inference.cache import KVCache
+from dschat.inference.model.kv_cache import KVCache
 
 
 @dataclass(eq=False)

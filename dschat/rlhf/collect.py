@@ -17,6 +17,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt_problem
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout, joined
@@ -34,7 +35,6 @@ from dschat.rlhf.rewards import (
     source_means,
 )
 from dschat.rlhf.scoring import reward_model_scores
-from dschat.rollout import Generator, Rollout, SamplingParams, prompt_problem
 
 logger = logging.getLogger("dschat")
 

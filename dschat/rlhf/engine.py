@@ -34,6 +34,7 @@ from dschat.hybrid.rollout import (
     rollout_form,
 )
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
+from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
@@ -46,7 +47,6 @@ from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rewards import score_sequences
-from dschat.rollout import Generator
 
 logger = logging.getLogger("dschat")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dschat.data.adapters import Content
 from dschat.data.collate import pad_right
-from dschat.rollout import Rollout
+from dschat.inference.protocol import Rollout
 
 
 @dataclass

@@ -19,6 +19,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.collate import pad_right
+from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
     POLICY_LOSSES,
     AdaptiveKL,
@@ -36,7 +37,6 @@ from dschat.rlhf.experience import Experience, chunks, mini_batch_of
 from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics, warn_of_gap
 from dschat.rlhf.rewards import RewardPrograms
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
-from dschat.rollout import SamplingParams
 
 
 class DeepSpeedPPOTrainer:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.hybrid.rollout import Refresh
+from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
 from dschat.observability.flops import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rollout import Generator
 
 logger = logging.getLogger("dschat")
 

@@ -18,8 +18,8 @@ from dschat import launch, recipe
 from dschat.chat import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
+from dschat.inference.protocol import SamplingParams
 from dschat.recipe import TrainConfig
-from dschat.rollout import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig, ChatConfig, ShowConfig, TrainConfig)

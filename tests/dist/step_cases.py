@@ -21,8 +21,9 @@ from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
 from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
+from dschat.inference.hf_generator import HuggingFaceGenerator, fill
+from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
-from dschat.models.hf_generator import HuggingFaceGenerator, fill
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.score_model import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
@@ -30,7 +31,6 @@ from dschat.models.vocabulary import num_ids
 from dschat.observability.console import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
-from dschat.rollout import SamplingParams
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("opt_350m_reward_reversed",)  # reads the text anew

@@ -17,7 +17,7 @@ from tiny_models import causal_lm
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout import EngineRollout, ModuleRollout
 from dschat.inference import InferenceEngine
-from dschat.models.hf_generator import HuggingFaceGenerator
+from dschat.inference.hf_generator import HuggingFaceGenerator
 
 # -- choices ---------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from families import PROMPTS, engine
 
-from dschat.inference import SamplingParams, cpu_kernels
-from dschat.inference.attention import Attention, Decodes
-from dschat.inference.cache import KVCache
-from dschat.inference.positions import alibi_slopes
+from dschat.inference import SamplingParams
+from dschat.inference.kernels import cpu
+from dschat.inference.model.attention import Attention, Decodes
+from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.rotary import alibi_slopes
 
 HEAD_SIZES = [4, 12, 20, 32, 64, 80, 128]
 WIDTHS = [1, 5, 16, 20, 33, 128, 344]
@@ -20,7 +21,7 @@ WIDTHS = [1, 5, 16, 20, 33, 128, 344]
 
 @pytest.fixture(scope="module")
 def kernels():
-    loaded = cpu_kernels.load()
+    loaded = cpu.load()
     if loaded is None:
         pytest.skip("switched off, or no C compiler here")
     return loaded
@@ -31,9 +32,9 @@ def fresh_load(monkeypatch, tmp_path):
     """`load`, as in a process and a cache folder that never compiled anything."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DSCHAT_CPU_KERNELS", raising=False)
-    cpu_kernels.load.cache_clear()
-    yield cpu_kernels.load
-    cpu_kernels.load.cache_clear()
+    cpu.load.cache_clear()
+    yield cpu.load
+    cpu.load.cache_clear()
 
 
 def drawn(*shape, seed=0, scale=1.0):
@@ -323,7 +324,7 @@ def test_damaged_library_is_compiled_again(kernels, fresh_load, tmp_path, damage
 
 @pytest.mark.slow
 def test_two_processes_at_once(kernels, tmp_path):
-    code = "from dschat.inference import cpu_kernels as c; assert c.load() is not None"
+    code = "from dschat.inference.kernels import cpu as c; assert c.load() is not None"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     environment.pop("DSCHAT_CPU_KERNELS", None)

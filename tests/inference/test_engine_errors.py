@@ -11,7 +11,7 @@ from transformers import GPTJConfig
 from dschat.config import UserError
 from dschat.distributed import Group
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.draws import Drawer
+from dschat.inference.sampler import Drawer
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 

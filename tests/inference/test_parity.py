@@ -21,8 +21,9 @@ from families import (
 )
 from transformers import GenerationConfig
 
-from dschat.inference import InferenceEngine, SamplingParams, small_step
-from dschat.models.hf_generator import HuggingFaceGenerator
+from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.kernels import fused_decode
 
 GAP = 5e-5  # in fp32, of values that reach 10 and more
 
@@ -40,7 +41,7 @@ SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in VARIANTS
 def steps(request, monkeypatch):
     """Decode steps as small models do them, where the family can, and as large ones do."""
     if request.param == "many calls":
-        monkeypatch.setattr(small_step, "MAX_PARAMETERS", 0)
+        monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
 
 
 @pytest.mark.usefixtures("steps")

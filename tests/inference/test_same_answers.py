@@ -8,7 +8,7 @@ import pytest
 from families import EOS, PROMPTS, cache_gib, engine
 
 from dschat.inference import SamplingParams
-from dschat.rollout import Rollout
+from dschat.inference.protocol import Rollout
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
 
@@ -152,7 +152,7 @@ def drawn_at(module, context, seed, prompt, sample, position):
     """The token of one position, from one forward and the definition of its random number."""
     import torch
 
-    from dschat.sampling import inverse_cdf, uniforms
+    from dschat.inference.sampling import inverse_cdf, uniforms
 
     with torch.no_grad():
         probs = module(torch.tensor([context])).logits[:, -1].softmax(-1)

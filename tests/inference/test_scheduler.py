@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.inference.cache import KVCache
+from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.scheduler import Prompt, Scheduler
 
 MAX_SEQ_LEN = 24

@@ -4,7 +4,7 @@ import pytest
 from families import EOS, POSITIONS, PROMPTS, VOCAB, engine, logprob_gap
 
 from dschat.inference import SamplingParams
-from dschat.rollout import Rollout
+from dschat.inference.protocol import Rollout
 
 FREE = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
 

@@ -25,8 +25,8 @@ from families import (
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
+from dschat.inference.protocol import Rollout
 from dschat.models.lora import adapters, add_lora
-from dschat.rollout import Rollout
 
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=3)
 

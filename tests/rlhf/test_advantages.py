@@ -10,9 +10,9 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
+from dschat.inference.protocol import Rollout
 from dschat.rlhf.advantages import fill_in_advantages, token_rewards
 from dschat.rlhf.experience import Experience, from_rollout
-from dschat.rollout import Rollout
 
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
 CLIP = 3.0

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dschat.inference.protocol import Rollout
 from dschat.rlhf.experience import chunks, from_rollout, gather_actions, joined, mini_batch_of
-from dschat.rollout import Rollout
 
 CPU = torch.device("cpu")
 PAD = 0

@@ -264,8 +264,8 @@ def test_long_texts_lose_their_beginning_and_keep_the_bos():
 
 
 def test_a_rank_without_rows_takes_part(models_folder, tmp_path):
+    from dschat.inference.protocol import Rollout
     from dschat.rlhf.experience import from_rollout
-    from dschat.rollout import Rollout
 
     trainer = trainer_of(models_folder, reward_folder(tmp_path / "reward"))
     dummy = from_rollout([], Rollout(), 0).take([], torch.device("cpu"))

@@ -10,12 +10,12 @@ import logging
 import torch
 from torch import Tensor
 
-from dschat.inference.attention import Attention, Chunk, Decodes
-from dschat.inference.cache import KVCache
-from dschat.inference.decoder import Decoder
-from dschat.inference.graphs import DecodeGraphs
+from dschat.inference.cuda_graphs import DecodeGraphs
+from dschat.inference.kernels.fused_decode import SmallStep
+from dschat.inference.model.attention import Attention, Chunk, Decodes
+from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.scheduler import Plan, Sequence
-from dschat.inference.small_step import SmallStep
 
 logger = logging.getLogger("dschat")
 

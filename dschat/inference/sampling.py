@@ -12,7 +12,7 @@ capture it in graphs. The one branch on data, in `_top_p`, is taken on CPU alone
 import torch
 from torch import Tensor
 
-from dschat.rollout import SamplingParams
+from dschat.inference.protocol import SamplingParams
 
 # The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
 # generators"), on int64 tensors whose products wrap.

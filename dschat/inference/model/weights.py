@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import Group
-from dschat.inference.arch import ModelSpec, Source
-from dschat.inference.linear import (
+from dschat.inference.model.architectures import ModelSpec, Source
+from dschat.inference.model.linear import (
     BorrowedLinear,
     BorrowedPart,
     Linear,

@@ -108,7 +108,7 @@ class Kernels:
 
         ``norms``: RMS norm of each query head and each key head, their weights (D,) and eps.
         ``rotary``: positions (T,), cos and sin of every position (P, rotary dim), as
-        `dschat.inference.positions.Rotary` has them.
+        `dschat.inference.model.rotary.Rotary` has them.
         """
         rows, all_heads, head_size = heads_THD.shape
         q_weight, k_weight, eps = norms or (None, None, 0.0)
@@ -132,8 +132,8 @@ class Kernels:
     def draw(
         self, logits: Tensor, temperature: float, uniform: Tensor, num_tokens: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`dschat.sampling.sample` without truncation: ``logits`` (R, V), ``uniform`` (R,) float64
-        -> ids (R,) int64 below ``num_tokens`` and log-probs (R,) fp32."""
+        """`dschat.inference.sampling.sample` without truncation: ``logits`` (R, V), ``uniform``
+        (R,) float64 -> ids (R,) int64 below ``num_tokens`` and log-probs (R,) fp32."""
         num_rows, size = logits.shape
         ids = uniform.new_empty(num_rows, dtype=torch.int64)
         logprobs = logits.new_empty(num_rows)

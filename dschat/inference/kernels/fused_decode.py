@@ -14,12 +14,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dschat.inference import cpu_kernels
-from dschat.inference.arch import ModelSpec
-from dschat.inference.attention import Decodes
-from dschat.inference.cache import KVCache
-from dschat.inference.decoder import Decoder
-from dschat.inference.linear import Linear
+from dschat.inference.kernels import cpu
+from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.attention import Decodes
+from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.linear import Linear
 
 # Above so many parameters matrix products on all cores win over one call on one core. Measured on
 # two AVX-512 cores: 1.1 million 2.6 times as fast in one call, 2.5 million even, 4.2 million 0.8.
@@ -65,7 +65,7 @@ def suits(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: 
         and spec.embedding_size == spec.hidden_size
         and spec.activation in _ACTIVATIONS
         and spec.gated == (_ACTIVATIONS[spec.activation] == 0)
-        and cpu_kernels.load() is not None
+        and cpu.load() is not None
     )
 
 
@@ -103,7 +103,7 @@ class SmallStep:
         """
         if not self._works:
             return None
-        kernels = cpu_kernels.load()
+        kernels = cpu.load()
         step = kernels.decode_attention(
             decodes.lengths,
             places,

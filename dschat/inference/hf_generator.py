@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from dschat.config import UserError
+from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
+from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
-from dschat.rollout import Rollout, SamplingParams, prompt_problem
-from dschat.sampling import sample, uniforms
 
 logger = logging.getLogger("dschat")
 

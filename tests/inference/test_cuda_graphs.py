@@ -6,8 +6,8 @@ import logging
 import pytest
 from families import engine
 
-from dschat.inference import SamplingParams, runner
-from dschat.inference.graphs import DecodeGraphs, batch_bucket, length_bucket
+from dschat.inference import SamplingParams, step_runner
+from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket, length_bucket
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
@@ -23,7 +23,7 @@ def captured(monkeypatch):
             super().__init__(*args, capture=lambda step: step)
             made.append(self)
 
-    monkeypatch.setattr(runner, "DecodeGraphs", Recorded)
+    monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)
     return made
 
 
@@ -72,7 +72,9 @@ def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
     def refuse(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse))
+    monkeypatch.setattr(
+        step_runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse)
+    )
     made = on_graphs(module_of("llama"))
     expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):

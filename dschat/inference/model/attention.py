@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.inference import cpu_kernels
-from dschat.inference.arch import ModelSpec
-from dschat.inference.cache import KVCache
+from dschat.inference.kernels import cpu
+from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.kv_cache import KVCache
 
 # Measured on two AVX-512 cores, fp32: our kernel reads keys and values on one thread at 16 GB/s;
 # torch's takes 25 us to start, and then reads 9 GB/s on each of its threads.
@@ -69,7 +69,7 @@ class Attention:
     _biases: dict = field(default_factory=dict)
     _dense: list[_Dense] = field(default_factory=list)
     _later: list[Chunk] = field(default_factory=list)
-    _kernel: cpu_kernels.DecodeAttention | None = None
+    _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
         if self.decodes is not None and self._kernel_is_faster():
@@ -116,13 +116,13 @@ class Attention:
     def _kernel_is_faster(self) -> bool:
         """Whether one core reads the step's keys and values sooner than torch's threads do."""
         pairs, d = self.cache.pairs, self.decodes
-        if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu_kernels.load():
+        if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
             return False
         num_bytes = d.count * d.max_length * pairs.stride(2) * pairs.itemsize
         torch_s = _TORCH_START_S + num_bytes / (_TORCH_BYTES_PER_S * torch.get_num_threads())
         return num_bytes / _KERNEL_BYTES_PER_S < torch_s
 
-    def _prepared(self) -> cpu_kernels.DecodeAttention:
+    def _prepared(self) -> cpu.DecodeAttention:
         d = self.decodes
         assert d.lengths.is_contiguous()
         assert self.cache.pairs.is_contiguous()
@@ -130,7 +130,7 @@ class Attention:
         # NOTE: where prompts take part the keys and values of all tokens are stored before.
         places = None if self.chunks else self.places
         assert places is None or places.is_contiguous()
-        return cpu_kernels.load().decode_attention(
+        return cpu.load().decode_attention(
             d.lengths, places, d.block_table, self.cache.page_size, self.slopes
         )
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from dschat.inference import cpu_kernels
-from dschat.inference.arch import ModelSpec
-from dschat.inference.positions import Rotary, alibi_slopes
-from dschat.inference.weights import Weights
+from dschat.inference.kernels import cpu
+from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.rotary import Rotary, alibi_slopes
+from dschat.inference.model.weights import Weights
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, heads (T, H + 2 K, D) -> (T, H * D)
 
@@ -60,7 +60,7 @@ class Decoder:
         self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
         self._inverse_roots: dict[int, Tensor] = {}
         self._layers: list[_Layer] = []
-        self._kernels: cpu_kernels.Kernels | None = None
+        self._kernels: cpu.Kernels | None = None
         self._generation = -1  # of the weights the layers were looked up in
 
     @torch.inference_mode()
@@ -138,7 +138,7 @@ class Decoder:
         ]
         self._generation = weights.generation
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
-            self._kernels = cpu_kernels.load()
+            self._kernels = cpu.load()
         for n in (self._embed_norm, self._final_norm, *(n for w in self._layers for n in w[:4])):
             assert n is None or (n.weight.is_contiguous() and n.weight.dtype == weights.dtype)
 
@@ -220,7 +220,7 @@ class _Step(NamedTuple):
     """What the layers of one step share."""
 
     attend: Attend
-    kernels: cpu_kernels.Kernels | None  # None: torch's operations (GPUs, large steps)
+    kernels: cpu.Kernels | None  # None: torch's operations (GPUs, large steps)
     # With kernels positions (T,), cos and sin of all positions; else cos and sin of each token.
     rotary: tuple[Tensor, ...] | None
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 from families import CONFIGS, PROMPTS, build, engine
 
-from dschat.inference import SamplingParams, cpu_kernels, small_step
-from dschat.inference.arch import model_spec
-from dschat.inference.small_step import SmallStep
-from dschat.sampling import sample
+from dschat.inference import SamplingParams
+from dschat.inference.kernels import cpu, fused_decode
+from dschat.inference.kernels.fused_decode import SmallStep
+from dschat.inference.model.architectures import model_spec
+from dschat.inference.sampling import sample
 
 CPU = torch.device("cpu")
 ONE_CALL = {"opt", "gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3"}
@@ -16,7 +17,7 @@ ONE_CALL = {"opt", "gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3"}
 
 @pytest.fixture(autouse=True)
 def _kernels_are_there():
-    if cpu_kernels.load() is None:
+    if cpu.load() is None:
         pytest.skip("switched off, or no C compiler here")
 
 
@@ -46,7 +47,7 @@ def test_which_families_take_their_steps_in_one_call(name, module_of, steps_take
 def test_the_same_answers_as_call_by_call(name, module_of, monkeypatch):
     sampling = SamplingParams(max_new_tokens=20, n=2, seed=3)
     one_call = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
-    monkeypatch.setattr(small_step, "MAX_PARAMETERS", 0)
+    monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
     many_calls = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
     assert one_call.token_ids == many_calls.token_ids
     for a, b in zip(one_call.logprobs, many_calls.logprobs, strict=True):
@@ -55,13 +56,13 @@ def test_the_same_answers_as_call_by_call(name, module_of, monkeypatch):
 
 def test_only_small_fp32_models_on_one_cpu():
     spec = model_spec(CONFIGS["llama"]())
-    assert small_step.suits(spec, torch.float32, CPU, 1)
-    assert not small_step.suits(spec, torch.bfloat16, CPU, 1)
-    assert not small_step.suits(spec, torch.float32, torch.device("cuda"), 1)
-    assert not small_step.suits(spec, torch.float32, CPU, 2)
+    assert fused_decode.suits(spec, torch.float32, CPU, 1)
+    assert not fused_decode.suits(spec, torch.bfloat16, CPU, 1)
+    assert not fused_decode.suits(spec, torch.float32, torch.device("cuda"), 1)
+    assert not fused_decode.suits(spec, torch.float32, CPU, 2)
     config = CONFIGS["llama"]()
     config.hidden_size, config.intermediate_size = 1024, 4096
-    assert not small_step.suits(model_spec(config), torch.float32, CPU, 1)
+    assert not fused_decode.suits(model_spec(config), torch.float32, CPU, 1)
 
 
 def test_new_weights_are_the_next_answers(steps_taken):
@@ -95,7 +96,7 @@ def test_draws_are_the_inverse_cdf(size, temperature):
     logits = logits_of(200, size)
     uniform = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    ids, logprobs = cpu_kernels.load().draw(logits, temperature, uniform)
+    ids, logprobs = cpu.load().draw(logits, temperature, uniform)
     scores = logits.double().numpy() / temperature
     masses = np.exp(scores - scores.max(-1, keepdims=True))
     cdf = masses.cumsum(-1) / masses.sum(-1, keepdims=True)
@@ -112,7 +113,7 @@ def test_draws_are_those_of_torch():
     logits = logits_of(500, 3000)
     uniform = torch.rand(500, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected_ids, expected = sample(logits, SamplingParams(max_new_tokens=1), uniform)
-    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    ids, logprobs = cpu.load().draw(logits, 1.0, uniform)
     assert torch.equal(ids, expected_ids)
     assert torch.allclose(logprobs, expected, atol=2e-6)
 
@@ -122,7 +123,7 @@ def test_what_has_no_mass_is_never_drawn():
     logits[:, 200] = 1.0
     logits[1, 7] = logits[1, 299] = 1.0
     uniform = torch.tensor([0.0, 0.0, 1 - 2**-53], dtype=torch.float64)
-    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    ids, logprobs = cpu.load().draw(logits, 1.0, uniform)
     assert ids.tolist() == [200, 7, 200]
     assert logprobs.tolist() == pytest.approx([0.0, -np.log(3), 0.0], abs=1e-6)
 
@@ -131,7 +132,7 @@ def test_a_row_of_nan_stays_in_the_vocabulary():
     logits = logits_of(3, 300)
     logits[1] = torch.nan
     uniform = torch.full((3,), 0.5, dtype=torch.float64)
-    ids, logprobs = cpu_kernels.load().draw(logits, 1.0, uniform)
+    ids, logprobs = cpu.load().draw(logits, 1.0, uniform)
     assert ids[1] == 299
     assert logprobs[1].isnan()
     assert not logprobs[[0, 2]].isnan().any()
@@ -144,8 +145,8 @@ def test_rows_beyond_the_tokenizer_are_counted_but_not_drawn(size):
     logits, known = logits_of(400, size), size - 13
     uniform = torch.rand(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    ids, logprobs = cpu_kernels.load().draw(logits, 0.7, uniform, known)
-    expected_ids, _ = cpu_kernels.load().draw(logits[:, :known].contiguous(), 0.7, uniform)
+    ids, logprobs = cpu.load().draw(logits, 0.7, uniform, known)
+    expected_ids, _ = cpu.load().draw(logits[:, :known].contiguous(), 0.7, uniform)
     assert torch.equal(ids, expected_ids)
     exact = (logits.double() / 0.7).log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
     assert torch.allclose(logprobs.double(), exact, atol=2e-6)

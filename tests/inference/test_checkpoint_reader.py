@@ -14,7 +14,7 @@ from tiny_models import CONFIGS, causal_lm
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.inference.disk import checkpoint_stream, normalise, normalised_names
+from dschat.inference.model.checkpoint_reader import checkpoint_stream, normalise, normalised_names
 
 
 def stored(module):

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat import sampling
 from dschat.config import UserError
-from dschat.rollout import SamplingParams
-from dschat.sampling import inverse_cdf, sample, truncate, uniforms
+from dschat.inference import sampling
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.sampling import inverse_cdf, sample, truncate, uniforms
 
 DRAWS = 20_000
 FEW = np.array([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -3.0, -9.0, 1.45])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dschat.distributed import Group
-from dschat.inference import cpu_kernels
+from dschat.inference.kernels import cpu
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.sampling import sample, uniforms
 from dschat.inference.scheduler import Sequence
-from dschat.rollout import SamplingParams
-from dschat.sampling import sample, uniforms
 
 _AHEAD = 128  # positions whose random numbers are drawn at once
 
@@ -45,7 +45,7 @@ class Drawer:
             if any(young):
                 forbidden = (torch.tensor(young, device=self._device), self._stops)
         if self._draws_plainly(logits, forbidden):
-            kernels = cpu_kernels.load()
+            kernels = cpu.load()
             tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self._num_tokens)
         else:
             tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
@@ -63,7 +63,7 @@ class Drawer:
             and logits.device.type == "cpu"
             and logits.dtype == torch.float32
             and logits.is_contiguous()
-            and cpu_kernels.load() is not None
+            and cpu.load() is not None
         )
 
 

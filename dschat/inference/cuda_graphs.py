@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dschat.inference.attention import Attention, Decodes
-from dschat.inference.cache import KVCache
-from dschat.inference.decoder import Decoder
+from dschat.inference.model.attention import Attention, Decodes
+from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.kv_cache import KVCache
 
 logger = logging.getLogger("dschat")
 

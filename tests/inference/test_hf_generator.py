@@ -10,8 +10,8 @@ from tiny_models import CONFIGS, EOS, OTHERS, POSITIONS, VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dschat.config import UserError
-from dschat.models.hf_generator import HuggingFaceGenerator, empty_copy, fill
-from dschat.rollout import SamplingParams
+from dschat.inference.hf_generator import HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.protocol import SamplingParams
 
 # Lengths 1 and 7 side by side; two of one length, not next to each other; EOS inside a prompt.
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [3, 4, 5], [40, EOS, 41, 42, 43], [20, 21, 22], [9] * 12]

@@ -1,0 +1,1 @@
+"""Kernels of the decoder and their loaders."""

@@ -1,0 +1,1 @@
+"""The decoder that the engine runs: weights, attention, key-value cache, rotary tables."""
