@@ -12,9 +12,9 @@ from typing import Any
 
 import dschat.distributed as dist
 from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
+from dschat.checkpoint.compatibility import changes, check_step_size, describe, settings_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
-from dschat.resume import changes, check_step_size, describe, settings_of
 from dschat.reward_programs.programs import RewardError
 
 logger = logging.getLogger("dschat")

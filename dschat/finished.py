@@ -14,11 +14,19 @@ from itertools import zip_longest
 from typing import Any, Optional
 
 import dschat.distributed as dist
+from dschat.checkpoint.compatibility import (
+    CHECKED,
+    FREE,
+    READ,
+    Change,
+    describe,
+    settings_of,
+    step_sizes,
+)
+from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
-from dschat.contents import fingerprint
 from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
-from dschat.resume import CHECKED, FREE, READ, Change, describe, settings_of, step_sizes
 from dschat.road import BASE
 
 SETTINGS = "training_config.yaml"

@@ -9,11 +9,17 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Optional
 
+from dschat.checkpoint.compatibility import (
+    Change,
+    changes,
+    check_step_size,
+    check_weights,
+    describe,
+)
 from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_folders
 from dschat.config import UserError
 from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
-from dschat.resume import Change, changes, check_step_size, check_weights, describe
 
 Ask = Callable[[str], bool]  # a question -> yes or no
 

@@ -18,6 +18,7 @@ def main() -> None:
     from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
     from dschat.builtin_eval import gold_knows, sample_gold
+    from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import sft_dataset
     from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
@@ -28,7 +29,6 @@ def main() -> None:
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console
     from dschat.output_dir import check_output_dir, claim_output_dir
-    from dschat.resume import check_start
 
     console.setup(config.log_level, hold=True)
     dist.init()

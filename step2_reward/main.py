@@ -23,12 +23,12 @@ def main() -> None:
 
     from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
+    from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import preference_dataset
     from dschat.models.load import load_config
     from dschat.models.model_kind import require_causal_lm, require_score_head
     from dschat.observability import console
     from dschat.output_dir import check_output_dir
-    from dschat.resume import check_start
 
     console.setup(config.log_level, hold=True)
     dist.init()

@@ -22,6 +22,7 @@ def main() -> None:
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
     from dschat.builtin.tiny_model import resolve_model
+    from dschat.checkpoint.compatibility import check_start
     from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
@@ -32,7 +33,6 @@ def main() -> None:
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
     from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
-    from dschat.resume import check_start
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms

@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from dschat.checkpoint.compatibility import settings_of
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import SFTConfig
-from dschat.resume import settings_of
 
 TABLE = Path(__file__).with_name("mistakes.txt")
 

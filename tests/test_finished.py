@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from dschat import finished
+from dschat.checkpoint.compatibility import FREE, describe
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.finished import LAYOUT, SETTINGS, check_finished, differences, record_of
 from dschat.output_dir import COMPLETE
 from dschat.recipe import STEPS
-from dschat.resume import FREE, describe
 
 
 @pytest.fixture(autouse=True)

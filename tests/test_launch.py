@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat import launch, recipe, resume, watchdog
+from dschat import launch, recipe, watchdog
+from dschat.checkpoint import compatibility
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 from dschat.distributed import stop_signals
@@ -370,7 +371,7 @@ def cut_short(folder: Path, config: CommonConfig, step: int = 12, world_size: in
     """A checkpoint of a run with these settings."""
     checkpoint = folder / "checkpoints" / f"step_{step:06d}"
     checkpoint.mkdir(parents=True)
-    text = manifest_bytes(step, world_size, resume.settings_of(config), {})
+    text = manifest_bytes(step, world_size, compatibility.settings_of(config), {})
     (checkpoint / "manifest.json").write_bytes(text)
     return checkpoint
 

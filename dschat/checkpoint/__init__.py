@@ -13,17 +13,17 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "MAX_FILE_BYTES": "dschat.checkpoint.export",
-    "export_adapter": "dschat.checkpoint.export",
-    "export_hf": "dschat.checkpoint.export",
+    "MAX_FILE_BYTES": "dschat.checkpoint.hf_export",
+    "export_adapter": "dschat.checkpoint.hf_export",
+    "export_hf": "dschat.checkpoint.hf_export",
     "Found": "dschat.checkpoint.manifest",
     "changed_settings": "dschat.checkpoint.manifest",
     "newest": "dschat.checkpoint.manifest",
     "step_name": "dschat.checkpoint.manifest",
-    "read_generators": "dschat.checkpoint.randoms",
-    "read_tensors": "dschat.checkpoint.run",
-    "Checkpoints": "dschat.checkpoint.run",
-    "RunState": "dschat.checkpoint.run",
+    "read_generators": "dschat.checkpoint.rng_state",
+    "read_tensors": "dschat.checkpoint.manager",
+    "Checkpoints": "dschat.checkpoint.manager",
+    "RunState": "dschat.checkpoint.manager",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat import output_dir
 from dschat.builtin import tiny_model
-from dschat.checkpoint import Checkpoints, export, export_hf
+from dschat.checkpoint import Checkpoints, export_hf, hf_export
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
@@ -90,8 +90,10 @@ def test_a_model_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
 
     save_model()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(export, "save_file", full)
-    monkeypatch.setattr(export, "needed_and_free", lambda num_bytes, folder: f"{num_bytes} needed")
+    monkeypatch.setattr(hf_export, "save_file", full)
+    monkeypatch.setattr(
+        hf_export, "needed_and_free", lambda num_bytes, folder: f"{num_bytes} needed"
+    )
     needed = sum(p.nbytes for p in model.parameters())
     with pytest.raises(UserError, match=f"actor has no space .*: {needed} needed.*train again"):
         save_model(max_file_bytes=20_000)
@@ -114,10 +116,10 @@ def test_an_adapter_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise SafetensorError(RUST)
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(hf_export, "save_file", full)
     save(Checkpoints(tmp_path, {}), 4)
     with pytest.raises(UserError, match="/adapter has no space .* resume from .*/step_000004 "):
-        export.export_adapter(tmp_path / "actor/adapter", adapter_stream(model, CPU), model)
+        hf_export.export_adapter(tmp_path / "actor/adapter", adapter_stream(model, CPU), model)
     assert list((tmp_path / "actor/adapter").iterdir()) == []
 
 

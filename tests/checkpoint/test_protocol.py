@@ -10,7 +10,7 @@ import sys
 import pytest
 from fakes import names, save, state_at, step_loaded
 
-from dschat.checkpoint import Checkpoints, files, newest
+from dschat.checkpoint import Checkpoints, atomic_files, newest
 from dschat.checkpoint.manifest import MANIFEST
 
 OWN_PROCESS = "DSCHAT_TESTS_MAY_FORK"
@@ -29,7 +29,7 @@ class Killer:
         for name in OPERATIONS:
             setattr(os, name, self.counted(getattr(os, name)))
         builtins.open = self.counted(builtins.open)
-        write = files.HashedFile.write
+        write = atomic_files.HashedFile.write
 
         def half(file, data):
             """A file's first write counts; the others are like it."""
@@ -40,7 +40,7 @@ class Killer:
                 file.flush()
             return self.counted(write)(file, data)
 
-        files.HashedFile.write = half
+        atomic_files.HashedFile.write = half
 
     def counted(self, function):
         def call(*args, **kwargs):
@@ -125,7 +125,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch, room):
         self.room = room
-        monkeypatch.setattr(files, "open", self.open, raising=False)
+        monkeypatch.setattr(atomic_files, "open", self.open, raising=False)
 
     def open(self, path, mode):
         file = builtins.open(path, mode)  # noqa: SIM115
@@ -169,7 +169,7 @@ def test_a_full_disk_is_said_once_and_costs_no_good_checkpoint(room, tmp_path, m
 def test_folders_removed_underneath(tmp_path, monkeypatch, caplog):
     checkpoints = Checkpoints(tmp_path, {}, 2)
     save(checkpoints, 1)
-    sync = files.sync_folders
+    sync = atomic_files.sync_folders
     for number, victim in enumerate(("values.json", "actor", "."), 2):
 
         def removing(folder, victim=victim):
@@ -177,11 +177,11 @@ def test_folders_removed_underneath(tmp_path, monkeypatch, caplog):
             path.unlink() if path.is_file() else shutil.rmtree(path)
             sync(folder)
 
-        monkeypatch.setattr(files, "sync_folders", removing)
+        monkeypatch.setattr(atomic_files, "sync_folders", removing)
         save(checkpoints, number)
         assert names(tmp_path) == ["step_000001"]
     assert caplog.text.count("could not be written") == 1
-    monkeypatch.setattr(files, "sync_folders", sync)
+    monkeypatch.setattr(atomic_files, "sync_folders", sync)
     shutil.rmtree(tmp_path / "checkpoints")  # all of them: a new one is all the better
     save(checkpoints, 9)
     assert step_loaded(checkpoints) == 9
@@ -196,7 +196,7 @@ def test_a_bug_is_no_full_disk(tmp_path, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(files, "write_file", broken)
+    monkeypatch.setattr(atomic_files, "write_file", broken)
     checkpoints = Checkpoints(tmp_path, {})
     checkpoints.save(1, state_at(1))
     with pytest.raises(ZeroDivisionError):
@@ -219,12 +219,12 @@ def test_the_newest_are_kept(limit, kept, tmp_path):
 
 
 def test_old_ones_go_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
-    checkpoints, seen, remove = Checkpoints(tmp_path, {}, 1), [], files.remove
+    checkpoints, seen, remove = Checkpoints(tmp_path, {}, 1), [], atomic_files.remove
 
     def removing(folder):
         seen.append((folder.name, newest(tmp_path).step))
         remove(folder)
 
-    monkeypatch.setattr(files, "remove", removing)
+    monkeypatch.setattr(atomic_files, "remove", removing)
     save(checkpoints, 1, 2, 3)
     assert seen == [("step_000001", 2), ("step_000002", 3)]

@@ -8,20 +8,20 @@ import pytest
 import torch
 from fakes import FakeEngine, save, state_at, step_loaded
 
-from dschat.checkpoint import Checkpoints, RunState, files, randoms, read_tensors, snapshot
-from dschat.checkpoint import run as run_module
+from dschat.checkpoint import Checkpoints, RunState, atomic_files, read_tensors, rng_state, snapshot
+from dschat.checkpoint import manager as run_module
 from dschat.checkpoint.manifest import Found
 from dschat.config import UserError
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    gate, write, state = threading.Event(), files.write_file, state_at(3)
+    gate, write, state = threading.Event(), atomic_files.write_file, state_at(3)
 
     def waiting(path, content):
         gate.wait(10)
         return write(path, content)
 
-    monkeypatch.setattr(files, "write_file", waiting)
+    monkeypatch.setattr(atomic_files, "write_file", waiting)
     checkpoints = Checkpoints(tmp_path, {})
     checkpoints.save(3, state)
     state.engines["actor"].weights.zero_()  # the next step
@@ -74,7 +74,7 @@ def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
 
     for rank in range(then):
         groups = {"ema/w": part(rank, then), "pending/x": torch.tensor([rank])}
-        files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
+        atomic_files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
     found = Found(folder, 1, then, {}, {})
     monkeypatch.setattr("dschat.distributed.world_size", lambda: now)
     for rank in range(now):
@@ -100,11 +100,11 @@ def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(monkeypatch):
 
 
 def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():
-    before, drawn = randoms.read_generators(), []
+    before, drawn = rng_state.read_generators(), []
     for seed, rank, step in ((1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6), (1, 0, 5)):
-        randoms.seed_generators(seed, rank, step)
+        rng_state.seed_generators(seed, rank, step)
         drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
-    randoms.write_generators(before)
+    rng_state.write_generators(before)
     assert drawn[0] == drawn[4]
     for of_one_generator in zip(*drawn[:4], strict=True):
         assert len(set(of_one_generator)) == 4

@@ -203,7 +203,7 @@ def _die_at(number: int, counts: Callable[[str, tuple], bool]) -> None:
 
 
 def no_space(number: int) -> None:
-    from dschat.checkpoint import run, writer
+    from dschat.checkpoint import async_writer, manager
 
     saves = [0]
 
@@ -214,8 +214,8 @@ def no_space(number: int) -> None:
         if saves[0] == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before(run.Checkpoints, "save", count)
-    before(writer.files, "write_file", full)
+    before(manager.Checkpoints, "save", count)
+    before(async_writer.atomic_files, "write_file", full)
 
 
 FAULTS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint.files import sync_file
+from dschat.checkpoint.atomic_files import sync_file
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.disk_space import is_full, needed_and_free

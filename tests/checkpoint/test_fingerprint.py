@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from dschat import contents
-from dschat.contents import fingerprint
+from dschat.checkpoint import fingerprint as contents
+from dschat.checkpoint.fingerprint import fingerprint
 
 BLOCK = contents._BLOCK
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dschat.checkpoint import files
+from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -59,7 +59,7 @@ class Writing:
         """
         self.step = step
         self.problem = ""
-        self._target, self._staging = target, files.staging_of(target)
+        self._target, self._staging = target, atomic_files.staging_of(target)
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._finished = finished
@@ -114,7 +114,7 @@ class Writing:
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             for name, content in contents.items():
-                written[name] = files.write_file(self._staging / name, content)
+                written[name] = atomic_files.write_file(self._staging / name, content)
             self._tell(f".done_{self._rank:05d}.json", json.dumps(written))
         except OSError as error:
             self.problem = _reason(error)
@@ -145,16 +145,16 @@ class Writing:
             if self.problem:
                 raise Failed(self.problem)
             written = self._gathered()
-            written |= files.unclaimed(self._staging, written)
+            written |= atomic_files.unclaimed(self._staging, written)
             for path in self._staging.glob(".done_*"):
                 path.unlink()
             for path in self._others:
-                files.sync_file(path)
+                atomic_files.sync_file(path)
             text = manifest_bytes(self.step, self._world_size, self._settings, written)
-            files.write_file(self._staging / MANIFEST, text)
-            files.sync_folders(self._staging)
+            atomic_files.write_file(self._staging / MANIFEST, text)
+            atomic_files.sync_folders(self._staging)
             check_sizes(read_manifest(self._staging))  # somebody may have deleted some
-            files.move_in(self._staging, self._target)
+            atomic_files.move_in(self._staging, self._target)
             found = read_manifest(self._target)
         except (OSError, Failed, Damaged) as error:
             self.problem = self.problem or _reason(error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat import resume
+from dschat.checkpoint import compatibility
 from dschat.checkpoint.manifest import Found, manifest_bytes
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 
@@ -19,40 +19,43 @@ def found(settings: dict) -> Found:
 
 def test_what_is_free_exists():
     names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
-    assert set(resume.FREE) <= names
+    assert set(compatibility.FREE) <= names
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
 def test_equal_settings_are_equal(config_class):
-    saved = resume.settings_of(config_class(seed=5))
-    assert resume.changes(found(saved), config_class(seed=5)) == []
+    saved = compatibility.settings_of(config_class(seed=5))
+    assert compatibility.changes(found(saved), config_class(seed=5)) == []
     other = config_class(seed=5, output_dir="elsewhere", save_steps=3, log_level="error")
-    assert resume.changes(found(saved), other) == []
+    assert compatibility.changes(found(saved), other) == []
     assert {"output_dir", "resume", "overwrite_output_dir", "save_steps"}.isdisjoint(saved)
 
 
 def test_changes_are_named_with_both_values():
-    saved = resume.settings_of(SFTConfig(seed=5, dropout=0.5))
-    changed = resume.changes(found(saved), SFTConfig(adam_betas=[0.9, 0.99], streaming=True))
+    saved = compatibility.settings_of(SFTConfig(seed=5, dropout=0.5))
+    changed = compatibility.changes(found(saved), SFTConfig(adam_betas=[0.9, 0.99], streaming=True))
     assert sorted(changed) == [
         ("adam_betas", [0.9, 0.95], [0.9, 0.99]),
         ("dropout", 0.5, None),
         ("seed", 5, SFTConfig().seed),
         ("streaming", False, True),
     ]
-    shown = resume.describe(sorted(changed))
+    shown = compatibility.describe(sorted(changed))
     assert shown.startswith("adam_betas: 0.9 0.95 -> 0.9 0.99; dropout: 0.5 -> none; seed: 5 -> ")
     assert shown.endswith("; streaming: false -> true")
 
 
 def test_a_knob_that_came_later_changes_nothing_by_its_default():
-    saved = resume.settings_of(SFTConfig())
+    saved = compatibility.settings_of(SFTConfig())
     del saved["lr_scheduler_type"]
     saved["a_knob_that_went"] = 1
     gone = ("a_knob_that_went", 1, None)
-    assert resume.changes(found(saved), SFTConfig()) == [gone]
+    assert compatibility.changes(found(saved), SFTConfig()) == [gone]
     linear = SFTConfig(lr_scheduler_type="linear")
-    assert resume.changes(found(saved), linear) == [gone, ("lr_scheduler_type", None, "linear")]
+    assert compatibility.changes(found(saved), linear) == [
+        gone,
+        ("lr_scheduler_type", None, "linear"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +80,13 @@ def test_a_knob_that_came_later_changes_nothing_by_its_default():
 )
 def test_a_step_stays_as_large(before, now, num_processes, message):
     """Its place in the data counts steps."""
-    of_one = found(resume.settings_of(before))
-    assert resume.changes(of_one, now) == []
+    of_one = found(compatibility.settings_of(before))
+    assert compatibility.changes(of_one, now) == []
     if not message:
-        resume.check_step_size(of_one, now, num_processes)
+        compatibility.check_step_size(of_one, now, num_processes)
         return
     with pytest.raises(UserError, match=message):
-        resume.check_step_size(of_one, now, num_processes)
+        compatibility.check_step_size(of_one, now, num_processes)
 
 
 LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4}
@@ -114,24 +117,26 @@ LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4}
 def test_other_weights_than_were_trained_are_refused(before, now, message, tmp_path):
     folder = tmp_path / "checkpoints/step_000012"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_bytes(manifest_bytes(12, 1, resume.settings_of(before), {}))
+    (folder / "manifest.json").write_bytes(
+        manifest_bytes(12, 1, compatibility.settings_of(before), {})
+    )
     for name in ("latest", str(folder)):
         config = dataclasses.replace(now, output_dir=str(tmp_path), resume=name)
         if message:
             with pytest.raises(UserError, match=message):
-                resume.check_start(config)
+                compatibility.check_start(config)
         else:
-            resume.check_start(config)
+            compatibility.check_start(config)
 
 
 def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
     config = SFTConfig(output_dir=str(tmp_path))
-    resume.check_start(config)
+    compatibility.check_start(config)
     (tmp_path / "checkpoints" / "step_000012").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoints/step_000012; go on from there with --resume"):
-        resume.check_start(config)
-    resume.check_start(dataclasses.replace(config, resume="latest"))
-    resume.check_start(dataclasses.replace(config, overwrite_output_dir=True))
+        compatibility.check_start(config)
+    compatibility.check_start(dataclasses.replace(config, resume="latest"))
+    compatibility.check_start(dataclasses.replace(config, overwrite_output_dir=True))
 
 
 def test_an_edited_file_is_another_setting(tmp_path):
@@ -144,23 +149,23 @@ def test_an_edited_file_is_another_setting(tmp_path):
         actor_deepspeed_config=str(settings),
     )
     # through JSON, as a manifest keeps it
-    saved = found(json.loads(json.dumps(resume.settings_of(given))))
-    assert resume.changes(saved, given) == []
+    saved = found(json.loads(json.dumps(compatibility.settings_of(given))))
+    assert compatibility.changes(saved, given) == []
     for path in (rows, score, settings):
         path.write_text("edited")
-    assert resume.describe(resume.changes(saved, given)) == (
+    assert compatibility.describe(compatibility.changes(saved, given)) == (
         f"actor_deepspeed_config: {settings} -> {settings}, edited since; "
         f"data_path: {rows}:2 builtin/chat -> {rows}:2 builtin/chat, edited since; "
         f"reward_fn: {score}:score -> {score}:score, edited since"
     )
     # another file is named once, and checkpoints from before this was recorded say nothing
     other = dataclasses.replace(given, data_path=["builtin/chat"])
-    assert [name for name, _, _ in resume.changes(saved, other)].count("data_path") == 1
+    assert [name for name, _, _ in compatibility.changes(saved, other)].count("data_path") == 1
     del saved.settings["contents"]
-    assert resume.changes(saved, given) == []
+    assert compatibility.changes(saved, given) == []
 
 
 def test_what_names_files_exists():
     names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
-    assert names >= resume.READ
-    assert resume.READ.isdisjoint(resume.FREE)
+    assert names >= compatibility.READ
+    assert compatibility.READ.isdisjoint(compatibility.FREE)

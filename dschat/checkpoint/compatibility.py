@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from dschat.checkpoint.fingerprint import fingerprint
 from dschat.checkpoint.manifest import (
     FOLDER,
     Damaged,
@@ -19,7 +20,6 @@ from dschat.checkpoint.manifest import (
     step_folders,
 )
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.contents import fingerprint
 
 # What may change without a question: no number that training computes depends on it.
 FREE = {

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from dschat.checkpoint import files
-from dschat.checkpoint import writer as writer_module
+from dschat.checkpoint import async_writer as writer_module
+from dschat.checkpoint import atomic_files
+from dschat.checkpoint.async_writer import Writing
 from dschat.checkpoint.manifest import MANIFEST, read_manifest
-from dschat.checkpoint.writer import Writing
 
 
 class TwoWriters:
@@ -57,14 +57,14 @@ def test_whole_when_both_have_written_without_a_word_from_training(tmp_path):
 
 @pytest.mark.parametrize("can_tell", [True, False], ids=["told", "untold"])
 def test_one_cannot_write(can_tell, tmp_path, monkeypatch):
-    two, write = TwoWriters(tmp_path), files.write_file
+    two, write = TwoWriters(tmp_path), atomic_files.write_file
 
     def failing(path, content):
         if path.name == "b.json":
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         return write(path, content)
 
-    monkeypatch.setattr(files, "write_file", failing)
+    monkeypatch.setattr(atomic_files, "write_file", failing)
     if not can_tell:
         monkeypatch.setattr(two.pair[1], "_tell", failing_tell)
     two.start(0, a=b"1")
@@ -83,7 +83,7 @@ def failing_tell(*_):
 
 
 def test_the_main_process_cannot_write(tmp_path, monkeypatch):
-    two, write = TwoWriters(tmp_path), files.write_file
+    two, write = TwoWriters(tmp_path), atomic_files.write_file
     gate = threading.Event()
 
     def failing(path, content):
@@ -92,14 +92,14 @@ def test_the_main_process_cannot_write(tmp_path, monkeypatch):
         gate.wait()
         return write(path, content)
 
-    monkeypatch.setattr(files, "write_file", failing)
+    monkeypatch.setattr(atomic_files, "write_file", failing)
     two.start(0, a=b"1")
     two.start(1, b=b"2")
     until(lambda: two.told)
     gate.set()
     two.join()
     assert [found for found, _ in two.told] == [None]
-    files.tidy(tmp_path)  # as the next `save` does
+    atomic_files.tidy(tmp_path)  # as the next `save` does
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,7 +29,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.checkpoint import engines, files, randoms, snapshot
+from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
+from dschat.checkpoint.async_writer import Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
     Damaged,
@@ -40,7 +41,6 @@ from dschat.checkpoint.manifest import (
     step_folders,
     step_name,
 )
-from dschat.checkpoint.writer import Writing
 from dschat.config import UserError
 
 logger = logging.getLogger("dschat")
@@ -92,14 +92,14 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         if dist.is_main_process():
-            files.tidy(self._folder)
+            atomic_files.tidy(self._folder)
         dist.barrier()
 
     def clear(self) -> None:
         """Collective. Remove every checkpoint: a new run begins in an old one's folder."""
         if dist.is_main_process():
             for folder in step_folders(self._folder):
-                files.remove(folder)
+                atomic_files.remove(folder)
         self.last = None
         dist.barrier()
 
@@ -115,12 +115,12 @@ class Checkpoints:
         self.wait()
         self._tidy()
         target = self._folder / step_name(step)
-        problem = _made(files.staging_of(target), list(state.engines))
+        problem = _made(atomic_files.staging_of(target), list(state.engines))
         if problem:
             if dist.is_main_process():
                 self._finished(None, problem)
             return
-        contents = self._contents(files.staging_of(target), state)
+        contents = self._contents(atomic_files.staging_of(target), state)
         in_background = snapshot.fits(snapshot.num_bytes(contents), self._processes_here)
         if in_background:
             contents = snapshot.snapshot(contents)
@@ -142,8 +142,8 @@ class Checkpoints:
         assert _RANDOM not in state.tensors, f"{_RANDOM} is a name of ours"
         contents: dict[str, Any] = {}
         for name, engine in state.engines.items():
-            contents |= engines.capture(engine, staging, name)
-        generators = randoms.read_generators() if state.generators is None else state.generators
+            contents |= deepspeed_state.capture(engine, staging, name)
+        generators = rng_state.read_generators() if state.generators is None else state.generators
         groups = state.tensors | {_RANDOM: generators}
         contents[_rank_file(dist.rank())] = {
             f"{group}/{name}": tensor
@@ -190,10 +190,10 @@ class Checkpoints:
             if step < newest.step:
                 older.append(folder)
             elif step > newest.step:
-                files.remove(folder)
+                atomic_files.remove(folder)
         if self._total_limit is not None:
             for folder in older[max(0, self._total_limit - 1) :]:
-                files.remove(folder)
+                atomic_files.remove(folder)
 
     # -- Going on
 
@@ -249,14 +249,14 @@ class Checkpoints:
         self.wait()
         self._check_holds(found, state)
         for name, engine in state.engines.items():
-            engines.restore(engine, found.folder, name, found.world_size)
+            deepspeed_state.restore(engine, found.folder, name, found.world_size)
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
                 _put_back(found, f"{group}/{name}", tensor)
         if dist.rank() < found.world_size:
-            randoms.write_generators(read_tensors(found, dist.rank(), _RANDOM))
+            rng_state.write_generators(read_tensors(found, dist.rank(), _RANDOM))
         else:
-            randoms.seed_generators(self._settings.get("seed", 0), dist.rank(), found.step)
+            rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), found.step)
         return json.loads((found.folder / _VALUES).read_bytes())
 
     def remove_later(self, found: Found) -> None:
@@ -266,7 +266,7 @@ class Checkpoints:
         if dist.is_main_process():
             for folder, step in step_folders(self._folder).items():
                 if step > found.step and folder not in self._damaged:
-                    files.remove(folder)
+                    atomic_files.remove(folder)
         dist.barrier()
 
     def _check_holds(self, found: Found, state: RunState) -> None:
