@@ -15,7 +15,7 @@ from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
 from dschat.checkpoint.compatibility import changes, check_step_size, describe, settings_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
-from dschat.reward_programs.programs import RewardError
+from dschat.rewards.reward_functions import RewardError
 
 logger = logging.getLogger("dschat")
 

@@ -43,8 +43,8 @@ from dschat.inference import InferenceEngine
 from dschat.plan import Request
 from dschat.plan.check import check
 from dschat.config import RLHFConfig
-from dschat.reward_programs import modules
-from dschat.reward_programs.programs import RewardPrograms
+from dschat.rewards import modules
+from dschat.rewards.reward_functions import RewardPrograms
 from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained

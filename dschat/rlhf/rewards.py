@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from dschat.models.score_model import gather_last
-from dschat.reward_programs.programs import (
-    REWARD_MODEL,
-    Pending,
-    RewardError,
-    RewardPrograms,
-    SourceScores,
-)
-from dschat.reward_programs.samples import Samples
-from dschat.reward_programs.total import (
+from dschat.rewards.combine import (
     RunningScale,
     any_applies,
     combine,
     joined_scores,
     source_means,
 )
+from dschat.rewards.reward_functions import (
+    REWARD_MODEL,
+    Pending,
+    RewardError,
+    RewardPrograms,
+    SourceScores,
+)
+from dschat.rewards.samples import Samples
 
 __all__ = [
     "REWARD_MODEL",

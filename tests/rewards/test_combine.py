@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dschat.config import RLHFConfig
-from dschat.reward_programs.programs import SourceScores
-from dschat.reward_programs.total import RunningScale, combine
+from dschat.rewards.combine import RunningScale, combine
+from dschat.rewards.reward_functions import SourceScores
 
 
 def source(name, weight, scores, **more):

@@ -23,9 +23,9 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import require_types
 from dschat.config.text_file import read_text
-from dschat.reward_programs.call import LONGEST_CALL_S
-from dschat.reward_programs.math_answers import are_equal, require_library
-from dschat.reward_programs.worker import START_S
+from dschat.rewards.call import LONGEST_CALL_S
+from dschat.rewards.math_answers import are_equal, require_library
+from dschat.rewards.worker import START_S
 
 logger = logging.getLogger("dschat")
 

@@ -15,8 +15,8 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.reward_programs.load import find
-from dschat.reward_programs.programs import RewardError, RewardPrograms, SourceScores
+from dschat.rewards.loader import find
+from dschat.rewards.reward_functions import RewardError, RewardPrograms, SourceScores
 
 HERE = Path(__file__).parent
 SCORES = """
@@ -294,9 +294,9 @@ RANK = """
 import sys
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.reward_programs.programs import RewardError, RewardPrograms
-from dschat.reward_programs.samples import Samples
-from dschat.reward_programs.total import RunningScale, combine
+from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rewards.samples import Samples
+from dschat.rewards.combine import RunningScale, combine
 import torch, logging
 logging.basicConfig(format="%(message)s")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.reward_programs import ready
-from dschat.reward_programs.math_answers import Comparison
+from dschat.rewards import library as ready
+from dschat.rewards.math_answers import Comparison
 
 TREE = {"$id": "urn:tree", "type": "array", "items": {"$ref": "#"}, "uniqueItems": True}
 SCHEMAS = [

@@ -11,12 +11,12 @@ import pytest
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.reward_programs import math_answers, ready
-from dschat.reward_programs.call import LONGEST_CALL_S, Fault
-from dschat.reward_programs.load import load_programs
-from dschat.reward_programs.programs import _ask
-from dschat.reward_programs.samples import Samples
-from dschat.reward_programs.worker import Died
+from dschat.rewards import library, math_answers
+from dschat.rewards.call import LONGEST_CALL_S, Fault
+from dschat.rewards.loader import load_programs
+from dschat.rewards.reward_functions import _ask
+from dschat.rewards.samples import Samples
+from dschat.rewards.worker import Died
 
 
 def one(function, answer, *reference):
@@ -46,7 +46,7 @@ def one(function, answer, *reference):
     ],
 )
 def test_exact_match(settings, answer, reference, score):
-    assert one(ready.ExactMatch(**settings), answer, reference) == score
+    assert one(library.ExactMatch(**settings), answer, reference) == score
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_exact_match(settings, answer, reference, score):
     ],
 )
 def test_math_equal(reference, answer, score):
-    assert one(ready.MathEqual(), answer, reference) == score
+    assert one(library.MathEqual(), answer, reference) == score
 
 
 def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
@@ -79,9 +79,9 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
     scores = []
 
     def work():
-        scores.extend(ready.MathEqual(limit_s=0.3)(["$9^{9^{9^9}}+1$", "0.5"], ["3", "1/2"]))
+        scores.extend(library.MathEqual(limit_s=0.3)(["$9^{9^{9^9}}+1$", "0.5"], ["3", "1/2"]))
 
-    ready.MathEqual()(["1/2"], ["0.5"])  # starts the process
+    library.MathEqual()(["1/2"], ["0.5"])  # starts the process
     started = time.monotonic()
     thread = threading.Thread(target=work)
     thread.start()
@@ -149,18 +149,18 @@ def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician)
 
 
 def test_a_process_is_replaced_while_the_next_answer_is_asked(mathematician):
-    ready.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
+    library.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
     wait_until(lambda: math_answers._idle.qsize() == 2)
     assert math_answers._idle.qsize() == 2  # by turns
     assert mathematician.started == 2 + 4  # all are running again
-    assert ready.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
+    assert library.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
     assert mathematician.started == 2 + 4
 
 
 def test_a_process_comes_back_to_the_queue_it_was_lent_by(mathematician, monkeypatch):
     """It did not, once, when it took long: the next test got a process in place of its stand-in."""
     lender = math_answers._idle
-    ready.MathEqual(limit_s=0.01)(["slow"], ["0.5"])
+    library.MathEqual(limit_s=0.01)(["slow"], ["0.5"])
     monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
     wait_until(lambda: lender.qsize())
     assert (lender.qsize(), math_answers._idle.qsize()) == (1, 0)
@@ -172,7 +172,7 @@ def test_a_process_that_cannot_start_is_no_wrong_answer(mathematician, monkeypat
 
     monkeypatch.setattr(Mathematician, "start", fails)
     with pytest.raises(Died):
-        ready.MathEqual()(["1"], ["0.5"])
+        library.MathEqual()(["1"], ["0.5"])
 
 
 @pytest.mark.parametrize(
@@ -185,31 +185,31 @@ def test_a_process_that_cannot_start_is_no_wrong_answer(mathematician, monkeypat
     ],
 )
 def test_regex_match(settings, answer, score):
-    assert one(ready.RegexMatch(**settings), answer) == score
+    assert one(library.RegexMatch(**settings), answer) == score
 
 
 def test_where_a_wild_pattern_takes_too_long_it_does_not_match(monkeypatch, caplog):
-    monkeypatch.setattr(ready, "_PATTERN_S", 0.05)
-    ready._too_slow.cache_clear()
+    monkeypatch.setattr(library, "_PATTERN_S", 0.05)
+    library._too_slow.cache_clear()
     wild, answer = r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$", "a" * 5000 + "b" + "a" * 5000
-    assert ready.RegexMatch(pattern=wild)([answer, "abac", answer]) == [0, 1, 0]
-    assert ready.ExactMatch(pattern=wild)([answer, "aabac"], ["x", "aabac"]) == [0, 1]
+    assert library.RegexMatch(pattern=wild)([answer, "abac", answer]) == [0, 1, 0]
+    assert library.ExactMatch(pattern=wild)([answer, "aabac"], ["x", "aabac"]) == [0, 1]
     assert caplog.text.count("regex_match.pattern takes longer than 0.05 s") == 1
 
 
 def test_a_call_that_has_taken_long_scores_no_more_answers(monkeypatch):
     """None, that is, not wrong; and the limit of the call is above what it then takes."""
-    clock = iter([0, 1, ready._BUDGET_S - 1, ready._BUDGET_S, ready._BUDGET_S + 1])
+    clock = iter([0, 1, library._BUDGET_S - 1, library._BUDGET_S, library._BUDGET_S + 1])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(ready, "are_equal", lambda *_: True)
-    slowest = ready.MathEqual(limit_s=ready._LONGEST_ANSWER_S)
+    monkeypatch.setattr(library, "are_equal", lambda *_: True)
+    slowest = library.MathEqual(limit_s=library._LONGEST_ANSWER_S)
     assert slowest(["1"] * 4, ["1"] * 4) == [1, 1, None, None]
-    assert ready._BUDGET_S + slowest.limit_per_answer_s <= LONGEST_CALL_S
+    assert library._BUDGET_S + slowest.limit_per_answer_s <= LONGEST_CALL_S
     # Where it fails it is asked once more, and no rank waits longer for another.
     wait_min = inspect.signature(dist.init).parameters["timeout_minutes"].default
     assert 60 * wait_min >= 2 * LONGEST_CALL_S
     with pytest.raises(UserError, match="math_equal.limit_s=181 must be above 0, and at most 180"):
-        ready.MathEqual(limit_s=181)
+        library.MathEqual(limit_s=181)
 
 
 def test_the_limit_of_a_call_has_an_end(monkeypatch):
@@ -230,8 +230,8 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
 
 def test_length():
     ids = [[0] * n for n in (0, 4, 8, 12, 16, 40)]
-    assert ready.Length(target=8)(ids) == [0, 0.5, 1, 0.5, 0, 0]
-    assert ready.Length(max=8)(ids) == [0, 0, 0, -0.5, -1, -1]
+    assert library.Length(target=8)(ids) == [0, 0.5, 1, 0.5, 0, 0]
+    assert library.Length(max=8)(ids) == [0, 0, 0, -0.5, -1, -1]
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -260,7 +260,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 def test_json_schema(tmp_path, answer, score):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     for schema in (SCHEMA, str(tmp_path / "schema.json")):
-        assert one(ready.JsonSchema(schema), answer) == score
+        assert one(library.JsonSchema(schema), answer) == score
 
 
 @pytest.mark.parametrize(
@@ -285,12 +285,12 @@ def test_json_schema(tmp_path, answer, score):
     ],
 )
 def test_format_tags(settings, answer, score):
-    assert one(ready.FormatTags(**settings), answer) == score
+    assert one(library.FormatTags(**settings), answer) == score
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    for make in (ready.MathEqual, lambda: ready.JsonSchema(SCHEMA)):
+    for make in (library.MathEqual, lambda: library.JsonSchema(SCHEMA)):
         with pytest.raises(UserError, match=r"pip install dschat\[rewards\]"):
             make()

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from dschat.config import UserError
-from dschat.reward_programs.call import Fault, Value, call, raised
-from dschat.reward_programs.load import made
+from dschat.rewards.call import Fault, Value, call, raised
+from dschat.rewards.loader import made
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
 _GRACE_S = 5.0  # how long after a call's limit a process ends by itself that nobody killed
@@ -44,7 +44,7 @@ class Worker:
     def call(
         self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
     ) -> list[Value | Fault]:
-        """Call function ``number``; see `dschat.reward_programs.call.call`.
+        """Call function ``number``; see `dschat.rewards.call.call`.
 
         Raises:
             Fault: the call failed, took longer than ``limit_s``, or (`Died`) the process ended.
@@ -88,7 +88,7 @@ class Worker:
         end = theirs.fileno()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from dschat.reward_programs.worker import serve; serve({end})"
+            f"from dschat.rewards.worker import serve; serve({end})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from dschat.config import UserError
-from dschat.reward_programs import modules
-from dschat.reward_programs.load import load_programs, made, portable
-from dschat.reward_programs.ready import ExactMatch, JsonSchema
+from dschat.rewards import user_modules
+from dschat.rewards.library import ExactMatch, JsonSchema
+from dschat.rewards.loader import load_programs, made, portable
 
 SCORES = """
 from dataclasses import dataclass
@@ -204,7 +204,7 @@ ENDLESS = {
 @pytest.mark.parametrize("spec", ["endless.py:f", "endless:f"])
 @pytest.mark.parametrize("text", ENDLESS, ids=["waits", "catches all"])
 def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
-    monkeypatch.setattr(modules, "IMPORT_S", 0.05)
+    monkeypatch.setattr(user_modules, "IMPORT_S", 0.05)
     (folder / "endless.py").write_text(text)
     (folder / "quick.py").write_text("def f(answers): return [0.0]")
     line = ENDLESS[text] if ".py" in spec else ""

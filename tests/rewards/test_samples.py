@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.samples import Samples
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dschat.config import UserError
-from dschat.reward_programs.call import Fault, arguments, shortened, sources_of, values_of
+from dschat.rewards.call import Fault, arguments, shortened, sources_of, values_of
 
 
 def ours(prompts, answers, prompt_ids, answer_ids, finish_reasons, tests, level=1): ...

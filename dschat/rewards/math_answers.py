@@ -15,8 +15,8 @@ import re
 import threading
 
 from dschat.config import UserError
-from dschat.reward_programs.call import Fault
-from dschat.reward_programs.worker import Died, Worker
+from dschat.rewards.call import Fault
+from dschat.rewards.worker import Died, Worker
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")

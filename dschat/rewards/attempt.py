@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dschat.reward_programs.call import Fault, MissingColumn, Value, shortened
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.call import Fault, MissingColumn, Value, shortened
+from dschat.rewards.samples import Samples
 
 # Samples and a limit in seconds -> their values; raises `Fault` where the call fails as a whole.
 Ask = Callable[[Samples, float], list[Value | Fault]]

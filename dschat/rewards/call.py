@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from dschat.config import UserError
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.samples import Samples
 
 # A score, one a token, or None: not this function's sample.
 Value = float | list[float] | None

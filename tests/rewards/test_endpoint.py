@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dschat.reward_programs import endpoint as module
-from dschat.reward_programs.programs import RewardError
+from dschat.rewards import endpoint as module
+from dschat.rewards.reward_functions import RewardError
 
 
 class Server:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dschat.config import UserError
-from dschat.reward_programs.call import raised
+from dschat.rewards.call import raised
 
 IMPORT_S = 120.0
 

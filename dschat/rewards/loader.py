@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from dschat.config import UserError
-from dschat.reward_programs.call import GIVEN, parameters, raised, sources_of
-from dschat.reward_programs.modules import file_module, named_module
+from dschat.rewards.call import GIVEN, parameters, raised, sources_of
+from dschat.rewards.user_modules import file_module, named_module
 
-READY = "dschat.reward_programs.ready"
+READY = "dschat.rewards.library"
 RewardFunction = Callable[..., Any]
 
 

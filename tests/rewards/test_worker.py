@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dschat.reward_programs.call import Fault
-from dschat.reward_programs.worker import Died, Worker
+from dschat.rewards.call import Fault
+from dschat.rewards.worker import Died, Worker
 
 ROOT = Path(__file__).parents[2]
 BAD = Path(__file__).with_name("bad_functions.py")
@@ -62,7 +62,7 @@ def test_what_a_function_starts_ends_with_its_process(how, tmp_path):
 def test_what_a_function_started_ends_with_the_run(tmp_path):
     pids = tmp_path / "pids"
     code = (
-        "import os; from dschat.reward_programs.worker import Worker; "
+        "import os; from dschat.rewards.worker import Worker; "
         f"worker = Worker([('spec', {str(BAD) + ':starts_another'!r}, {{}})]); "
         f"worker.call(0, {{'path': {str(pids)!r}, 'how': 'returns'}}, [1], 60); os._exit(9)"
     )
@@ -80,7 +80,7 @@ def test_a_process_ends_with_its_parent_in_the_middle_of_a_call():
     """The parent closes nothing and kills nobody: its end of the pipe is gone with it."""
     ours, theirs = Pipe()
     end = theirs.fileno()
-    code = f"from dschat.reward_programs import worker; worker.serve({end})"
+    code = f"from dschat.rewards import worker; worker.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
     ours.send([("spec", f"{BAD}:hangs", {})])
@@ -97,7 +97,7 @@ def test_a_process_ends_though_its_parent_is_gone_and_its_function_keeps_the_int
     """Nobody kills it, and no thread of it runs to notice."""
     ours, theirs = Pipe()
     end = theirs.fileno()
-    code = f"from dschat.reward_programs import worker; worker._GRACE_S = 0.4; worker.serve({end})"
+    code = f"from dschat.rewards import worker; worker._GRACE_S = 0.4; worker.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
     ours.send([("spec", f"{BAD}:keeps_the_interpreter", {})])

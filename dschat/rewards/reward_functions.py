@@ -18,8 +18,8 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.reward_programs.attempt import Attempts, complaint
-from dschat.reward_programs.call import (
+from dschat.rewards.attempt import Attempts, complaint
+from dschat.rewards.call import (
     LONGEST_CALL_S,
     Fault,
     MissingColumn,
@@ -27,10 +27,10 @@ from dschat.reward_programs.call import (
     arguments,
     raised,
 )
-from dschat.reward_programs.endpoint import Endpoint
-from dschat.reward_programs.load import Program, load_programs, portable
-from dschat.reward_programs.pool import Loop, Pool, Processes, at_once, in_thread
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.endpoint import Endpoint
+from dschat.rewards.loader import Program, load_programs, portable
+from dschat.rewards.pool import Loop, Pool, Processes, at_once, in_thread
+from dschat.rewards.samples import Samples
 
 logger = logging.getLogger("dschat")
 

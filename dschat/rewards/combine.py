@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config.reward import RewardSourcesConfig
-from dschat.reward_programs.programs import SourceScores
+from dschat.rewards.reward_functions import SourceScores
 
 
 def combine(

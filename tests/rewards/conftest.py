@@ -3,8 +3,8 @@
 import pytest
 
 from dschat.config import RLHFConfig
-from dschat.reward_programs.programs import RewardPrograms
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.samples import Samples
 
 
 @pytest.fixture

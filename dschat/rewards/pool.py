@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dschat.reward_programs.call import Fault, Value, call, call_async
-from dschat.reward_programs.worker import Worker
+from dschat.rewards.call import Fault, Value, call, call_async
+from dschat.rewards.worker import Worker
 
 Values = list[Value | Fault]
 _GRACE_S = 1.0  # what an event loop may take to notice a time limit

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dschat.config import RLHFConfig
-from dschat.reward_programs.call import GIVEN, REFERENCE
-from dschat.reward_programs.endpoint import _body, _rewards
-from dschat.reward_programs.ready import READY
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.call import GIVEN, REFERENCE
+from dschat.rewards.endpoint import _body, _rewards
+from dschat.rewards.library import READY
+from dschat.rewards.samples import Samples
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 

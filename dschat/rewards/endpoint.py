@@ -15,9 +15,9 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from dschat.reward_programs.call import Fault, Value, shortened, values_of
-from dschat.reward_programs.pool import within
-from dschat.reward_programs.samples import Samples
+from dschat.rewards.call import Fault, Value, shortened, values_of
+from dschat.rewards.pool import within
+from dschat.rewards.samples import Samples
 
 _LONGEST_PAUSE_S = 30.0
 _MAY_PASS = {408, 425, 429}  # and 5xx: the same request may work later
