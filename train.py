@@ -23,7 +23,7 @@ from dschat import launch, recipe, running
 from dschat.checkpoint import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
-from dschat.plan import Request, log_lines, tables
+from dschat.estimate import Request, log_lines, tables
 from dschat.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent

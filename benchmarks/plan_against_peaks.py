@@ -147,8 +147,8 @@ def fields(work: Path, size: str, step: int) -> dict:
 
 def planned_peak(work: Path, size: str, step: int) -> tuple[int, str]:
     """Bytes beyond the libraries, and the mode that takes them."""
-    from dschat.plan import Request
-    from dschat.plan.run import planner
+    from dschat.estimate import Request
+    from dschat.estimate.run import planner
 
     request = Request({step: fields(work, size, step)}, num_processes=1, processes_here=1)
     plan = planner(request)(request.config(step))

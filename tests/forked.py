@@ -44,8 +44,8 @@ IMPORTS = (
     "dschat.data.tokenize",
     "dschat.data.show",
     "dschat.launch",
-    "dschat.plan.check",
-    "dschat.plan.run",
+    "dschat.estimate.check",
+    "dschat.estimate.run",
     "dschat.summary",
 )
 

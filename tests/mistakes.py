@@ -40,8 +40,8 @@ PYTHON = """
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams
 from dschat.distributed import entrypoint
 from dschat.inference import InferenceEngine
-from dschat.plan import Request
-from dschat.plan.check import check
+from dschat.estimate import Request
+from dschat.estimate.check import check
 from dschat.config import RLHFConfig
 from dschat.rewards import modules
 from dschat.rewards.reward_functions import RewardPrograms

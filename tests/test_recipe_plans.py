@@ -11,7 +11,7 @@ from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 import train
 from dschat import launch, recipe
-from dschat.plan.run import planner
+from dschat.estimate.run import planner
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))

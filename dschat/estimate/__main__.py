@@ -1,4 +1,4 @@
-"""``python -m dschat.plan``: a request as JSON on stdin, the log's lines on stdout.
+"""``python -m dschat.estimate``: a request as JSON on stdin, the log's lines on stdout.
 
 Exit code 2 and one line on standard error where a step could not run at all.
 """
@@ -6,9 +6,9 @@ Exit code 2 and one line on standard error where a step could not run at all.
 import sys
 
 from dschat.distributed import entrypoint
-from dschat.plan import Request
-from dschat.plan.check import check
-from dschat.plan.run import log_lines
+from dschat.estimate import Request
+from dschat.estimate.check import check
+from dschat.estimate.run import log_lines
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ A ``StepPlan`` and advice come in; lines go out. It must not know how either was
 
 from collections.abc import Sequence
 
-from dschat.plan.advice import Advice
-from dschat.plan.device import GIB
-from dschat.plan.modes import StepPlan
+from dschat.estimate.advice import Advice
+from dschat.estimate.device import GIB
+from dschat.estimate.modes import StepPlan
 
 _MIB = 2**20
 _ORDER = (

@@ -6,7 +6,7 @@ Numbers come in; sums and "does it fit" go out. It must not know how they were f
 from dataclasses import dataclass, field
 
 from dschat.config import CommonConfig
-from dschat.plan.device import Device
+from dschat.estimate.device import Device
 
 Items = dict[str, int]  # what -> bytes
 

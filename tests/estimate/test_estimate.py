@@ -13,18 +13,18 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
-from dschat import plan
+from dschat import estimate
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.deepspeed_setup import ZeroSettings
-from dschat.plan import Request, report, rollout, zero
-from dschat.plan.activations import run_pass
-from dschat.plan.advice import _changes, advise
-from dschat.plan.device import GIB, Device
-from dschat.plan.models import Models, Use
-from dschat.plan.run import log_lines, planner
-from dschat.plan.zero import Held, training_bytes
+from dschat.estimate import Request, report, rollout, zero
+from dschat.estimate.activations import run_pass
+from dschat.estimate.advice import _changes, advise
+from dschat.estimate.device import GIB, Device
+from dschat.estimate.models import Models, Use
+from dschat.estimate.run import log_lines, planner
+from dschat.estimate.zero import Held, training_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # hidden size, layers, heads, width of the embedding, norm before attention: OPT's table of sizes
 # (Zhang et al. 2022, arXiv 2205.01068, table 1); the MLP is four times as wide.
@@ -210,7 +210,7 @@ def test_few_layers_stand_for_many(opt, checkpointing, monkeypatch):
     (folder / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 32}))
     use = Use(str(folder), "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", 4, 64, train=True)
-    monkeypatch.setattr("dschat.plan.models._SHALLOW", 100)
+    monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
     whole = Models().run(use, "policy", 4, 64, train=True)
     assert len(quick.stretches) < len(whole.stretches)
     for per_gradient in (0, 2, 4):
@@ -315,7 +315,7 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     256 + 256 tokens, 16 prompts a rollout, in micro-batches of 8. With LoRA and offloaded
     reference, 30B would fit an 80 GB device too.
     """
-    monkeypatch.setattr("dschat.plan.run.Models", lambda *_, **__: SHARED)
+    monkeypatch.setattr("dschat.estimate.run.Models", lambda *_, **__: SHARED)
     gib, largest, next_size = PUBLISHED[gpu]
     fits = {}
     for size in (largest, next_size):
@@ -426,7 +426,7 @@ def test_the_policy_on_pairs_by_hand(tiny):
         "reference: its log-probs, computed before training",
         "reference: the model without adapters",
     ]
-    assert plan.title_of(live.config) == "DPO"
+    assert estimate.title_of(live.config) == "DPO"
     assert live.number == 2
 
 
@@ -557,22 +557,22 @@ def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
     def fail(*_):
         raise RuntimeError("no meta kernel\nand more")
 
-    monkeypatch.setattr("dschat.plan.models.run_pass", fail)
+    monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
     request = Request({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
     (line,) = log_lines(request)
     assert line.startswith("no plan: step 1: --model_name_or_path")
     assert line.endswith("cannot be planned: no meta kernel")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (line,) = plan.log_lines(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+    (line,) = estimate.log_lines(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
-        plan.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+        estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
 
 
 def test_the_process_apart_says_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = plan.log_lines(Request({1: fields}, 1, 1, 0.9))
+    (line,) = estimate.log_lines(Request({1: fields}, 1, 1, 0.9))
     assert line.startswith("plan: step 1: training (")
     assert " of 0.9 GiB: " in line
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 # NOTE first: it tells DeepSpeed which accelerator there is, before transformers imports it.
 from dschat import deepspeed_setup as _  # noqa: F401  isort: split
 from dschat.config import CommonConfig, RLHFConfig, UserError
-from dschat.plan import Request, report, title_of
-from dschat.plan.advice import advise
-from dschat.plan.device import find_device
-from dschat.plan.models import Models
-from dschat.plan.modes import StepPlan
-from dschat.plan.rlhf import RLHFStep
-from dschat.plan.steps import SupervisedStep
+from dschat.estimate import Request, report, title_of
+from dschat.estimate.advice import advise
+from dschat.estimate.device import find_device
+from dschat.estimate.models import Models
+from dschat.estimate.modes import StepPlan
+from dschat.estimate.rlhf import RLHFStep
+from dschat.estimate.steps import SupervisedStep
 
 
 def tables(request: Request) -> str:

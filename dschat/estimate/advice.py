@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.plan.modes import StepPlan
+from dschat.estimate.modes import StepPlan
 
 Plan = Callable[[CommonConfig], StepPlan]
 

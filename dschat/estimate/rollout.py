@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from dschat.config import RLHFConfig
+from dschat.estimate.device import GIB, Device
+from dschat.estimate.models import Sizes
 from dschat.inference import UnsupportedModel, model_spec
 from dschat.observability.flops import shape_of
-from dschat.plan.device import GIB, Device
-from dschat.plan.models import Sizes
 
 # As `hybrid.rollout` and `hybrid.stream` have them.
 COPY_SHARE = 0.25  # of the free memory: a copy beyond it is not made

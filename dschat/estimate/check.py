@@ -14,10 +14,10 @@ from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.data.adapters import PURPOSES
 from dschat.data.read import looks_like_file
 from dschat.data.sources import load_source, named_held_out, parse_spec
+from dschat.estimate import Request
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head
 from dschat.models.tokenizer import load_tokenizer
-from dschat.plan import Request
 from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
 
 BASE = "--model_name_or_path"

@@ -9,13 +9,13 @@ to do where it does not fit.
 from dataclasses import replace
 
 from dschat.config import RLHFConfig
-from dschat.plan.activations import Work
-from dschat.plan.device import Device
-from dschat.plan.models import Models, Use
-from dschat.plan.modes import Holding, Items, Mode, StepPlan, fullest, summed
-from dschat.plan.rollout import RolloutBytes, rollout_bytes
-from dschat.plan.steps import Step, count, trained_holding
-from dschat.plan.zero import Held, frozen_bytes
+from dschat.estimate.activations import Work
+from dschat.estimate.device import Device
+from dschat.estimate.models import Models, Use
+from dschat.estimate.modes import Holding, Items, Mode, StepPlan, fullest, summed
+from dschat.estimate.rollout import RolloutBytes, rollout_bytes
+from dschat.estimate.steps import Step, count, trained_holding
+from dschat.estimate.zero import Held, frozen_bytes
 
 
 class RLHFStep(Step):

@@ -83,7 +83,7 @@ def tables(request: Request) -> str:
     Raises:
         UserError: a model whose configuration cannot be had, or settings that DeepSpeed refuses.
     """
-    from dschat.plan.run import tables
+    from dschat.estimate.run import tables
 
     return tables(request)
 
@@ -97,7 +97,7 @@ def log_lines(request: Request) -> list[str]:
     for name in sorted(request.base_models):
         if not _is_here(name):
             return [f"no plan: the configuration of {name} is not here, and the hub is off line"]
-    command = [sys.executable, "-m", "dschat.plan"]
+    command = [sys.executable, "-m", "dschat.estimate"]
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     try:

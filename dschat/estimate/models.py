@@ -27,11 +27,11 @@ from transformers import (
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
+from dschat.estimate.activations import LARGE_BLOCK, Pass, Work, run_pass
 from dschat.models.config_files import made_of
 from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import ScoreModel
-from dschat.plan.activations import LARGE_BLOCK, Pass, Work, run_pass
 
 _SHALLOW = 4  # layers of the model whose pass stands for that of a deeper one
 _FEW_ROWS = 3  # of a batch that stands for a larger one
