@@ -18,11 +18,11 @@ import dschat.distributed as dist
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config import RLHFConfig
 from dschat.data.batches import Prompts
-from dschat.deepspeed_setup import unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability import console
 from dschat.rlhf.experience import Experience
+from dschat.runtime.deepspeed_engine import unwrap
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from learning_task import exact_match
 from safetensors.torch import load_file
 
-from dschat.builtin_eval import EVAL_SEED
 from dschat.config import RLHFConfig
 from dschat.data.batches import prompts_of
 from dschat.inference import InferenceEngine, SamplingParams
+from dschat.runtime.gold_eval import EVAL_SEED
 
 
 class Judge:

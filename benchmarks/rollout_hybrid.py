@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
-from dschat.deepspeed_setup import ZeroSettings, initialize_training, unwrap
 from dschat.hybrid.rollout import EngineRollout, Refresh, RolloutSettings
 from dschat.hybrid.stream import Buckets, module_shards, weight_stream
 from dschat.inference import SamplingParams
 from dschat.models.lora import add_lora
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap
 
 LORA_RANK = 16
 COUNTED_LENGTHS = (16, 64)  # new tokens of the rollouts whose collectives are counted

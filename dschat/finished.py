@@ -25,9 +25,9 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
-from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
 from dschat.road import BASE
+from dschat.runtime.output_dir import COMPLETE
 
 SETTINGS = "training_config.yaml"
 # How a step is laid out on its machine, with actor_ or critic_ before it: the result is the same.

@@ -23,7 +23,6 @@ from dschat import nodes, running
 from dschat.config import UserError, parser
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.finished import check_finished
-from dschat.output_dir import COMPLETE, check_apart, check_writable
 from dschat.recipe import (
     STEPS,
     Recipe,
@@ -35,6 +34,7 @@ from dschat.recipe import (
     step_values,
 )
 from dschat.road import choose_road, inputs_of
+from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 from dschat.unfinished import Ask, go_on
 
 

@@ -18,10 +18,10 @@ from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.data.batches import RowStream, StepBatches
 from dschat.data.collate import PreferenceBatch, collate_preferences
-from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
 from dschat.models.lora import adapters_off
 from dschat.observability.console import progress
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 Rows = list[dict[str, Any]]
 Sums = dict[str, float]

@@ -18,11 +18,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint import RunState, export_adapter, export_hf
 from dschat.config import SupervisedConfig
-from dschat.continuation import boundaries
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
-from dschat.deepspeed_setup import ZeroSettings, initialize_training
-from dschat.deepspeed_setup import zero_settings as deepspeed_zero_settings
 from dschat.distributed import stop_signals
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
 from dschat.losses import lm_loss, pairwise_loss
@@ -31,8 +28,11 @@ from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import gather_last
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.console import MetricsLog, format_line, progress
-from dschat.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
-from dschat.output_dir import check_room, mark_complete
+from dschat.runtime.checkpointing import boundaries
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training
+from dschat.runtime.deepspeed_engine import zero_settings as deepspeed_zero_settings
+from dschat.runtime.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
+from dschat.runtime.output_dir import check_room, mark_complete
 
 logger = logging.getLogger("dschat")
 

@@ -18,8 +18,8 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_folders
 from dschat.config import UserError
-from dschat.output_dir import COMPLETE
 from dschat.recipe import Step
+from dschat.runtime.output_dir import COMPLETE
 
 Ask = Callable[[str], bool]  # a question -> yes or no
 

@@ -17,10 +17,8 @@ def main() -> None:
 
     from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
-    from dschat.builtin_eval import gold_knows, sample_gold
     from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import sft_dataset
-    from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm, load_config
@@ -28,7 +26,9 @@ def main() -> None:
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console
-    from dschat.output_dir import check_output_dir, claim_output_dir
+    from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+    from dschat.runtime.gold_eval import gold_knows, sample_gold
+    from dschat.runtime.output_dir import check_output_dir, claim_output_dir
 
     console.setup(config.log_level, hold=True)
     dist.init()

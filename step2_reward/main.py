@@ -28,7 +28,7 @@ def main() -> None:
     from dschat.models.load import load_config
     from dschat.models.model_kind import require_causal_lm, require_score_head
     from dschat.observability import console
-    from dschat.output_dir import check_output_dir
+    from dschat.runtime.output_dir import check_output_dir
 
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -60,14 +60,14 @@ def main() -> None:
 def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model gets a score head, for step 3."""
     from dschat import supervised
-    from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
     from dschat.observability import console
-    from dschat.output_dir import claim_output_dir
+    from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+    from dschat.runtime.output_dir import claim_output_dir
 
     ensure_distinct_pad(tokenizer)
     batches = supervised.step_batches(config, *tables)
@@ -102,15 +102,15 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
 def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model stays one, held to what it was; it lies where step 3 would leave it."""
     from dschat import preference, supervised
-    from dschat.builtin_eval import gold_knows, sample_gold
-    from dschat.deepspeed_setup import sharded_loading, unwrap
     from dschat.finished import record_of
     from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console
-    from dschat.output_dir import claim_output_dir
+    from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+    from dschat.runtime.gold_eval import gold_knows, sample_gold
+    from dschat.runtime.output_dir import claim_output_dir
 
     tables = preference.as_pairs(config, *tables)
     batches = supervised.step_batches(config, *tables)

@@ -23,20 +23,20 @@ def main() -> None:
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
     from dschat.builtin.tiny_model import resolve_model
     from dschat.checkpoint.compatibility import check_start
-    from dschat.continuation import boundaries
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
-    from dschat.deepspeed_setup import zero_settings
     from dschat.distributed import stop_signals
     from dschat.finished import record_of
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
-    from dschat.output_dir import check_output_dir, claim_output_dir, mark_complete
     from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
     from dschat.rlhf.run import Reporter, unsupervised_steps
+    from dschat.runtime.checkpointing import boundaries
+    from dschat.runtime.deepspeed_engine import zero_settings
+    from dschat.runtime.output_dir import check_output_dir, claim_output_dir, mark_complete
 
     console.setup(args.log_level, hold=True)
     dist.init()

@@ -32,12 +32,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 100.0  # of one command; it is killed then
 IMPORTS = (
-    "dschat.deepspeed_setup",  # NOTE first: it tells DeepSpeed which accelerator there is
+    "dschat.runtime.deepspeed_engine",  # NOTE first: it tells DeepSpeed which accelerator there is
     "dschat.supervised",
     "dschat.rlhf.ppo",
     "dschat.rlhf.run",
     "dschat.rlhf.evaluation",
-    "dschat.builtin_eval",
+    "dschat.runtime.gold_eval",
     "dschat.chat",
     "dschat.inference",
     "dschat.inference.hf_generator",

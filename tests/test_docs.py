@@ -178,7 +178,9 @@ def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
 
 
 def deepspeed(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    import_module("dschat.deepspeed_setup")  # first: it tells DeepSpeed which accelerator there is
+    import_module(
+        "dschat.runtime.deepspeed_engine"
+    )  # first: it tells DeepSpeed which accelerator there is
     found = import_module("deepspeed.launcher.runner").parse_args(words)
     parse_step([found.user_script, *found.user_args])
 

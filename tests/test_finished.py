@@ -11,8 +11,8 @@ from dschat import finished
 from dschat.checkpoint.compatibility import FREE, describe
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.finished import LAYOUT, SETTINGS, check_finished, differences, record_of
-from dschat.output_dir import COMPLETE
 from dschat.recipe import STEPS
+from dschat.runtime.output_dir import COMPLETE
 
 
 @pytest.fixture(autouse=True)

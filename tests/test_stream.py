@@ -5,7 +5,6 @@ import torch
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM
 
-from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 from dschat.hybrid.stream import (
     Buckets,
     Shard,
@@ -15,6 +14,7 @@ from dschat.hybrid.stream import (
     whole_tensors,
 )
 from dschat.models.lora import add_lora
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 CPU = torch.device("cpu")
 BUCKETS = [1, 5000, 1 << 30]  # bytes: a tensor each, a few together, all at once

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat import __version__
-from dschat.output_dir import CHECKPOINTS
 
 FORMAT = 2
-FOLDER = CHECKPOINTS
+FOLDER = "checkpoints"  # in an output folder
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _BLOCK = 1 << 22  # bytes read at a time

@@ -6,8 +6,6 @@ how memory is counted.
 
 from collections.abc import Callable, Iterator
 
-# NOTE first: it tells DeepSpeed which accelerator there is, before transformers imports it.
-from dschat import deepspeed_setup as _  # noqa: F401  isort: split
 from dschat.config import CommonConfig, RLHFConfig, UserError
 from dschat.estimate import Request, report, title_of
 from dschat.estimate.advice import advise
@@ -16,6 +14,8 @@ from dschat.estimate.models import Models
 from dschat.estimate.modes import StepPlan
 from dschat.estimate.rlhf import RLHFStep
 from dschat.estimate.steps import SupervisedStep
+
+# NOTE first: it tells DeepSpeed which accelerator there is, before transformers imports it.
 
 
 def tables(request: Request) -> str:

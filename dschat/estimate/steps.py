@@ -11,12 +11,12 @@ import torch
 
 from dschat.checkpoint import MAX_FILE_BYTES
 from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
-from dschat.deepspeed_setup import DTYPES, ZeroSettings
 from dschat.estimate.activations import Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.modes import Holding, Items, Mode, StepPlan, fullest, summed
 from dschat.estimate.zero import NOTHING, Held, Training, frozen_bytes, training_bytes
+from dschat.runtime.deepspeed_engine import DTYPES, ZeroSettings
 
 _REFERENCE = "reference weights"
 

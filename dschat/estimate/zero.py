@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dschat.deepspeed_setup import ZeroSettings, deepspeed_config
+from dschat.runtime.deepspeed_engine import ZeroSettings, deepspeed_config
 
 # DeepSpeed's defaults, in elements, where neither dschat nor the user's file says anything.
 BUCKET_DEFAULTS = {

@@ -19,14 +19,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
-from dschat.deepspeed_setup import (
-    ZeroSettings,
-    initialize_frozen,
-    initialize_training,
-    sharded_loading,
-    unwrap,
-    zero_settings,
-)
 from dschat.hybrid.memory import training_states_away
 from dschat.hybrid.rollout import (
     RolloutForm,
@@ -41,12 +33,20 @@ from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.models.vocabulary import num_ids
-from dschat.output_dir import check_room
 from dschat.rlhf.checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rewards import score_sequences
+from dschat.runtime.deepspeed_engine import (
+    ZeroSettings,
+    initialize_frozen,
+    initialize_training,
+    sharded_loading,
+    unwrap,
+    zero_settings,
+)
+from dschat.runtime.output_dir import check_room
 
 logger = logging.getLogger("dschat")
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.builtin.gold_scorer import answer_metrics
-from dschat.builtin_eval import EVAL_SEED, gold_knows
 from dschat.config import RLHFConfig
 from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
@@ -27,6 +26,7 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, any_applies, source_means
 from dschat.rlhf.scoring import action_logprobs, evaluating, pieces
+from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")
 

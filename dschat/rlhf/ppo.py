@@ -29,7 +29,6 @@ from dschat.losses import (
     lm_loss,
     value_loss,
 )
-from dschat.optimizer_step import SkippedSteps, Step, finish_together, learning_rate, loss_scale
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.collect import Collector, PromptBatch
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -37,6 +36,13 @@ from dschat.rlhf.experience import Experience, chunks, mini_batch_of
 from dschat.rlhf.reporting import experience_metrics, throughput, training_metrics, warn_of_gap
 from dschat.rlhf.rewards import RewardPrograms
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
+from dschat.runtime.optimizer_step import (
+    SkippedSteps,
+    Step,
+    finish_together,
+    learning_rate,
+    loss_scale,
+)
 
 
 class DeepSpeedPPOTrainer:

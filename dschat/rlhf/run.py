@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
-from dschat.continuation import Boundaries
 from dschat.data.batches import StepBatches, endless
 from dschat.data.tokenize import text_dataset
 from dschat.observability.console import MetricsLog, format_line, progress
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.runtime.checkpointing import Boundaries
 
 logger = logging.getLogger("dschat")
 

@@ -12,11 +12,11 @@ import pytest
 
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.builtin_eval import gold_knows
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches
 from dschat.data.sources import load_source
 from dschat.data.tokenize import prompt_dataset, sft_dataset
+from dschat.runtime.gold_eval import gold_knows
 
 ROOT = Path(__file__).parents[2]
 SHARED = {"data_path": ["builtin/arithmetic"], "data_split": "1,48,1"}  # most of it aside

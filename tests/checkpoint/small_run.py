@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import dschat.distributed as dist
 from dschat.checkpoint import Checkpoints, RunState
-from dschat.deepspeed_setup import ZeroSettings, initialize_training, sharded_loading
 from dschat.losses import lm_loss
 from dschat.models.lora import prepare_for_training
-from dschat.optimizer_step import Step
 from dschat.rlhf.ema import ShardedEMA
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
+from dschat.runtime.optimizer_step import Step
 
 NUM_STEPS, SAVED_AT, ROWS = 6, 3, 4
 TIMEOUT_S = 120  # of two processes that start, and of every six jobs of theirs

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from dschat.checkpoint import Checkpoints
 from dschat.config import UserError
 from dschat.losses import lm_loss
-from dschat.optimizer_step import learning_rate, loss_scale
+from dschat.runtime.optimizer_step import learning_rate, loss_scale
 
 BF16 = "bfloat16"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,14 +13,14 @@ from step_cases import probe_logprobs
 from tiny_models import causal_lm, tokenizer
 from transformers import AutoModelForCausalLM
 
-from dschat import output_dir
 from dschat.builtin import tiny_model
 from dschat.checkpoint import Checkpoints, export_hf, hf_export
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.lora import prepare_for_training
-from dschat.output_dir import check_room
+from dschat.runtime import output_dir
+from dschat.runtime.output_dir import check_room
 
 RUST = "Error while serializing: I/O error: No space left on device (os error 28)"
 CPU = torch.device("cpu")

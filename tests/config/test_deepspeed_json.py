@@ -7,7 +7,7 @@ import pytest
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.deepspeed_json import merged
-from dschat.deepspeed_setup import deepspeed_config, zero_settings
+from dschat.runtime.deepspeed_engine import deepspeed_config, zero_settings
 
 MODELS = {"actor_model_name_or_path": "a", "critic_model_name_or_path": "b"}
 # What transformers' documentation hands out for ZeRO-3 with everything offloaded.

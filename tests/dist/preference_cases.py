@@ -15,10 +15,10 @@ from transformers import set_seed
 import dschat.distributed as dist
 from dschat import preference, supervised
 from dschat.config import RewardConfig
-from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.console import MetricsLog
+from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
 
 NUM_HELD_OUT = 7
 

@@ -22,13 +22,18 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import ZeroSettings, initialize_training, sharded_loading, unwrap
 from dschat.hybrid.rollout import RolloutSettings, rollout_form
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.load import load_causal_lm
 from dschat.models.lora import add_lora
-from dschat.optimizer_step import Step
+from dschat.runtime.deepspeed_engine import (
+    ZeroSettings,
+    initialize_training,
+    sharded_loading,
+    unwrap,
+)
+from dschat.runtime.optimizer_step import Step
 
 # NOTE: one tiny model a family, and prompts of awkward lengths, stand beside the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))

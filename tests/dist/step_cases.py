@@ -19,7 +19,6 @@ from dschat import supervised
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
@@ -31,6 +30,7 @@ from dschat.models.vocabulary import num_ids
 from dschat.observability.console import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("opt_350m_reward_reversed",)  # reads the text anew

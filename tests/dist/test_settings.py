@@ -15,7 +15,7 @@ from test_same_losses import close, slow
 from test_saved import check_saved
 
 from dschat import supervised
-from dschat.deepspeed_setup import unwrap
+from dschat.runtime.deepspeed_engine import unwrap
 
 LORA = {"lora_dim": 4}
 LORA_BOTH = {"actor_lora_dim": 4, "critic_lora_dim": 4}

@@ -15,7 +15,6 @@ from torch import nn
 
 from dschat import estimate
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.deepspeed_setup import ZeroSettings
 from dschat.estimate import Request, report, rollout, zero
 from dschat.estimate.activations import run_pass
 from dschat.estimate.advice import _changes, advise
@@ -23,6 +22,7 @@ from dschat.estimate.device import GIB, Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.run import log_lines, planner
 from dschat.estimate.zero import Held, training_bytes
+from dschat.runtime.deepspeed_engine import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

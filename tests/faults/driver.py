@@ -102,7 +102,7 @@ def nan_losses(number: int, rank: int) -> None:
 def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> None:
     """``act`` on the first loss of the ``number``-th optimizer step, to the ``until``-th."""
     import dschat.distributed as dist
-    from dschat import optimizer_step
+    from dschat.runtime import optimizer_step
 
     steps = [0]
 

@@ -10,11 +10,11 @@ from tiny_models import CONFIGS, PAD, tokenizer
 from transformers import AutoModel
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.model_kind import load_config, reward_form
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 FLAG, FP32 = "--critic_model_name_or_path", torch.float32
 STAGES = pytest.mark.parametrize("stage", [0, 3])

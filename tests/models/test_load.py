@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat.config import UserError
 from dschat.data.collate import pad_right
-from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import SamplingParams
 from dschat.models.fit import check_fit
@@ -25,6 +24,7 @@ from dschat.models.load import (
 from dschat.models.lora import add_lora
 from dschat.models.model_kind import checkpoint_keys, load_config
 from dschat.models.score_model import ScoreModel
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 FP32 = torch.float32
 FLAG = "--model_name_or_path"

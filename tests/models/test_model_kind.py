@@ -21,7 +21,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import ZeroSettings, sharded_loading
 from dschat.models.config_files import read_config
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.lora import add_lora
@@ -33,6 +32,7 @@ from dschat.models.model_kind import (
     reward_form,
 )
 from dschat.models.tokenizer import load_tokenizer
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading
 
 FLAG = "--model_name_or_path"
 FP32 = torch.float32
@@ -232,7 +232,7 @@ def test_code_of_a_tokenizer_runs_only_where_asked(tmp_path, monkeypatch):
 def test_the_same_weights_from_any_files(form, stage, tmp_path):
     from step_cases import probe_logprobs
 
-    from dschat.deepspeed_setup import initialize_frozen
+    from dschat.runtime.deepspeed_engine import initialize_frozen
 
     model = causal_lm("llama_tied")
     folder = tmp_path / form

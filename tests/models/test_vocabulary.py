@@ -11,7 +11,6 @@ from tiny_models import EOS, VOCAB, causal_lm, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.checkpoint import export_hf
-from dschat.deepspeed_setup import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 from dschat.hybrid.stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
@@ -19,6 +18,7 @@ from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import add_lora
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.vocabulary import match_vocabulary, num_ids, same_ids, same_tokens
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 FLAG, FP32, CPU = "--model_name_or_path", torch.float32, torch.device("cpu")
 NEW = 3

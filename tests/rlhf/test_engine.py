@@ -10,8 +10,8 @@ from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import unwrap
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.runtime.deepspeed_engine import unwrap
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 OFFLOAD = (("offload", True),)

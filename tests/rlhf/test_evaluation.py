@@ -13,13 +13,13 @@ from program_cases import parity, sums_of, trainer_of
 from step_cases import PROMPTS
 from transformers import AutoModelForCausalLM
 
-from dschat.builtin_eval import EVAL_SEED
 from dschat.config import UserError
 from dschat.data.batches import Prompts
-from dschat.deepspeed_setup import unwrap
 from dschat.rlhf import collect
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
 from dschat.rlhf.run import Reporter
+from dschat.runtime.deepspeed_engine import unwrap
+from dschat.runtime.gold_eval import EVAL_SEED
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6])

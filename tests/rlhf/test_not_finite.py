@@ -8,8 +8,8 @@ import pytest
 import torch
 from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
-from dschat.optimizer_step import Step
 from dschat.rlhf import collect, ppo, scoring
+from dschat.runtime.optimizer_step import Step
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")

@@ -11,13 +11,13 @@ from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import unwrap
-from dschat.optimizer_step import Step, learning_rate
 from dschat.rlhf import ppo
 from dschat.rlhf.collect import Prompts
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rlhf.scoring import action_values
+from dschat.runtime.deepspeed_engine import unwrap
+from dschat.runtime.optimizer_step import Step, learning_rate
 
 ONE = Case("ppo", iterations=1)
 

@@ -25,11 +25,11 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptBatches, Prompts
 from dschat.data.tokenize import prompt_dataset, prompt_text_ids
-from dschat.deepspeed_setup import unwrap
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rlhf.retokenize import Retokenizer
+from dschat.runtime.deepspeed_engine import unwrap
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n"

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from dschat.config import RLHFConfig
-from dschat.deepspeed_setup import unwrap
 from dschat.losses import AdaptiveKL
-from dschat.optimizer_step import Step
 from dschat.rlhf import ppo
+from dschat.runtime.deepspeed_engine import unwrap
+from dschat.runtime.optimizer_step import Step
 
 ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
 LOSSES = ("ppo", "gspo", "cispo")

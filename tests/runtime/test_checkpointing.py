@@ -13,13 +13,13 @@ from step_cases import PROMPTS
 
 from dschat import supervised
 from dschat.config import SFTConfig, UserError
-from dschat.continuation import boundaries
 from dschat.distributed.stop_signals import Stopped
-from dschat.output_dir import COMPLETE
 from dschat.rlhf import collect
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.rewards import RewardError
 from dschat.rlhf.run import Reporter
+from dschat.runtime.checkpointing import boundaries
+from dschat.runtime.output_dir import COMPLETE
 
 ITERATIONS = 4
 

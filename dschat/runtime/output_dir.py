@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import dschat.distributed as dist
+from dschat.checkpoint import manifest
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, needed_and_free
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
-CHECKPOINTS = "checkpoints"  # the folder of what a run can go on from
 _LOCK = ".lock"
 _PRODUCTS = ("actor", "actor_best", "actor_ema", "critic")  # folders in it that a step fills
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
@@ -148,7 +148,7 @@ def claim_output_dir(output_dir: str | Path, goes_on: bool = False, record: str 
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
         _claim(folder)
         if not goes_on:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
         (folder / COMPLETE).unlink(missing_ok=True)
         _records[str(folder)] = record
     dist.barrier()

@@ -8,15 +8,15 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat.config import UserError
-from dschat.deepspeed_setup import (
+from dschat.hybrid.stream import weight_stream
+from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     deepspeed_config,
     initialize_training,
     resolve_dtype,
     unwrap,
 )
-from dschat.hybrid.stream import weight_stream
-from dschat.optimizer_step import (
+from dschat.runtime.optimizer_step import (
     SkippedSteps,
     Step,
     finish_together,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dschat.config import UserError
-from dschat.output_dir import (
+from dschat.runtime.output_dir import (
     COMPLETE,
     check_output_dir,
     check_writable,
@@ -100,7 +100,7 @@ WRITES = """
 import sys, time
 from contextlib import nullcontext
 from pathlib import Path
-from dschat.output_dir import claim_output_dir
+from dschat.runtime.output_dir import claim_output_dir
 
 claim_output_dir("out")
 Path("ready").write_text("")
@@ -110,7 +110,7 @@ time.sleep(60)
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
     """One whose train.py was killed loads on, and would clear away what another one saves."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     other = subprocess.Popen([sys.executable, "-c", WRITES], cwd=tmp_path, env=environment)
     try:
         while not (tmp_path / "ready").exists() and other.poll() is None:

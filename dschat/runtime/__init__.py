@@ -1,0 +1,1 @@
+"""What all step scripts share: DeepSpeed engine, optimizer step, checkpointing, output folder."""
