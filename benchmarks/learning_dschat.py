@@ -18,7 +18,7 @@ import dschat.distributed as dist
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config import RLHFConfig
 from dschat.data.batches import Prompts
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability import console
 from dschat.rlhf.experience import Experience

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
-from dschat.hybrid.rollout import EngineRollout, Refresh, RolloutSettings
-from dschat.hybrid.stream import Buckets, module_shards, weight_stream
+from dschat.hybrid.rollout_form import EngineRollout, Refresh, RolloutSettings
+from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
 from dschat.inference import SamplingParams
 from dschat.models.lora import add_lora
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap

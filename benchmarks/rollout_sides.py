@@ -12,7 +12,7 @@ from rollout_cases import MODELS, Case
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference import InferenceEngine, SamplingParams
 
 RATES = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")

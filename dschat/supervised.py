@@ -21,7 +21,7 @@ from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.distributed import stop_signals
-from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
+from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.lora import prepare_for_training

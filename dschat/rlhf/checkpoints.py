@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
-from dschat.hybrid.rollout import check_tensor_parallel
+from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.load import not_a_reward_model
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head, reward_form

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dschat.distributed as dist
-from dschat.hybrid.stream import Shard, module_shards
+from dschat.hybrid.weight_stream import Shard, module_shards
 
 
 def _own_part(shard: Shard) -> Tensor:

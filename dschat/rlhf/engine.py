@@ -19,13 +19,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
-from dschat.hybrid.memory import training_states_away
-from dschat.hybrid.rollout import (
+from dschat.hybrid.optimizer_offload import training_states_away
+from dschat.hybrid.rollout_form import (
     RolloutForm,
     RolloutSettings,
     rollout_form,
 )
-from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
+from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone

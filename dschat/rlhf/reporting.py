@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.hybrid.rollout import Refresh
+from dschat.hybrid.rollout_form import Refresh
 from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
 from dschat.observability.flops import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s

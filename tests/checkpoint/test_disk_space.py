@@ -17,7 +17,7 @@ from dschat.builtin import tiny_model
 from dschat.checkpoint import Checkpoints, export_hf, hf_export
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
-from dschat.hybrid.stream import adapter_stream, weight_bytes, weight_stream
+from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.lora import prepare_for_training
 from dschat.runtime import output_dir
 from dschat.runtime.output_dir import check_room

@@ -10,7 +10,7 @@ from tiny_models import EOS, causal_lm, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dschat.checkpoint import export_hf
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 
 CPU = torch.device("cpu")
 

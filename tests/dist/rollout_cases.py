@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.data.collate import pad_right
-from dschat.hybrid.rollout import RolloutSettings, rollout_form
+from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.load import load_causal_lm

@@ -19,7 +19,7 @@ from dschat import supervised
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs

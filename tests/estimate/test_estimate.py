@@ -153,8 +153,8 @@ def test_constants_are_those_of_the_libraries():
         assert getattr(defaults, names.get(name, name)) == value
     from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
-    from dschat.hybrid import rollout as hybrid
-    from dschat.hybrid.stream import Buckets
+    from dschat.hybrid import rollout_form as hybrid
+    from dschat.hybrid.weight_stream import Buckets
     from dschat.inference.hf_generator import HuggingFaceGenerator
 
     assert zero.ALLREDUCE_BUCKET == MEMORY_OPT_ALLREDUCE_SIZE

@@ -15,7 +15,7 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
-from dschat.hybrid.rollout import EngineRollout, ModuleRollout
+from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout
 from dschat.inference import InferenceEngine
 from dschat.inference.hf_generator import HuggingFaceGenerator
 

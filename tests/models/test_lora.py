@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.models import lora
 from dschat.models.fit import check_fit
 from dschat.models.lora import adapters, adapters_off, add_lora, check_rank, unwrapped_name

@@ -11,7 +11,7 @@ from tiny_models import EOS, VOCAB, causal_lm, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.checkpoint import export_hf
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone

@@ -6,7 +6,7 @@ import torch
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from torch import nn
 
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import unwrap
 

@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat.config import UserError
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     deepspeed_config,

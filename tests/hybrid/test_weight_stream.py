@@ -5,7 +5,7 @@ import torch
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM
 
-from dschat.hybrid.stream import (
+from dschat.hybrid.weight_stream import (
     Buckets,
     Shard,
     adapter_stream,

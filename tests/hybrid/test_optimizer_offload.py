@@ -12,17 +12,17 @@ from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 
 import dschat.distributed as dist
-from dschat.hybrid import memory
-from dschat.hybrid.stream import weight_stream
+from dschat.hybrid import optimizer_offload
+from dschat.hybrid.weight_stream import weight_stream
 
 
 @pytest.fixture
 def everything_moves(monkeypatch):
     """As if the states lay on a device; counts the engines put away."""
     away = []
-    put_away = memory._put_away
-    monkeypatch.setattr(memory, "_lies_on_the_device", lambda engine: True)
-    monkeypatch.setattr(memory, "_put_away", lambda e: (away.append(e), put_away(e)))
+    put_away = optimizer_offload._put_away
+    monkeypatch.setattr(optimizer_offload, "_lies_on_the_device", lambda engine: True)
+    monkeypatch.setattr(optimizer_offload, "_put_away", lambda e: (away.append(e), put_away(e)))
     return away
 
 
@@ -37,7 +37,7 @@ def masters_away(actor):
 
 
 def moments(actor):
-    states = memory._adam(actor.engine).state.values()
+    states = optimizer_offload._adam(actor.engine).state.values()
     return [value.clone() for state in states for value in state.values() if value.dim()]
 
 
@@ -48,7 +48,7 @@ def test_steps_afterwards_are_bit_identical(zero, everything_moves):
     for scopes in range(3):
         plain.step()
         for _ in range(scopes):  # none, one, two in a row
-            with memory.training_states_away([moved.engine], enabled=True):
+            with optimizer_offload.training_states_away([moved.engine], enabled=True):
                 assert masters_away(moved) == (zero in (1, 2))
                 assert len(weights(moved)) == len(start)  # the weights stay, to be read
             assert not masters_away(moved)
@@ -67,7 +67,7 @@ def test_what_a_rollout_raises_brings_them_back(everything_moves):
         actor.step()
     with (
         pytest.raises(ZeroDivisionError),
-        memory.training_states_away([moved.engine], enabled=True),
+        optimizer_offload.training_states_away([moved.engine], enabled=True),
     ):
         raise ZeroDivisionError
     assert not masters_away(moved)
@@ -79,13 +79,13 @@ def test_what_a_rollout_raises_brings_them_back(everything_moves):
 
 def test_nothing_moves_unless_asked(everything_moves):
     actor = Actor(build("llama"), 2)
-    with memory.training_states_away([actor.engine], enabled=False):
+    with optimizer_offload.training_states_away([actor.engine], enabled=False):
         pass
     assert everything_moves == []
 
 
 def test_states_on_the_cpu_stay_there():
-    assert not memory._lies_on_the_device(Actor(build("llama"), 0).engine)
+    assert not optimizer_offload._lies_on_the_device(Actor(build("llama"), 0).engine)
 
 
 def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.stream import Buckets, factor_stream, module_shards, weight_stream
+from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.inference.model.checkpoint_reader import normalised_names
