@@ -15,7 +15,6 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
     from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import sft_dataset
@@ -29,6 +28,7 @@ def main() -> None:
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir
+    from dschat.supervised import loop
 
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -37,7 +37,7 @@ def main() -> None:
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     console.check_sinks(config)
-    zero = supervised.zero_settings(config)
+    zero = loop.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
@@ -45,10 +45,10 @@ def main() -> None:
     trust = config.trust_remote_code
     model_config = load_config(name, "--model_name_or_path", trust)
     require_causal_lm(model_config, name, "--model_name_or_path")
-    tokenizer = supervised.load_tokenizer_of_base(config, name, model_config, "lm")
+    tokenizer = loop.load_tokenizer_of_base(config, name, model_config, "lm")
     with dist.main_process_first():
         train_rows, held_out = sft_dataset(config, tokenizer, "both")
-    train_batches, eval_batches = supervised.step_batches(config, train_rows, held_out)
+    train_batches, eval_batches = loop.step_batches(config, train_rows, held_out)
 
     with sharded_loading(zero):
         model = load_causal_lm(
@@ -64,21 +64,21 @@ def main() -> None:
     match_vocabulary(model_config, model.config, frozen)
     architecture = type(model).__name__
     stops = stop_ids(tokenizer, model.generation_config)
-    num_steps = supervised.num_total_steps(config, train_batches)
-    engine = supervised.build_engine(model, config, zero, num_steps)
+    num_steps = loop.num_total_steps(config, train_batches)
+    engine = loop.build_engine(model, config, zero, num_steps)
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
     metrics_log = console.MetricsLog(config.output_dir, config)
-    task = supervised.SFTTask(tokenizer.pad_token_id)
+    task = loop.SFTTask(tokenizer.pad_token_id)
     judged = gold_knows(config.data_path) and not zero.shards_parameters
     generator = HuggingFaceGenerator(
         unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
     )
     if judged:
         metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
-    supervised.train(engine, task, config, train_batches, eval_batches, metrics_log)
+    loop.train(engine, task, config, train_batches, eval_batches, metrics_log)
     if judged:
         gold = sample_gold(generator, tokenizer, config.max_eval_samples)
         metrics_log.write(num_steps, gold)
@@ -86,7 +86,7 @@ def main() -> None:
     metrics_log.close()
 
     # Save.
-    supervised.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
+    loop.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
     console.logger.info("saved %s", config.output_dir)
     dist.shutdown()
 

@@ -21,7 +21,6 @@ def main() -> None:
 
     from transformers import set_seed
 
-    from dschat import supervised
     from dschat.builtin.tiny_model import resolve_model
     from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import preference_dataset
@@ -29,6 +28,7 @@ def main() -> None:
     from dschat.models.model_kind import require_causal_lm, require_score_head
     from dschat.observability import console
     from dschat.runtime.output_dir import check_output_dir
+    from dschat.supervised import loop
 
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -38,7 +38,7 @@ def main() -> None:
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     console.check_sinks(config)
-    zero = supervised.zero_settings(config)
+    zero = loop.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
@@ -46,7 +46,7 @@ def main() -> None:
     model_config = load_config(name, BASE, config.trust_remote_code)
     (require_causal_lm if config.trains_policy else require_score_head)(model_config, name, BASE)
     kind = "lm" if config.trains_policy else "score"
-    tokenizer = supervised.load_tokenizer_of_base(config, name, model_config, kind)
+    tokenizer = loop.load_tokenizer_of_base(config, name, model_config, kind)
     with dist.main_process_first():
         tables = preference_dataset(config, tokenizer, "both")
 
@@ -59,7 +59,6 @@ def main() -> None:
 
 def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model gets a score head, for step 3."""
-    from dschat import supervised
     from dschat.finished import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
@@ -68,10 +67,11 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     from dschat.observability import console
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.output_dir import claim_output_dir
+    from dschat.supervised import loop
 
     ensure_distinct_pad(tokenizer)
-    batches = supervised.step_batches(config, *tables)
-    num_steps = supervised.num_total_steps(config, batches[0])
+    batches = loop.step_batches(config, *tables)
+    num_steps = loop.num_total_steps(config, batches[0])
     with sharded_loading(zero):
         model = load_score_backbone(
             name,
@@ -85,23 +85,22 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
             trust_remote_code=config.trust_remote_code,
         )
     companions = (model.config, tokenizer, type(model).__name__)
-    engine = supervised.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
+    engine = loop.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
     metrics_log = console.MetricsLog(config.output_dir, config)
-    task = supervised.RewardTask(tokenizer.pad_token_id)
-    supervised.train(engine, task, config, *batches, metrics_log)
+    task = loop.RewardTask(tokenizer.pad_token_id)
+    loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
     # Save.
-    supervised.save(unwrap(engine).model, config, *companions)
+    loop.save(unwrap(engine).model, config, *companions)
 
 
 def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model stays one, held to what it was; it lies where step 3 would leave it."""
-    from dschat import preference, supervised
     from dschat.finished import record_of
     from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.load import load_causal_lm
@@ -111,10 +110,11 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import claim_output_dir
+    from dschat.supervised import loop, preference
 
     tables = preference.as_pairs(config, *tables)
-    batches = supervised.step_batches(config, *tables)
-    num_steps = supervised.num_total_steps(config, batches[0])
+    batches = loop.step_batches(config, *tables)
+    num_steps = loop.num_total_steps(config, batches[0])
     load = partial(
         load_causal_lm,
         name,
@@ -129,7 +129,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     match_vocabulary(model_config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
     stops = stop_ids(tokenizer, model.generation_config)
     companions = (model_config, tokenizer, type(model).__name__, stops)
-    engine = supervised.build_engine(model, config, zero, num_steps)
+    engine = loop.build_engine(model, config, zero, num_steps)
     task = preference.PreferenceTask(
         config, tokenizer.pad_token_id, preference.load_reference(config, zero, load)
     )
@@ -147,7 +147,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     )
     if judged:
         metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
-    supervised.train(engine, task, config, *batches, metrics_log)
+    loop.train(engine, task, config, *batches, metrics_log)
     if judged:
         gold = sample_gold(generator, tokenizer, config.max_eval_samples)
         metrics_log.write(num_steps, gold)
@@ -155,7 +155,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     metrics_log.close()
 
     # Save.
-    supervised.save(unwrap(engine), config, *companions, subfolder="actor")
+    loop.save(unwrap(engine), config, *companions, subfolder="actor")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 100.0  # of one command; it is killed then
 IMPORTS = (
     "dschat.runtime.deepspeed_engine",  # NOTE first: it tells DeepSpeed which accelerator there is
-    "dschat.supervised",
+    "dschat.supervised.loop",
     "dschat.rlhf.ppo",
     "dschat.rlhf.run",
     "dschat.rlhf.evaluation",

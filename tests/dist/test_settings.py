@@ -14,8 +14,8 @@ from step_cases import GLOBAL_BATCH, Case, build_supervised, build_trainer, my_p
 from test_same_losses import close, slow
 from test_saved import check_saved
 
-from dschat import supervised
 from dschat.runtime.deepspeed_engine import unwrap
+from dschat.supervised import loop
 
 LORA = {"lora_dim": 4}
 LORA_BOTH = {"actor_lora_dim": 4, "critic_lora_dim": 4}
@@ -149,7 +149,7 @@ def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tm
     }
     engine.train()
     count = forwards(unwrap(engine))
-    supervised.train_step(engine, task, [rows[step]])
+    loop.train_step(engine, task, [rows[step]])
     assert count() == (2 if on else 1)
 
 

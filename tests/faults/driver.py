@@ -70,11 +70,11 @@ def tell_phases(folder: Path) -> None:
         os.pwrite(handle, phase.ljust(_WIDTH).encode(), 0)
 
     tell("start")
-    from dschat import supervised
     from dschat.rlhf import ppo, run
+    from dschat.supervised import loop
 
-    before(supervised, "train_step", lambda *_: tell("step"))
-    before(supervised, "evaluate", lambda *_: tell("evaluation"))
+    before(loop, "train_step", lambda *_: tell("step"))
+    before(loop, "evaluate", lambda *_: tell("evaluation"))
     before(run.Reporter, "evaluate", lambda *_: tell("evaluation"))
     before(ppo.DeepSpeedPPOTrainer, "generate_experience", lambda *_: tell("rollout"))
     before(ppo.DeepSpeedPPOTrainer, "train_rlhf", lambda *_: tell("update"))
@@ -119,10 +119,10 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
             self._first = False
             super().backward(loss)
 
-    from dschat import supervised
     from dschat.rlhf import ppo
+    from dschat.supervised import loop
 
-    supervised.Step = ppo.Step = Counted
+    loop.Step = ppo.Step = Counted
 
 
 def nan_scores(number: int, rank: int) -> None:

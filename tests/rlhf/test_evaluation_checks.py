@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat import preference
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
 from dschat.rlhf.collect import Prompts
@@ -15,6 +14,7 @@ from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_po
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.rewards import SourceScores
 from dschat.rlhf.scoring import evaluating
+from dschat.supervised import preference
 
 
 def evaluated(sources, has_programs=True, **knobs):

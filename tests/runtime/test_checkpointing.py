@@ -11,7 +11,6 @@ import torch
 from program_cases import parity, trainer_of
 from step_cases import PROMPTS
 
-from dschat import supervised
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import Stopped
 from dschat.rlhf import collect
@@ -20,6 +19,7 @@ from dschat.rlhf.rewards import RewardError
 from dschat.rlhf.run import Reporter
 from dschat.runtime.checkpointing import boundaries
 from dschat.runtime.output_dir import COMPLETE
+from dschat.supervised import loop as supervised
 
 ITERATIONS = 4
 

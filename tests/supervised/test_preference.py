@@ -10,11 +10,11 @@ from step_cases import Case
 from tiny_models import PAD, causal_lm
 from torch import nn
 
-from dschat import supervised
 from dschat.config import RewardConfig, UserError
 from dschat.data.collate import collate_preferences
 from dschat.observability.console import format_line
-from dschat.preference import Pairs, PreferenceTask, answer_logps
+from dschat.supervised import loop
+from dschat.supervised.preference import Pairs, PreferenceTask, answer_logps
 
 BLOCKS = ("chosen_ids", "rejected_ids")
 ROWS = [
@@ -176,7 +176,7 @@ def test_the_reference_stays_while_the_policy_moves(case, is_reference, models_f
     torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
     engine.train()
     for _ in range(2):
-        supervised.train_step(engine, task, [rows])
+        loop.train_step(engine, task, [rows])
     torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
     assert (of_policy() - start).abs().max() > 0.01
 

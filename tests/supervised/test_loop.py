@@ -13,9 +13,9 @@ from tiny_models import EOS, PAD
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dschat import supervised
 from dschat.observability.console import MetricsLog
-from dschat.supervised import RewardTask, SFTTask
+from dschat.supervised import loop
+from dschat.supervised.loop import RewardTask, SFTTask
 
 SFT = Case("sft", micro=4)
 
@@ -26,12 +26,10 @@ def train(models_folder, tmp_path, case=SFT, rows=None, held_out=None, task=None
     case = Case(case.step, case.zero, case.micro, case.model, options=options)
     engine, own_task, config, _ = build_supervised(case, models_folder, tmp_path)
     rows = rows if rows is not None else sft_rows()
-    batches = supervised.step_batches(config, rows, held_out if held_out is not None else rows[:5])
+    batches = loop.step_batches(config, rows, held_out if held_out is not None else rows[:5])
     log = MetricsLog(config.output_dir, config)
     try:
-        result = supervised.train(
-            engine, task(own_task) if task else own_task, config, *batches, log
-        )
+        result = loop.train(engine, task(own_task) if task else own_task, config, *batches, log)
     finally:
         log.close()
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()

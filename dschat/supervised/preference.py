@@ -1,6 +1,7 @@
 """Step 2's other road: the policy itself learns from pairs, by DPO, IPO or KTO.
 
-Pairs and a policy come in; a task for the loop of `dschat.supervised` goes out, and the reference
+Pairs and a policy come in; a task for the loop of `dschat.supervised.loop` goes out, and the
+reference
 that the policy is held to: a frozen copy, the policy without its adapters, or log-probs computed
 before the first step. It must not know the loop, nor where the pairs came from.
 """
