@@ -38,7 +38,7 @@ IMPORTS = (
     "dschat.rlhf.run",
     "dschat.rlhf.evaluation",
     "dschat.runtime.gold_eval",
-    "dschat.chat",
+    "dschat.chat.session",
     "dschat.inference",
     "dschat.inference.hf_generator",
     "dschat.data.tokenize",

@@ -21,7 +21,7 @@ import pytest
 
 from dschat import launch, recipe, show_data
 from dschat.builtin.tiny_model import resolve_model
-from dschat.chat import ChatConfig
+from dschat.chat.session import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.data.table import ADAPTERS, GENERIC

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dschat import launch, recipe
-from dschat.chat import ChatConfig
+from dschat.chat.session import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.inference.protocol import SamplingParams

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dschat.builtin.tiny_model import materialise_tiny, tiny_tokenizer
-from dschat.chat import Chat, ChatConfig, Conversation, StreamDecoder
+from dschat.chat.session import Chat, ChatConfig, Conversation, StreamDecoder
 from dschat.config import UserError, parser
 from dschat.inference.protocol import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 
 
@@ -325,7 +325,7 @@ def test_wrong_flags(flags, message):
 def test_what_is_no_causal_lm_is_refused_before_weights(
     tmp_path, checkpoint, architecture, message
 ):
-    from dschat.chat import load_chat
+    from dschat.chat.session import load_chat
 
     folder = tmp_path / ("step3_rlhf/actor" if architecture is None else "")
     folder.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,7 @@ def test_what_is_no_causal_lm_is_refused_before_weights(
 
 
 def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
-    from dschat.chat import load_chat
+    from dschat.chat.session import load_chat
 
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('only users may speak') }}"
