@@ -19,12 +19,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dschat import launch, recipe, running
 from dschat.checkpoint import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import Request, log_lines, tables
-from dschat.summary import format_summary, write_summary
+from dschat.launch import recipe, run_plan, supervisor
+from dschat.launch.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
 
@@ -33,7 +33,7 @@ def main() -> int:
     # Parse and plan.
     config, step_flags = recipe.parse_args(sys.argv[1:])
     # A plan of memory may be for machines that are not here, as a dry run may.
-    plan = launch.plan(
+    plan = run_plan.plan(
         replace(config, dry_run=config.dry_run or config.plan),
         step_flags,
         ROOT,
@@ -55,7 +55,7 @@ def main() -> int:
         say(line)
 
     # Run the steps, one after another.
-    with running.Runner() as runner:
+    with supervisor.Runner() as runner:
         for step, command in plan.commands:
             if runner.asked:
                 return stopped(f"stopped before step {step.number}", plan)
@@ -94,12 +94,12 @@ def note_seconds(output_dir: Path, seconds: dict[int, float], went_on: bool) -> 
         say(f"summary.json is not written: {error}")
 
 
-def stopped(what: str, plan: launch.Plan, folder: Path | None = None) -> int:
+def stopped(what: str, plan: run_plan.Plan, folder: Path | None = None) -> int:
     """Say how to go on with a run that was asked to stop; the exit code."""
     found = newest(folder) if folder else None
     where = f", saved in {found.folder}" if found else ""
     again = f" without {' and '.join(plan.anew)}" if plan.anew else ""
-    running.say(f"{what}{where}; the same command{again} goes on from there")
+    supervisor.say(f"{what}{where}; the same command{again} goes on from there")
     return stop_signals.EXIT_CODE
 
 
@@ -110,7 +110,7 @@ def ask(question: str) -> bool:
         return False
 
 
-def memory_request(config: recipe.TrainConfig, plan: launch.Plan) -> Request:
+def memory_request(config: recipe.TrainConfig, plan: run_plan.Plan) -> Request:
     """What the plan of memory needs to know."""
     steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
     nodes = plan.nodes

@@ -51,8 +51,8 @@ from dschat.data.batches import PromptBatches
 from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import entrypoint
 from dschat.inference.model.checkpoint_reader import checkpoint_stream
+from dschat.launch.recipe import load_recipe
 from dschat.models.tokenizer import load_tokenizer
-from dschat.recipe import load_recipe
 
 OURS = "dschat"
 SIDES = (OURS, "trl", "trl_defaults")

@@ -18,8 +18,8 @@ def main() -> None:
     from dschat.builtin.tiny_model import resolve_model
     from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import sft_dataset
-    from dschat.finished import record_of
     from dschat.inference.hf_generator import HuggingFaceGenerator
+    from dschat.launch.finished_steps import record_of
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.model_kind import require_causal_lm
     from dschat.models.tokenizer import stop_ids

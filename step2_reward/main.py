@@ -59,7 +59,7 @@ def main() -> None:
 
 def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model gets a score head, for step 3."""
-    from dschat.finished import record_of
+    from dschat.launch.finished_steps import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
@@ -101,8 +101,8 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
 
 def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     """A language model stays one, held to what it was; it lies where step 3 would leave it."""
-    from dschat.finished import record_of
     from dschat.inference.hf_generator import HuggingFaceGenerator
+    from dschat.launch.finished_steps import record_of
     from dschat.models.load import load_causal_lm
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids

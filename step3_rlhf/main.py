@@ -26,7 +26,7 @@ def main() -> None:
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
-    from dschat.finished import record_of
+    from dschat.launch.finished_steps import record_of
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console

@@ -43,10 +43,10 @@ IMPORTS = (
     "dschat.inference.hf_generator",
     "dschat.data.tokenize",
     "dschat.data.show",
-    "dschat.launch",
-    "dschat.estimate.check",
+    "dschat.launch.run_plan",
+    "dschat.launch.preflight",
     "dschat.estimate.run",
-    "dschat.summary",
+    "dschat.launch.summary",
 )
 
 

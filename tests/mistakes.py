@@ -41,7 +41,7 @@ from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams
 from dschat.distributed import entrypoint
 from dschat.inference import InferenceEngine
 from dschat.estimate import Request
-from dschat.estimate.check import check
+from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
 from dschat.rewards import modules
 from dschat.rewards.reward_functions import RewardPrograms

@@ -19,12 +19,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dschat import launch, recipe, show_data
+from dschat import show_data
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.session import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.data.table import ADAPTERS, GENERIC
+from dschat.launch import recipe, run_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -124,7 +125,7 @@ def tables(page: str, *header: str) -> list[list[str]]:
 def workplace(tmp_path, monkeypatch):
     """The placeholders of the commands: data files, models, and the tree's own examples."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("dschat.observability.console.setup", lambda *_: None)
     pairs = [
@@ -151,7 +152,7 @@ def workplace(tmp_path, monkeypatch):
 
 def dry_run(words: list[str]) -> None:
     """Plan what ``train.py`` would run, and parse it as the steps would."""
-    made = launch.plan(*recipe.parse_args([*words, "--dry_run"]), ROOT)
+    made = run_plan.plan(*recipe.parse_args([*words, "--dry_run"]), ROOT)
     assert made.commands
     for step, command in made.commands:
         script = [word.endswith("main.py") for word in command].index(True)

@@ -67,7 +67,7 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
 def test_the_commands_parse(command, tmp_path):
     """A flag that the README shows and the script does not know would be an error."""
     from dschat.config import RewardConfig, RLHFConfig, SFTConfig, parser
-    from dschat.recipe import parse_args
+    from dschat.launch.recipe import parse_args
 
     script, *flags = command
     if script == "train.py":

@@ -7,8 +7,8 @@ import sys
 
 from dschat.distributed import entrypoint
 from dschat.estimate import Request
-from dschat.estimate.check import check
 from dschat.estimate.run import log_lines
+from dschat.launch.preflight import check
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dschat import launch, recipe
 from dschat.chat.session import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.inference.protocol import SamplingParams
-from dschat.recipe import TrainConfig
+from dschat.launch import recipe, run_plan
+from dschat.launch.recipe import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig, ChatConfig, ShowConfig, TrainConfig)
@@ -171,7 +171,7 @@ def test_any_yaml_as_recipe(data, tmp_path):
 
     def plan():
         config, groups = recipe.parse_args(argv)
-        return launch.plan(config, groups, ROOT)
+        return run_plan.plan(config, groups, ROOT)
 
     plan = checked(plan)
     for step, command in plan.commands if plan else ():

@@ -13,7 +13,7 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
 from dschat.config.data import ShowConfig
 from dschat.data.show import WIDTH, show
-from dschat.launch import _check_inputs
+from dschat.launch.run_plan import _check_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = tiny_tokenizer()

@@ -10,10 +10,10 @@ import pytest
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 import train
-from dschat import launch, recipe
 from dschat.estimate.run import planner
+from dschat.launch import recipe, run_plan
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
 QUICK = {"demo", "demo-dpo", "opt-1.3b", "openrlhf-7b"}  # the others take up to a minute each
 DEVICE_GIB = 80  # what the published runs had
@@ -76,10 +76,10 @@ def here(name, folder):
 )
 def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
     argv = ["--recipe", name, "--dry_run", "--output_dir", str(tmp_path / "out")]
     config, groups = recipe.parse_args([*argv, "--device_memory_gib", str(DEVICE_GIB)])
-    request = train.memory_request(config, launch.plan(config, groups, ROOT))
+    request = train.memory_request(config, run_plan.plan(config, groups, ROOT))
     named = request.base_models
     assert named <= {*MODELS, "builtin/tiny"}
     steps = {

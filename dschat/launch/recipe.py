@@ -15,7 +15,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import did_you_mean
 from dschat.config.fields import flag, require_types
-from dschat.nodes import NodesConfig
+from dschat.launch.cluster import NodesConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dschat.config import UserError
-from dschat.summary import format_summary, write_summary
+from dschat.launch.summary import format_summary, write_summary
 
 STEP_1 = [{"step": 0, "eval/loss": 4.0}, {"step": 0, "eval/gold": 0.01}, {"step": 1, "loss": 3.0}]
 STEP_2 = [

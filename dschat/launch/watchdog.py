@@ -1,6 +1,6 @@
 """Watchdog: ends a step's processes when the train.py that started them was killed.
 
-    python -m dschat.watchdog OUT/<step>/.ranks
+    python -m dschat.launch.watchdog OUT/<step>/.ranks
 
 A process of its own beside each step. It waits at a pipe that train.py holds open: the kernel
 closes it however train.py ends, and SIGKILL leaves train.py no other way to tell. Launchers go too,
@@ -31,7 +31,7 @@ def watched(ranks: Register, environment: Mapping[str, str]) -> Iterator[Callabl
     """
     reader, writer = os.pipe()  # NOTE neither end is inherited: the step would hold it open
     dog = subprocess.Popen(
-        [sys.executable, "-m", "dschat.watchdog", str(ranks.folder)],
+        [sys.executable, "-m", "dschat.launch.watchdog", str(ranks.folder)],
         env=environment,
         stdin=reader,
         stdout=subprocess.DEVNULL,

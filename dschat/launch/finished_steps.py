@@ -25,8 +25,8 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
-from dschat.recipe import Step
-from dschat.road import BASE
+from dschat.launch.recipe import Step
+from dschat.launch.steps import BASE
 from dschat.runtime.output_dir import COMPLETE
 
 SETTINGS = "training_config.yaml"

@@ -19,11 +19,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Optional
 
-from dschat import watchdog
 from dschat.config import UserError
 from dschat.distributed import process_registry, stop_signals
-from dschat.nodes import Nodes
-from dschat.watchdog import GRACE_S, send
+from dschat.launch import watchdog
+from dschat.launch.cluster import Nodes
+from dschat.launch.watchdog import GRACE_S, send
 
 SIGNALS = (*stop_signals.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
 

@@ -18,7 +18,7 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_folders
 from dschat.config import UserError
-from dschat.recipe import Step
+from dschat.launch.recipe import Step
 from dschat.runtime.output_dir import COMPLETE
 
 Ask = Callable[[str], bool]  # a question -> yes or no

@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat import launch, recipe, watchdog
 from dschat.checkpoint import compatibility
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 from dschat.distributed import stop_signals
+from dschat.launch import recipe, run_plan, watchdog
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 STUB = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -90,7 +90,7 @@ def tree(tmp_path, monkeypatch):
         (root / step.name).mkdir()
         (root / step.name / "main.py").write_text(STUB)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
     return root
 
 
@@ -112,8 +112,8 @@ def train(*argv: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
-def plan(tree: Path, *argv: str) -> launch.Plan:
-    return launch.plan(*recipe.parse_args(argv), tree)
+def plan(tree: Path, *argv: str) -> run_plan.Plan:
+    return run_plan.plan(*recipe.parse_args(argv), tree)
 
 
 def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
@@ -121,7 +121,7 @@ def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
     fields = {}
     for step, command in plan(tree, *argv).commands:
         flags = command[[part.endswith("main.py") for part in command].index(True) + 1 :]
-        fields[step.number] = launch.cli.given(step.config_class, flags)
+        fields[step.number] = run_plan.cli.given(step.config_class, flags)
     return fields
 
 
@@ -161,7 +161,7 @@ def test_no_flags_is_the_demo(tree):
 
 
 def test_design_example_with_many_processes(tree, monkeypatch):
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 64)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 64)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv = "--step 3 --actor-model facebook/opt-66b --reward-model facebook/opt-350m --num-gpus 64"
     made = plan(tree, *argv.split())
@@ -431,9 +431,9 @@ def test_the_question_names_what_changed(tree):
     cut_short(Path("out/step1_sft"), sft())
     asked = []
 
-    def plan_with(answer: bool) -> launch.Plan:
+    def plan_with(answer: bool) -> run_plan.Plan:
         parsed = recipe.parse_args([*QUIET, "--step1.seed", "4"])
-        return launch.plan(*parsed, tree, lambda question: asked.append(question) or answer)
+        return run_plan.plan(*parsed, tree, lambda question: asked.append(question) or answer)
 
     assert "goes on from" in plan_with(True).notes[0]
     assert asked[0].splitlines()[1:] == ["  seed: 3 -> 4", "Go on with these?"]
@@ -584,7 +584,7 @@ def test_a_reward_model_beside_programs(tree):
 
 
 def test_gpus_visible_here(tree, monkeypatch):
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 4)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (_, command) = plan(tree, "--recipe", "quiet").commands[0]
     assert command[command.index("--num_gpus") + 1] == "4"
@@ -597,7 +597,7 @@ def test_gpus_visible_here(tree, monkeypatch):
 
 
 def test_several_machines(tree, monkeypatch):
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 4)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 4)
     argv = ("--recipe", "quiet", "--num-nodes", "2", "--node-rank", "1", "--master-addr", "a")
     made = plan(tree, *argv)
     assert made.nodes.num_processes == 8
@@ -947,6 +947,6 @@ def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
 def test_a_name_too_long_for_a_disk_is_no_folder(tree):
     """pathlib's ``exists`` raises there."""
     name = "1" * 400
-    assert not launch._is_finished_sft(Path(name))
+    assert not run_plan._is_finished_sft(Path(name))
     planned = plan(tree, "--recipe", "quiet", "--actor-model", name, "--step", "1")
     assert [step.number for step, _ in planned.commands] == [1]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat import nodes
 from dschat.config import UserError
-from dschat.nodes import NodesConfig
+from dschat.launch import cluster
+from dschat.launch.cluster import NodesConfig
 
 EXAMPLE = Path("training/launch/hostfile")
 WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v", "--x=-1"]
@@ -26,16 +26,16 @@ def machine(tmp_path, monkeypatch):
     """A folder of its own, with every launcher's program, eight cores and no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(nodes.shutil, "which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr(cluster.shutil, "which", lambda program: f"/usr/bin/{program}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(nodes, "available_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr(cluster, "available_memory", lambda: 64 * 2**30)
     Path("hosts").write_text("# ours\n\nalpha slots=4\n  beta   slots=4 # new\n")
 
 
 def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=False, **flags):
     config = NodesConfig(**flags)
     config.validate_nodes()
-    return nodes.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
+    return cluster.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
 
 
 def test_numbers_come_from_flags_then_recipe_then_hostfile_then_here():
@@ -130,13 +130,13 @@ def test_without_gpus_cores_and_memory_limit_processes(monkeypatch):
     assert find(num_gpus=9, num_nodes=2, launcher="slurm").num_processes == 18  # not all here
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert find(num_gpus=2).num_processes == 2  # to try it out
-    monkeypatch.setattr(nodes, "available_memory", lambda: 600 * 2**20)
+    monkeypatch.setattr(cluster, "available_memory", lambda: 600 * 2**20)
     with pytest.raises(UserError, match="--num_gpus 2: .* 0.6 GiB of memory .* at most 1$"):
         find(num_gpus=2)
 
 
 def test_a_missing_program_is_named(monkeypatch):
-    monkeypatch.setattr(nodes.shutil, "which", lambda program: None)
+    monkeypatch.setattr(cluster.shutil, "which", lambda program: None)
     with pytest.raises(UserError, match="--launcher pdsh: there is no pdsh here"):
         find(hostfile="hosts")
     with pytest.raises(UserError, match="--launcher slurm: there is no srun here"):
@@ -255,7 +255,7 @@ def test_pdsh_reaches_no_folder_that_needs_quotes(name, monkeypatch):
 
 def test_mpi_launchers_name_the_meeting_point():
     made = {}
-    for launcher in nodes.MPI_LAUNCHERS:
+    for launcher in cluster.MPI_LAUNCHERS:
         found = find(hostfile="hosts", launcher=launcher, master_port=7000, launcher_args="-v")
         made[launcher] = deepspeed_command(found.command(1, WORDS))
         assert made[launcher][0] == "mpirun"

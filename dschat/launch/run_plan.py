@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 import dschat.distributed as dist
-from dschat import nodes, running
 from dschat.config import UserError, parser
 from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
-from dschat.finished import check_finished
-from dschat.recipe import (
+from dschat.launch import cluster, supervisor
+from dschat.launch.auto_resume import Ask, go_on
+from dschat.launch.finished_steps import check_finished
+from dschat.launch.recipe import (
     STEPS,
     Recipe,
     Step,
@@ -33,9 +34,8 @@ from dschat.recipe import (
     said_of_steps_before,
     step_values,
 )
-from dschat.road import choose_road, inputs_of
+from dschat.launch.steps import choose_road, inputs_of
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
-from dschat.unfinished import Ask, go_on
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Plan:
     notes: list[str]
     environment: dict[str, str]
     summary: bool
-    nodes: nodes.Nodes
+    nodes: cluster.Nodes
     anew: list[str]  # flags by which the same command would not go on with this run, but begin it
 
     def folder(self, step: Step) -> Path:
@@ -94,7 +94,7 @@ def plan(
     steps, notes = choose_road(config, values)
     numbers, taken, why = _choose(config, steps, values, out)
     folders = [out / steps[n].folder for n in numbers]
-    if any([running.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
+    if any([supervisor.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
         return plan(config, groups, root, ask)  # by what the run before left in the end
     for n in numbers:
         values[n]["output_dir"] = _folder(out, steps[n])
@@ -103,7 +103,7 @@ def plan(
         check_apart(_folder(out, steps[n]), values[n])
 
     example = root / "training" / "launch" / "hostfile"
-    where = nodes.find(
+    where = cluster.find(
         config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
     )
     before = said_of_steps_before(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
@@ -140,7 +140,7 @@ def _begin(
     config: TrainConfig,
     steps: Mapping[int, Step],
     values: dict[int, dict[str, Any]],
-    where: nodes.Nodes,
+    where: cluster.Nodes,
     ask: Optional[Ask],
 ) -> list[str]:
     """How each of the steps that run begins: completes its values, and returns a line where it is
@@ -330,7 +330,7 @@ def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the bars of loading weights too
     }
     if not num_gpus:
-        ours["OMP_NUM_THREADS"] = str(max(1, nodes.num_cores() // num_processes))
+        ours["OMP_NUM_THREADS"] = str(max(1, cluster.num_cores() // num_processes))
     environment = ours | dict(os.environ)
     # The launcher, pdsh and the ninja that compiles DeepSpeed's kernels are found beside Python.
     for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):

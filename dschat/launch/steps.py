@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dschat.config import RewardConfig, RLHFConfig, UserError
-from dschat.recipe import STEPS, Step, TrainConfig
+from dschat.launch.recipe import STEPS, Step, TrainConfig
 
 BASE = "model_name_or_path"
 ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"

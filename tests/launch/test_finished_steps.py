@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dschat import finished
 from dschat.checkpoint.compatibility import FREE, describe
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.finished import LAYOUT, SETTINGS, check_finished, differences, record_of
-from dschat.recipe import STEPS
+from dschat.launch import finished_steps
+from dschat.launch.finished_steps import LAYOUT, SETTINGS, check_finished, differences, record_of
+from dschat.launch.recipe import STEPS
 from dschat.runtime.output_dir import COMPLETE
 
 
@@ -143,5 +143,5 @@ def test_both_ways_out_are_named():
 def test_the_table_names_knobs():
     known = {f.name for config in (SFTConfig, RewardConfig, RLHFConfig) for f in fields(config)}
     bare = {name.removeprefix("actor_").removeprefix("critic_") for name in known}
-    assert bare >= finished.LAYOUT
+    assert bare >= finished_steps.LAYOUT
     assert not LAYOUT & FREE.keys()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dschat import launch, recipe
 from dschat.config import RLHFConfig
+from dschat.launch import recipe, run_plan
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "training" / "launch").glob("*.sbatch"))
 
@@ -40,19 +40,19 @@ STEPS = {"demo-dpo": [1, 2], "arithmetic": [1, 3], "arithmetic-dapo": [1, 3]}
 def here(monkeypatch):
     """The root of the tree, on a machine without GPUs."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
 
 
-def plan(*argv: str) -> launch.Plan:
-    return launch.plan(*recipe.parse_args([*argv, "--dry_run"]), ROOT)
+def plan(*argv: str) -> run_plan.Plan:
+    return run_plan.plan(*recipe.parse_args([*argv, "--dry_run"]), ROOT)
 
 
-def configs(made: launch.Plan) -> dict[int, object]:
+def configs(made: run_plan.Plan) -> dict[int, object]:
     """Each planned step's configuration, read back from its command and validated."""
     found = {}
     for step, command in made.commands:
         script = [part.endswith("main.py") for part in command].index(True)
-        found[step.number] = launch.cli.parse(step.config_class, command[script + 1 :])
+        found[step.number] = run_plan.cli.parse(step.config_class, command[script + 1 :])
     return found
 
 
@@ -147,7 +147,7 @@ def test_an_example_starts_what_parses(path, tmp_path):
             assert "--master_addr=gpu001" in made.commands[0][1]
             assert "--node_rank=3" in made.commands[0][1]
     else:
-        launch.cli.parse(recipe.STEPS[1].config_class, flags)
+        run_plan.cli.parse(recipe.STEPS[1].config_class, flags)
         assert calls.read_text().startswith("srun ")
 
 
