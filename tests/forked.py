@@ -42,7 +42,7 @@ IMPORTS = (
     "dschat.inference",
     "dschat.inference.hf_generator",
     "dschat.data.tokenize",
-    "dschat.data.show",
+    "dschat.data.inspect",
     "dschat.launch.run_plan",
     "dschat.launch.preflight",
     "dschat.estimate.run",

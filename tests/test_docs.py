@@ -19,12 +19,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dschat import show_data
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.session import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
-from dschat.data.table import ADAPTERS, GENERIC
+from dschat.data import __main__
+from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,7 +167,7 @@ def parse_step(words: list[str]) -> None:
 
 def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
     if words[:2] == ["-m", "dschat.data"]:
-        show_data.main()
+        __main__.main()
         assert "example 1" in capsys.readouterr().out
     elif words[0] == "train.py":
         dry_run(words[1:])

@@ -18,7 +18,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from dschat.data.columns import unpack, unpacked_names
+from dschat.data.sources.columns import unpack, unpacked_names
 
 Rows = list[Any]
 

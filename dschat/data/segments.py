@@ -20,7 +20,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from dschat.config import UserError
-from dschat.data.adapters import Content, Example
+from dschat.data.sources.adapters import Content, Example
 from dschat.models.chat_template import default_template, failure
 
 logger = logging.getLogger("dschat")

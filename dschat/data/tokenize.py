@@ -18,15 +18,15 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.adapters import Content, Example, Purpose
 from dschat.data.batches import RowStream
-from dschat.data.cache import mapped
-from dschat.data.columns import is_packed
+from dschat.data.pretraining_text import text_dataset
 from dschat.data.report import DataReport, read_report
 from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
-from dschat.data.sources import key_hash, load_examples
-from dschat.data.stream import ExampleStream, Tally
-from dschat.data.text import text_dataset
+from dschat.data.sources.adapters import Content, Example, Purpose
+from dschat.data.sources.columns import is_packed
+from dschat.data.sources.splits import key_hash, load_examples
+from dschat.data.sources.stream import ExampleStream, Tally
+from dschat.data.sources.table_cache import mapped
 
 __all__ = [
     "DataReport",

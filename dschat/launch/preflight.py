@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.data.adapters import PURPOSES
-from dschat.data.read import looks_like_file
-from dschat.data.sources import load_source, named_held_out, parse_spec
+from dschat.data.sources.adapters import PURPOSES
+from dschat.data.sources.resolve import looks_like_file
+from dschat.data.sources.splits import load_source, named_held_out, parse_spec
 from dschat.estimate import Request
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head

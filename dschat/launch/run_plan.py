@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError, parser
-from dschat.data.files import SUFFIXES, TEXT_SUFFIX, kind_of
+from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.auto_resume import Ask, go_on
 from dschat.launch.finished_steps import check_finished

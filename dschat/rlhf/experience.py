@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.data.adapters import Content
 from dschat.data.collate import pad_right
+from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.data.adapters import Content
 from dschat.data.collate import pad_right
 from dschat.data.segments import render_chat
+from dschat.data.sources.adapters import Content
 from dschat.models.chat_template import default_template
 from dschat.rlhf.experience import Experience
 

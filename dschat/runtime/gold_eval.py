@@ -10,7 +10,7 @@ import dschat.distributed as dist
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.gold_scorer import answer_metrics
 from dschat.data.segments import prompt_text_ids
-from dschat.data.sources import parse_spec
+from dschat.data.sources.splits import parse_spec
 from dschat.inference.protocol import Generator, SamplingParams
 
 # The same draws at every evaluation, so that differences between them are the policy's.

@@ -14,7 +14,7 @@ from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches
-from dschat.data.sources import load_source
+from dschat.data.sources.splits import load_source
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.runtime.gold_eval import gold_knows
 

@@ -123,8 +123,8 @@ def test_stream_decoder_keeps_sentencepiece_spaces():
 
 def test_prompt_is_the_tokens_that_training_sees(tokenizer):
     """The second prompt is, token by token, a training example of the dialogue so far."""
-    from dschat.data.adapters import Example
     from dschat.data.segments import encode_examples
+    from dschat.data.sources.adapters import Example
 
     chat, generator = scripted_chat(tokenizer, " Paris.", "Rome.", system="Be kind.")
     assert "".join(chat.reply("capital of France?")) == "Paris."  # its opening space is not text

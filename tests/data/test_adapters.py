@@ -2,8 +2,8 @@
 
 import pytest
 
-from dschat.data.adapters import Example, normalise
-from dschat.data.table import Adapter
+from dschat.data.sources.adapters import Example, normalise
+from dschat.data.sources.known_datasets import Adapter
 
 USER, REPLY, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text}

@@ -12,7 +12,7 @@ import pytest
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig
 from dschat.data.batches import PromptBatches, prompt_columns, prompts_of
-from dschat.data.sources import load_examples
+from dschat.data.sources.splits import load_examples
 from dschat.data.tokenize import prompt_dataset
 
 TOKENIZER = tiny_tokenizer()

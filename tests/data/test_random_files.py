@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.adapters import PURPOSES, normalise
-from dschat.data.sources import load_examples
-from dschat.data.stream import ExampleStream
-from dschat.data.table import ADAPTERS, GENERIC
+from dschat.data.sources.adapters import PURPOSES, normalise
+from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
+from dschat.data.sources.splits import load_examples
+from dschat.data.sources.stream import ExampleStream
 
 quick = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

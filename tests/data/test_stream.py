@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.adapters import PURPOSES, Example
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
-from dschat.data.stream import ExampleStream, shuffled
+from dschat.data.sources.adapters import PURPOSES, Example
+from dschat.data.sources.stream import ExampleStream, shuffled
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset, text_dataset
 
 TOKENIZER = tiny_tokenizer()
@@ -242,8 +242,8 @@ RSS = """
 import sys
 from itertools import islice
 from dschat.config import SFTConfig
-from dschat.data.stream import ExampleStream
-from dschat.data.sources import load_examples
+from dschat.data.sources.stream import ExampleStream
+from dschat.data.sources.splits import load_examples
 
 def resident():  # MiB that are this process's own, not pages of a mapped file
     with open("/proc/self/status") as file:

@@ -17,10 +17,10 @@ from datasets import Dataset
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.data import DataConfig, ShowConfig
-from dschat.data.adapters import PURPOSES, Purpose, listed
 from dschat.data.batches import RowStream, prompt_columns, prompts_of
 from dschat.data.report import DataReport, read_report
-from dschat.data.sources import Source, open_source
+from dschat.data.sources.adapters import PURPOSES, Purpose, listed
+from dschat.data.sources.splits import Source, open_source
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 logger = logging.getLogger("dschat")

@@ -6,10 +6,10 @@ import datasets
 import pytest
 
 from dschat.config import CommonConfig, UserError
-from dschat.data import sources
-from dschat.data.read import Splits, table_rows
-from dschat.data.sources import Example, load_examples
-from dschat.data.table import ADAPTERS
+from dschat.data.sources import splits
+from dschat.data.sources.known_datasets import ADAPTERS
+from dschat.data.sources.resolve import Splits, table_rows
+from dschat.data.sources.splits import Example, load_examples
 
 SFT, RM, PPO = "sft", "reward", "rlhf"
 
@@ -345,7 +345,7 @@ def test_known_by_name(name, rows, step, expected, monkeypatch):
         asked.append(where)
         return Splits(table_rows(where, datasets.Dataset.from_list(rows)))
 
-    monkeypatch.setattr(sources, "read_source", read_source)
+    monkeypatch.setattr(splits, "read_source", read_source)
     assert load(name, step) == expected
     assert asked == [ADAPTERS[name].source or name]
 
@@ -368,7 +368,7 @@ def test_the_table_has_deepspeed_chats_sixteen_sets_and_each_is_tested():
 @pytest.mark.parametrize("name", NO_REJECTED)
 def test_a_set_for_step_1_says_in_step_2_what_it_lacks(name, monkeypatch):
     table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
-    monkeypatch.setattr(sources, "read_source", lambda *args, **knobs: Splits(table))
+    monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
     with pytest.raises(UserError, match="has no rejected answers, which step 2 needs") as caught:
         load(name, RM)
     assert name in str(caught.value)
@@ -377,7 +377,7 @@ def test_a_set_for_step_1_says_in_step_2_what_it_lacks(name, monkeypatch):
 def test_ties_and_the_like_are_counted_by_their_reason(monkeypatch, caplog):
     name = "openai/webgpt_comparisons"
     table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
-    monkeypatch.setattr(sources, "read_source", lambda *args, **knobs: Splits(table))
+    monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
     load(name, RM)
     assert "1 with an empty or unreadable rejected answer (scores that tie)" in caplog.text
     assert f"{name}, row 3" in caplog.text

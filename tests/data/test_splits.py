@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.sources import Example, cut, load_examples, parse_spec
+from dschat.data.sources.splits import Example, cut, load_examples, parse_spec
 
 USER, REPLY, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text}

@@ -14,11 +14,11 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config import UserError
-from dschat.data.adapters import CONTENT_FIELDS, Example, Purpose, normalise
-from dschat.data.cache import kept_on_disk
-from dschat.data.columns import pack, packed_names
-from dschat.data.read import Rows, broken_line
-from dschat.data.table import Adapter
+from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalise
+from dschat.data.sources.columns import pack, packed_names
+from dschat.data.sources.known_datasets import Adapter
+from dschat.data.sources.resolve import Rows, broken_line
+from dschat.data.sources.table_cache import kept_on_disk
 
 logger = logging.getLogger("dschat")
 

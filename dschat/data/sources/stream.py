@@ -21,10 +21,10 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config.data import DataConfig
-from dschat.data.adapters import CONTENT_FIELDS, PURPOSES, Purpose
-from dschat.data.normalised import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
-from dschat.data.read import Rows
-from dschat.data.sources import Source, key_hash, load_source, named_held_out, no_rows
+from dschat.data.sources.adapters import CONTENT_FIELDS, PURPOSES, Purpose
+from dschat.data.sources.normalize import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
+from dschat.data.sources.resolve import Rows
+from dschat.data.sources.splits import Source, key_hash, load_source, named_held_out, no_rows
 
 logger = logging.getLogger("dschat")
 

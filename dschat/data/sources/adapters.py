@@ -15,8 +15,15 @@ from typing import Any, Literal, Optional, Union
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
-from dschat.data.table import ADAPTERS, GENERIC, Adapter
-from dschat.data.turns import Content, Turn, Unusable, read_content, read_dialogue, split_text
+from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, Adapter
+from dschat.data.sources.turns import (
+    Content,
+    Turn,
+    Unusable,
+    read_content,
+    read_dialogue,
+    split_text,
+)
 
 Purpose = Literal["sft", "reward", "rlhf"]
 PURPOSES: tuple[Purpose, ...] = (

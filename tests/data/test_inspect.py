@@ -12,7 +12,7 @@ import pytest
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
 from dschat.config.data import ShowConfig
-from dschat.data.show import WIDTH, show
+from dschat.data.inspect import WIDTH, show
 from dschat.launch.run_plan import _check_inputs
 
 ROOT = Path(__file__).resolve().parents[2]

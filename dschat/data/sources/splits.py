@@ -23,7 +23,7 @@ from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
-from dschat.data.adapters import (
+from dschat.data.sources.adapters import (
     PURPOSES,
     Example,
     Purpose,
@@ -32,9 +32,9 @@ from dschat.data.adapters import (
     listed,
     require_answers,
 )
-from dschat.data.normalised import NOTES, flags_of, iterate, judge, normalised_table
-from dschat.data.read import Rows, Splits, read_source, table_rows
-from dschat.data.table import Adapter
+from dschat.data.sources.known_datasets import Adapter
+from dschat.data.sources.normalize import NOTES, flags_of, iterate, judge, normalised_table
+from dschat.data.sources.resolve import Rows, Splits, read_source, table_rows
 from dschat.memory import available_memory
 
 __all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]

@@ -15,12 +15,12 @@ from datasets import Dataset, Features, List, Value
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.batches import RowStream
-from dschat.data.cache import kept_on_disk, mapped
-from dschat.data.read import Rows, broken_line, read_source
 from dschat.data.report import read_report
 from dschat.data.segments import require_eos
-from dschat.data.stream import shuffled
-from dschat.data.turns import storable
+from dschat.data.sources.resolve import Rows, broken_line, read_source
+from dschat.data.sources.stream import shuffled
+from dschat.data.sources.table_cache import kept_on_disk, mapped
+from dschat.data.sources.turns import storable
 
 logger = logging.getLogger("dschat")
 

@@ -12,9 +12,9 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from dschat.config import CommonConfig, UserError
-from dschat.data import files, read
-from dschat.data.files import read_lines
-from dschat.data.sources import Example, load_examples
+from dschat.data.sources import readers, resolve
+from dschat.data.sources.readers import read_lines
+from dschat.data.sources.splits import Example, load_examples
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def pairs(num, prefix="p"):
 def put(path, rows):
     """Write rows in the format that the name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = files.kind_of(path.name)
+    kind = readers.kind_of(path.name)
     if kind == ".parquet":
         Dataset.from_list(rows).to_parquet(str(path))
         return str(path)
@@ -91,7 +91,7 @@ def test_chats_in_a_csv_are_json(tmp_path):
 
 
 def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 64)  # values are cut by every border of what is read
+    monkeypatch.setattr(readers, "_CHUNK", 64)  # values are cut by every border of what is read
     rows = [{**row, "note": "x" * (17 * i)} for i, row in enumerate(pairs(20))]
     expected = [row["prompt"] for row in rows]
     path = tmp_path / "x.json"
@@ -103,7 +103,7 @@ def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
 
 
 def test_a_list_with_a_fault_says_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 64)
+    monkeypatch.setattr(readers, "_CHUNK", 64)
     text = json.dumps(pairs(20), indent=1).replace('"a 11"', "oops")
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -315,9 +315,9 @@ def test_a_changed_file_is_read_anew(tmp_path):
 def test_rows_are_kept_on_disk_and_read_once(tmp_path, monkeypatch):
     path = put(tmp_path / "x.jsonl", pairs(3))
     first = prompts(path)
-    monkeypatch.setattr(read, "_NUM_PEEKED", 1)
+    monkeypatch.setattr(resolve, "_NUM_PEEKED", 1)
     reads = []
-    true_lines = files.read_lines
+    true_lines = readers.read_lines
     monkeypatch.setattr(
         read, "read_lines", lambda p: (reads.append(line) or line for line in true_lines(p))
     )

@@ -19,7 +19,7 @@ import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from dschat.config import UserError
-from dschat.data.files import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
+from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
 
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
 _SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)

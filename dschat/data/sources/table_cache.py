@@ -20,7 +20,7 @@ from datasets import Dataset, Features
 from datasets.arrow_writer import ArrowWriter
 
 from dschat.config import UserError
-from dschat.data.read import quiet
+from dschat.data.sources.resolve import quiet
 
 CODE = Path(__file__).parents[1]  # the package
 _MADE_BY = ("data/*.py", "chat_template.py")  # in it: what reads, normalises, renders, tokenises

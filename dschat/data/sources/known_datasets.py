@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from dschat.data.turns import Unusable, vicuna_turns
+from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
-from dschat.data.table import Adapter
+from dschat.data.sources.known_datasets import Adapter
 
 _MARK = "column: "
 

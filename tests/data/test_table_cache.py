@@ -8,7 +8,8 @@ import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
-from dschat.data import cache, segments, text
+from dschat.data import pretraining_text, segments
+from dschat.data.sources import table_cache
 from dschat.data.tokenize import sft_dataset, text_dataset
 
 XES = "{% for m in messages %}x{% endfor %}"
@@ -41,7 +42,7 @@ def text_ids(folder, tokenizer):
     [
         (dialogue_ids, "data/segments.py", segments, "_through_eos", lambda ids, eos: [7]),
         (dialogue_ids, "chat_template.py", segments, "default_template", lambda _: XES),
-        (text_ids, "data/text.py", text, "require_eos", lambda _: 7),
+        (text_ids, "data/text.py", pretraining_text, "require_eos", lambda _: 7),
     ],
 )
 def test_tables_do_not_outlive_the_code_that_made_them(
@@ -51,8 +52,8 @@ def test_tables_do_not_outlive_the_code_that_made_them(
     tokenizer.chat_template = None
     first = make(tmp_path, tokenizer)
     code = tmp_path / "code"
-    shutil.copytree(cache.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(cache, "CODE", code)
+    shutil.copytree(table_cache.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(table_cache, "CODE", code)
     monkeypatch.setattr(module, name, edited)
     assert make(tmp_path, tokenizer) == first  # the same code by its digest: from the cache
     with (code / file).open("a") as source:

@@ -1,0 +1,1 @@
+"""From files and hub names to examples: readers, adapters, splits, streams."""
