@@ -24,7 +24,7 @@ from dschat.config import RLHFConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ _EXPORTS = {
     "RLHFConfig": "dschat.config",
     "SamplingParams": "dschat.inference.protocol",
     "DeepSpeedRLHFEngine": "dschat.rlhf.engine",
-    "DeepSpeedPPOTrainer": "dschat.rlhf.ppo",
+    "DeepSpeedPPOTrainer": "dschat.rlhf.trainer",
     "Experience": "dschat.rlhf.experience",
 }
 __all__ = sorted(_EXPORTS)

@@ -30,10 +30,10 @@ def main() -> None:
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
-    from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+    from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
+    from dschat.rlhf.reporter import Reporter, unsupervised_steps
     from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
-    from dschat.rlhf.run import Reporter, unsupervised_steps
     from dschat.runtime.checkpointing import boundaries
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir, mark_complete

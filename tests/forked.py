@@ -34,8 +34,8 @@ LONGEST_S = 100.0  # of one command; it is killed then
 IMPORTS = (
     "dschat.runtime.deepspeed_engine",  # NOTE first: it tells DeepSpeed which accelerator there is
     "dschat.supervised.loop",
-    "dschat.rlhf.ppo",
-    "dschat.rlhf.run",
+    "dschat.rlhf.trainer",
+    "dschat.rlhf.reporter",
     "dschat.rlhf.evaluation",
     "dschat.runtime.gold_eval",
     "dschat.chat.session",

@@ -18,7 +18,7 @@ from dschat.estimate import Request
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head
 from dschat.models.tokenizer import load_tokenizer
-from dschat.rlhf.checkpoints import ACTOR, check_lengths, find_checkpoints
+from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
 
 BASE = "--model_name_or_path"
 

@@ -33,9 +33,9 @@ from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.models.vocabulary import num_ids
-from dschat.rlhf.checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.initial_checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rewards import score_sequences
 from dschat.runtime.deepspeed_engine import (

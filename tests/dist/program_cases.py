@@ -5,7 +5,7 @@ from step_cases import Case, ppo_config
 
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
 def parity(answer_ids):

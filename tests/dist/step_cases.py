@@ -28,7 +28,7 @@ from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
 from dschat.observability.console import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
 from dschat.supervised import loop
 

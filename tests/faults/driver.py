@@ -70,14 +70,14 @@ def tell_phases(folder: Path) -> None:
         os.pwrite(handle, phase.ljust(_WIDTH).encode(), 0)
 
     tell("start")
-    from dschat.rlhf import ppo, run
+    from dschat.rlhf import reporter, trainer
     from dschat.supervised import loop
 
     before(loop, "train_step", lambda *_: tell("step"))
     before(loop, "evaluate", lambda *_: tell("evaluation"))
-    before(run.Reporter, "evaluate", lambda *_: tell("evaluation"))
-    before(ppo.DeepSpeedPPOTrainer, "generate_experience", lambda *_: tell("rollout"))
-    before(ppo.DeepSpeedPPOTrainer, "train_rlhf", lambda *_: tell("update"))
+    before(reporter.Reporter, "evaluate", lambda *_: tell("evaluation"))
+    before(trainer.DeepSpeedPPOTrainer, "generate_experience", lambda *_: tell("rollout"))
+    before(trainer.DeepSpeedPPOTrainer, "train_rlhf", lambda *_: tell("update"))
 
 
 # -- Faults
@@ -119,29 +119,29 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
             self._first = False
             super().backward(loss)
 
-    from dschat.rlhf import ppo
+    from dschat.rlhf import trainer
     from dschat.supervised import loop
 
-    loop.Step = ppo.Step = Counted
+    loop.Step = trainer.Step = Counted
 
 
 def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf import collect
+    from dschat.rlhf import rollout_collector
 
     def spoil(scores: Any) -> Any:
         scores[0] = float("nan")
         return scores
 
-    _in_rollout(collect, "reward_model_scores", number, rank, spoil)
+    _in_rollout(rollout_collector, "reward_model_scores", number, rank, spoil)
 
 
 def nan_logprobs(number: int, rank: int) -> None:
-    from dschat.rlhf import ppo
+    from dschat.rlhf import trainer
 
     def spoil(experience: Any) -> None:
         experience.ref_logprobs[0, 0] = float("-inf")
 
-    fill_in, rollouts = ppo.fill_in, [0]
+    fill_in, rollouts = trainer.fill_in, [0]
 
     def filled(engine: Any, experience: Any, args: Any) -> None:
         import dschat.distributed as dist
@@ -151,20 +151,20 @@ def nan_logprobs(number: int, rank: int) -> None:
         if rollouts[0] == number and dist.rank() == rank:
             spoil(experience)
 
-    ppo.fill_in = filled
+    trainer.fill_in = filled
 
 
 def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[Any], Any]) -> None:
     """``spoil`` what ``owner.name`` returns for the ``number``-th rollout, not in evaluations."""
     import dschat.distributed as dist
-    from dschat.rlhf import collect
+    from dschat.rlhf import rollout_collector
 
     rollouts = [0]
 
     def count(*_: Any) -> None:
         rollouts[0] += 1
 
-    before(collect.Collector, "score", count)
+    before(rollout_collector.Collector, "score", count)
     after(
         owner,
         name,

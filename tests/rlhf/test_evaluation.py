@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
 from dschat.data.batches import Prompts
-from dschat.rlhf import collect
+from dschat.rlhf import rollout_collector
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
-from dschat.rlhf.run import Reporter
+from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED
 
@@ -32,7 +32,9 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_one(n):
 
 
 def held_out(count=6):
-    prompts = collect.Prompts.of(Prompts(PROMPTS[:count], texts=[str(i) for i in range(count)]))
+    prompts = rollout_collector.Prompts.of(
+        Prompts(PROMPTS[:count], texts=[str(i) for i in range(count)])
+    )
     return HeldOutPrompts(prompts, [""] * count, 0, count, gold=False)
 
 
@@ -128,7 +130,7 @@ def test_the_same_draws_every_time(models_folder):
 def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     scores = iter([0.2, 0.5, 0.4, float("nan"), 0.5])
     monkeypatch.setattr(
-        "dschat.rlhf.run.evaluate_policy", lambda *args: {"eval/score": next(scores)}
+        "dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": next(scores)}
     )
     options = {"keep_best": True, "output_dir": str(tmp_path), "enable_tensorboard": False}
     trainer = trainer_of(models_folder, **options)
@@ -151,7 +153,7 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
     options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": True}
     trainer = trainer_of(models_folder, **options)
     monkeypatch.setattr(trainer.engine, "save_actor", lambda folder: None)
-    monkeypatch.setattr("dschat.rlhf.run.evaluate_policy", lambda *args: {"eval/score": 0.5})
+    monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": 0.5})
     first = Reporter(trainer, held_out(), 3)
     first.begin(SimpleNamespace(begin=lambda state: None))
     values = json.loads(json.dumps(first._state().values))

@@ -9,10 +9,10 @@ import torch
 
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
-from dschat.rlhf.collect import Prompts
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.rewards import SourceScores
+from dschat.rlhf.rollout_collector import Prompts
 from dschat.rlhf.scoring import evaluating
 from dschat.supervised import preference
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
-from dschat.rlhf import collect, ppo, scoring
+from dschat.rlhf import rollout_collector, scoring
+from dschat.rlhf import trainer as ppo
 from dschat.runtime.optimizer_step import Step
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +28,14 @@ def weights(model):
 
 
 def spoil_scores(monkeypatch):
-    scored = collect.reward_model_scores
+    scored = rollout_collector.reward_model_scores
 
     def spoilt(*args):
         scores = scored(*args)
         scores[1] = NAN
         return scores
 
-    monkeypatch.setattr(collect, "reward_model_scores", spoilt)
+    monkeypatch.setattr(rollout_collector, "reward_model_scores", spoilt)
 
 
 def spoil(name, value):

@@ -27,8 +27,8 @@ from dschat.data.batches import PromptBatches, Prompts
 from dschat.data.tokenize import prompt_dataset, prompt_text_ids
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rlhf.retokenize import Retokenizer
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 
 CHATML = (

@@ -22,7 +22,7 @@ from transformers import (
 
 from dschat.config import RLHFConfig
 from dschat.losses import AdaptiveKL
-from dschat.rlhf import ppo
+from dschat.rlhf import trainer as ppo
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import Step
 

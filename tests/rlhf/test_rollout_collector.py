@@ -10,10 +10,10 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rlhf.collect import Collected, Collector, Prompts
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
 from dschat.rlhf.rewards import RewardPrograms, SourceScores, any_applies
+from dschat.rlhf.rollout_collector import Collected, Collector, Prompts
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
 def rule(answers):

@@ -11,11 +11,11 @@ from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.rlhf import ppo
-from dschat.rlhf.collect import Prompts
+from dschat.rlhf import trainer as ppo
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.rollout_collector import Prompts
 from dschat.rlhf.scoring import action_values
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import Step, learning_rate
 

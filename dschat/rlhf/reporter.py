@@ -21,7 +21,7 @@ from dschat.data.tokenize import text_dataset
 from dschat.observability.console import MetricsLog, format_line, progress
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.ppo import DeepSpeedPPOTrainer
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import Boundaries
 
 logger = logging.getLogger("dschat")

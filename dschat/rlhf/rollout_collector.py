@@ -21,7 +21,7 @@ from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout, joined
-from dschat.rlhf.reporting import generation_metrics
+from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.rewards import (
     REWARD_MODEL,
     Pending,
