@@ -24,10 +24,10 @@ from plan_against_peaks import COMMON, ROOT, SIZES, STEP3, fields, save_models, 
 ITERATIONS = 21
 _RUNNER = """
 import runpy, sys, time
-from dschat import continuation
-from dschat.rlhf import run
+from dschat.runtime import checkpointing
+from dschat.rlhf import reporter
 
-times, step, wait = [], run.Reporter.step, continuation.Checkpoints.wait
+times, step, wait = [], reporter.Reporter.step, checkpointing.Checkpoints.wait
 
 def timed(*args):
     step(*args)
@@ -40,7 +40,7 @@ def waited(*args):
     blocked.append(times[-1] - began)
 
 blocked = []
-run.Reporter.step, continuation.Checkpoints.wait = timed, waited
+reporter.Reporter.step, checkpointing.Checkpoints.wait = timed, waited
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -319,7 +319,7 @@ def test_rows_are_kept_on_disk_and_read_once(tmp_path, monkeypatch):
     reads = []
     true_lines = readers.read_lines
     monkeypatch.setattr(
-        read, "read_lines", lambda p: (reads.append(line) or line for line in true_lines(p))
+        resolve, "read_lines", lambda p: (reads.append(line) or line for line in true_lines(p))
     )
     assert prompts(path) == first
     assert len(reads) == 1  # the peek at the columns

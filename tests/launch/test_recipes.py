@@ -52,7 +52,7 @@ def configs(made: run_plan.Plan) -> dict[int, object]:
     found = {}
     for step, command in made.commands:
         script = [part.endswith("main.py") for part in command].index(True)
-        found[step.number] = run_plan.cli.parse(step.config_class, command[script + 1 :])
+        found[step.number] = run_plan.parser.parse(step.config_class, command[script + 1 :])
     return found
 
 
@@ -147,7 +147,7 @@ def test_an_example_starts_what_parses(path, tmp_path):
             assert "--master_addr=gpu001" in made.commands[0][1]
             assert "--node_rank=3" in made.commands[0][1]
     else:
-        run_plan.cli.parse(recipe.STEPS[1].config_class, flags)
+        run_plan.parser.parse(recipe.STEPS[1].config_class, flags)
         assert calls.read_text().startswith("srun ")
 
 

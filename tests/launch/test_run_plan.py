@@ -121,7 +121,7 @@ def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
     fields = {}
     for step, command in plan(tree, *argv).commands:
         flags = command[[part.endswith("main.py") for part in command].index(True) + 1 :]
-        fields[step.number] = run_plan.cli.given(step.config_class, flags)
+        fields[step.number] = run_plan.parser.given(step.config_class, flags)
     return fields
 
 
