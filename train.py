@@ -22,8 +22,9 @@ from pathlib import Path
 from dschat.checkpoint import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
-from dschat.estimate import Request, log_lines, tables
+from dschat.estimate import Request, tables
 from dschat.launch import recipe, run_plan, supervisor
+from dschat.launch.preflight_process import log_lines
 from dschat.launch.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent

@@ -1,24 +1,17 @@
-"""Before anything loads, a plan: what each step holds on one device, and whether it fits.
+"""Estimates what each step will hold on one device, before anything loads.
 
-The steps' fields and the machine come in; text goes out: a table for ``train.py --plan``, a line a
-step for the log. Nothing is loaded or written. This module must not import torch: planning does,
-and the line for the log is therefore made in a process of its own, which gives its memory back.
+No torch here: ``tables`` imports what does the work.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Optional
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig
 
 _CONFIGS: dict[int, type[CommonConfig]] = {1: SFTConfig, 2: RewardConfig, 3: RLHFConfig}
 _TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RLHFConfig: "RLHF"}
-_LONGEST_S = 60.0  # that a run waits for its plan
 
 
 @dataclass(frozen=True)
@@ -86,57 +79,3 @@ def tables(request: Request) -> str:
     from dschat.estimate.run import tables
 
     return tables(request)
-
-
-def log_lines(request: Request) -> list[str]:
-    """The plan in short, a line a step. Whatever goes wrong with it is one line too: a run goes on.
-
-    Raises:
-        UserError: a step names data or a checkpoint on this machine that it cannot use.
-    """
-    for name in sorted(request.base_models):
-        if not _is_here(name):
-            return [f"no plan: the configuration of {name} is not here, and the hub is off line"]
-    command = [sys.executable, "-m", "dschat.estimate"]
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(
-            command,
-            input=request.to_json(),
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=_LONGEST_S,
-        )
-    except subprocess.TimeoutExpired:
-        return [f"no plan: it was not there within {_LONGEST_S:.0f} s; --plan shows more"]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("plan:", "no plan:"))]
-    if lines and done.returncode == 0:
-        return lines
-    reason = (done.stderr.strip() or "it ended without a word").splitlines()[-1]
-    if done.returncode == 2 and reason.startswith("error: "):
-        raise UserError(reason.removeprefix("error: "))
-    return [*lines, f"no plan: {reason}"]
-
-
-def _is_here(name: str) -> bool:
-    """Whether a configuration may be had: a folder with one, or a hub that can be asked."""
-    if name.startswith("builtin/"):
-        return True
-    folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):
-        try:
-            return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
-        except (ValueError, TypeError, RecursionError):
-            return True  # broken, which planning says
-        except OSError:
-            return False
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("1", "ON", "YES", "TRUE"):
-        return True
-    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    return os.path.isdir(hub / f"models--{name.replace('/', '--')}")
-
-
-__all__ = ["Request", "UserError", "log_lines", "tables"]

@@ -1,12 +1,13 @@
-"""What would end a step, found before the one before it has trained.
+"""Checks a step's data and models before the step before it has trained.
 
-A request comes in; nothing goes out, or the ``UserError`` of the first step that names data or a
-checkpoint it cannot use. Only what lies on this machine is looked at: first rows, configurations
-and names of weights. Nothing is loaded, downloaded or written. It must not know how memory is
-counted.
+Only what lies on this machine is looked at: first rows, configurations and names of weights.
+Nothing is loaded, downloaded or written. ``python -m dschat.launch.preflight`` reads a request as
+JSON on stdin, checks it, and prints the log's lines of the estimate; exit code 2 and one line on
+standard error where a step could not run at all.
 """
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.data.sources.adapters import PURPOSES
 from dschat.data.sources.resolve import looks_like_file
 from dschat.data.sources.splits import load_source, named_held_out, parse_spec
+from dschat.distributed import entrypoint
 from dschat.estimate import Request
+from dschat.estimate.run import log_lines
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head
 from dschat.models.tokenizer import load_tokenizer
@@ -89,3 +92,15 @@ def _check_rlhf(config: RLHFConfig) -> None:
 
 def _is_there(name: str) -> bool:
     return os.path.isfile(Path(os.path.expanduser(name)) / "config.json")
+
+
+def main() -> None:
+    request = Request.from_json(sys.stdin.read())
+    check(request)
+    for line in log_lines(request):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    entrypoint.run(main)

@@ -22,6 +22,7 @@ from dschat.estimate.device import GIB, Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.run import log_lines, planner
 from dschat.estimate.zero import Held, training_bytes
+from dschat.launch import preflight_process
 from dschat.runtime.deepspeed_engine import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -563,7 +564,9 @@ def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
     assert line.startswith("no plan: step 1: --model_name_or_path")
     assert line.endswith("cannot be planned: no meta kernel")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (line,) = estimate.log_lines(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+    (line,) = preflight_process.log_lines(
+        Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
+    )
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
@@ -572,7 +575,7 @@ def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
 
 def test_the_process_apart_says_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = estimate.log_lines(Request({1: fields}, 1, 1, 0.9))
+    (line,) = preflight_process.log_lines(Request({1: fields}, 1, 1, 0.9))
     assert line.startswith("plan: step 1: training (")
     assert " of 0.9 GiB: " in line
 
