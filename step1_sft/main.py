@@ -25,6 +25,7 @@ def main() -> None:
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console
+    from dschat.observability.metrics_log import MetricsLog, check_sinks
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir
@@ -36,7 +37,7 @@ def main() -> None:
     config.output_dir = config.output_dir or "output/step1_sft"
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
-    console.check_sinks(config)
+    check_sinks(config)
     zero = loop.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
@@ -70,7 +71,7 @@ def main() -> None:
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
-    metrics_log = console.MetricsLog(config.output_dir, config)
+    metrics_log = MetricsLog(config.output_dir, config)
     task = loop.SFTTask(tokenizer.pad_token_id)
     judged = gold_knows(config.data_path) and not zero.shards_parameters
     generator = HuggingFaceGenerator(

@@ -27,6 +27,7 @@ def main() -> None:
     from dschat.models.load import load_config
     from dschat.models.model_kind import require_causal_lm, require_score_head
     from dschat.observability import console
+    from dschat.observability.metrics_log import check_sinks
     from dschat.runtime.output_dir import check_output_dir
     from dschat.supervised import loop
 
@@ -37,7 +38,7 @@ def main() -> None:
     config.output_dir = config.output_dir or folder
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
-    console.check_sinks(config)
+    check_sinks(config)
     zero = loop.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
@@ -65,6 +66,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
     from dschat.observability import console
+    from dschat.observability.metrics_log import MetricsLog
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.output_dir import claim_output_dir
     from dschat.supervised import loop
@@ -90,7 +92,7 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
-    metrics_log = console.MetricsLog(config.output_dir, config)
+    metrics_log = MetricsLog(config.output_dir, config)
     task = loop.RewardTask(tokenizer.pad_token_id)
     loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
@@ -107,6 +109,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import match_vocabulary, num_ids
     from dschat.observability import console
+    from dschat.observability.metrics_log import MetricsLog
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import claim_output_dir
@@ -137,7 +140,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
-    metrics_log = console.MetricsLog(config.output_dir, config)
+    metrics_log = MetricsLog(config.output_dir, config)
     if config.precompute_ref_logprobs:
         for table in tables:
             task.precompute(engine, table, config.per_device_eval_batch_size)

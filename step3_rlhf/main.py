@@ -30,6 +30,7 @@ def main() -> None:
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
+    from dschat.observability.metrics_log import check_sinks
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
@@ -44,7 +45,7 @@ def main() -> None:
     args.output_dir = args.output_dir or "output/step3_rlhf"
     check_output_dir(args.output_dir, args.overwrite_output_dir, vars(args))
     check_start(args)
-    console.check_sinks(args)
+    check_sinks(args)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # a wrong DeepSpeed file ends the run here
 

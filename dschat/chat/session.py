@@ -245,10 +245,10 @@ class Chat:
             with closing(self._generator.stream(ids, sampling)) as tokens:
                 for token in tokens:
                     piece = "" if token in self._stop_ids else decoder.push(token)
-                    said, piece = _joined(said, piece)
+                    said, piece = printable(said, piece)
                     if piece:
                         yield piece
-            said, piece = _joined(said, decoder.finish())
+            said, piece = printable(said, decoder.finish())
             complete = True
             if piece:
                 yield piece
@@ -318,7 +318,7 @@ class StreamDecoder:
         )
 
 
-def _joined(said: str, piece: str) -> tuple[str, str]:
+def printable(said: str, piece: str) -> tuple[str, str]:
     """``said`` with ``piece`` after it, and the piece fit to be shown.
 
     The space that opens an answer is no part of it, and control characters would command the

@@ -64,4 +64,3 @@ def _is_here(name: str) -> bool:
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     return os.path.isdir(hub / f"models--{name.replace('/', '--')}")
-

@@ -18,7 +18,8 @@ from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import StepBatches, endless
 from dschat.data.tokenize import text_dataset
-from dschat.observability.console import MetricsLog, format_line, progress
+from dschat.observability.console import format_line, progress
+from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer

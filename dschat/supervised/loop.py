@@ -27,7 +27,8 @@ from dschat.models.fit import check_fit, check_positions
 from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import gather_last
 from dschat.models.tokenizer import load_tokenizer
-from dschat.observability.console import MetricsLog, format_line, progress
+from dschat.observability.console import format_line, progress
+from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.checkpointing import boundaries
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training
 from dschat.runtime.deepspeed_engine import zero_settings as deepspeed_zero_settings

@@ -16,7 +16,7 @@ import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
-from dschat.observability.console import MetricsLog
+from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
 from dschat.supervised import loop, preference
 

@@ -26,7 +26,7 @@ from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.score_model import ScoreModel, gather_last
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
-from dschat.observability.console import MetricsLog
+from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap

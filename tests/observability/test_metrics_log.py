@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dschat.config import SFTConfig, UserError
-from dschat.observability.console import MetricsLog
+from dschat.observability.metrics_log import MetricsLog
 
 
 def log_of(folder, resume=None, tensorboard=False):

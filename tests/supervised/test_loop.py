@@ -13,7 +13,7 @@ from tiny_models import EOS, PAD
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dschat.observability.console import MetricsLog
+from dschat.observability.metrics_log import MetricsLog
 from dschat.supervised import loop
 from dschat.supervised.loop import RewardTask, SFTTask
 
