@@ -29,7 +29,7 @@ def main() -> None:
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir
-    from dschat.supervised import loop
+    from dschat.supervised import loop, setup, tasks
 
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -38,7 +38,7 @@ def main() -> None:
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     check_sinks(config)
-    zero = loop.zero_settings(config)
+    zero = setup.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
@@ -46,10 +46,10 @@ def main() -> None:
     trust = config.trust_remote_code
     model_config = load_config(name, "--model_name_or_path", trust)
     require_causal_lm(model_config, name, "--model_name_or_path")
-    tokenizer = loop.load_tokenizer_of_base(config, name, model_config, "lm")
+    tokenizer = setup.load_tokenizer_of_base(config, name, model_config, "lm")
     with dist.main_process_first():
         train_rows, held_out = sft_dataset(config, tokenizer, "both")
-    train_batches, eval_batches = loop.step_batches(config, train_rows, held_out)
+    train_batches, eval_batches = setup.step_batches(config, train_rows, held_out)
 
     with sharded_loading(zero):
         model = load_causal_lm(
@@ -66,13 +66,13 @@ def main() -> None:
     architecture = type(model).__name__
     stops = stop_ids(tokenizer, model.generation_config)
     num_steps = loop.num_total_steps(config, train_batches)
-    engine = loop.build_engine(model, config, zero, num_steps)
+    engine = setup.build_engine(model, config, zero, num_steps)
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
     metrics_log = MetricsLog(config.output_dir, config)
-    task = loop.SFTTask(tokenizer.pad_token_id)
+    task = tasks.SFTTask(tokenizer.pad_token_id)
     judged = gold_knows(config.data_path) and not zero.shards_parameters
     generator = HuggingFaceGenerator(
         unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
@@ -87,7 +87,7 @@ def main() -> None:
     metrics_log.close()
 
     # Save.
-    loop.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
+    setup.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
     console.logger.info("saved %s", config.output_dir)
     dist.shutdown()
 

@@ -29,7 +29,7 @@ def main() -> None:
     from dschat.observability import console
     from dschat.observability.metrics_log import check_sinks
     from dschat.runtime.output_dir import check_output_dir
-    from dschat.supervised import loop
+    from dschat.supervised import setup
 
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -39,7 +39,7 @@ def main() -> None:
     check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
     check_start(config)
     check_sinks(config)
-    zero = loop.zero_settings(config)
+    zero = setup.zero_settings(config)
 
     # Load. What can be wrong with names and data is found before any weight.
     with dist.main_process_first():
@@ -47,7 +47,7 @@ def main() -> None:
     model_config = load_config(name, BASE, config.trust_remote_code)
     (require_causal_lm if config.trains_policy else require_score_head)(model_config, name, BASE)
     kind = "lm" if config.trains_policy else "score"
-    tokenizer = loop.load_tokenizer_of_base(config, name, model_config, kind)
+    tokenizer = setup.load_tokenizer_of_base(config, name, model_config, kind)
     with dist.main_process_first():
         tables = preference_dataset(config, tokenizer, "both")
 
@@ -69,10 +69,10 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
     from dschat.observability.metrics_log import MetricsLog
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.output_dir import claim_output_dir
-    from dschat.supervised import loop
+    from dschat.supervised import loop, setup, tasks
 
     ensure_distinct_pad(tokenizer)
-    batches = loop.step_batches(config, *tables)
+    batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
     with sharded_loading(zero):
         model = load_score_backbone(
@@ -87,18 +87,18 @@ def train_reward_model(config, zero, name, model_config, tokenizer, tables) -> N
             trust_remote_code=config.trust_remote_code,
         )
     companions = (model.config, tokenizer, type(model).__name__)
-    engine = loop.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
+    engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
 
     # Loop.
     claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
     metrics_log = MetricsLog(config.output_dir, config)
-    task = loop.RewardTask(tokenizer.pad_token_id)
+    task = tasks.RewardTask(tokenizer.pad_token_id)
     loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
     # Save.
-    loop.save(unwrap(engine).model, config, *companions)
+    setup.save(unwrap(engine).model, config, *companions)
 
 
 def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
@@ -113,10 +113,10 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
     from dschat.runtime.gold_eval import gold_knows, sample_gold
     from dschat.runtime.output_dir import claim_output_dir
-    from dschat.supervised import loop, preference
+    from dschat.supervised import loop, preference, setup
 
     tables = preference.as_pairs(config, *tables)
-    batches = loop.step_batches(config, *tables)
+    batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
     load = partial(
         load_causal_lm,
@@ -132,7 +132,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     match_vocabulary(model_config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
     stops = stop_ids(tokenizer, model.generation_config)
     companions = (model_config, tokenizer, type(model).__name__, stops)
-    engine = loop.build_engine(model, config, zero, num_steps)
+    engine = setup.build_engine(model, config, zero, num_steps)
     task = preference.PreferenceTask(
         config, tokenizer.pad_token_id, preference.load_reference(config, zero, load)
     )
@@ -158,7 +158,7 @@ def train_policy(config, zero, name, model_config, tokenizer, tables) -> None:
     metrics_log.close()
 
     # Save.
-    loop.save(unwrap(engine), config, *companions, subfolder="actor")
+    setup.save(unwrap(engine), config, *companions, subfolder="actor")
 
 
 if __name__ == "__main__":

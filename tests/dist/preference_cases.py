@@ -18,7 +18,7 @@ from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
-from dschat.supervised import loop, preference
+from dschat.supervised import loop, preference, setup
 
 NUM_HELD_OUT = 7
 
@@ -44,12 +44,12 @@ def build_preference(case: Case, models: Path, out: Path):
     config.validate()
     set_seed(config.seed)
     tokenizer = load_tokenizer(path, "--model_name_or_path")
-    zero = loop.zero_settings(config)
+    zero = setup.zero_settings(config)
     load = partial(load_causal_lm, path, "--model_name_or_path", zero.dtype)
     with sharded_loading(zero):
         model = load(dropout=0.0)
     companions = (model.config, tokenizer, type(model).__name__, (EOS,))
-    engine = loop.build_engine(model, config, zero, 5)
+    engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, tokenizer.pad_token_id, reference)
     rows = pair_rows()
@@ -63,11 +63,11 @@ def build_preference(case: Case, models: Path, out: Path):
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine, task, config, tables, companions = build_preference(case, models, out)
     log = MetricsLog(config.output_dir, config)
-    loop.train(engine, task, config, *loop.step_batches(config, *tables), log)
+    loop.train(engine, task, config, *setup.step_batches(config, *tables), log)
     log.close()
     engine.eval()
     result: dict[str, Any] = {"probe": probe_logprobs(engine)}
-    loop.save(unwrap(engine), config, *companions, subfolder="actor")
+    setup.save(unwrap(engine), config, *companions, subfolder="actor")
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         names = ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")

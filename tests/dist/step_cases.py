@@ -30,7 +30,7 @@ from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
-from dschat.supervised import loop
+from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("opt_350m_reward_reversed",)  # reads the text anew
@@ -185,7 +185,7 @@ def build_supervised(case: Case, models: Path, out: Path):
     case.apply_options(config)
     set_seed(config.seed)
     tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.end_of_turn)
-    zero = loop.zero_settings(config)
+    zero = setup.zero_settings(config)
     flag = "--model_name_or_path"
     if case.step == "reward":
         ensure_distinct_pad(tokenizer)
@@ -199,22 +199,22 @@ def build_supervised(case: Case, models: Path, out: Path):
                 num_ids(tokenizer),
                 config.dropout,
             )
-        wrap, task = ScoreModel, loop.RewardTask(tokenizer.pad_token_id)
+        wrap, task = ScoreModel, tasks.RewardTask(tokenizer.pad_token_id)
     else:
         with sharded_loading(zero):
             model = load_causal_lm(
                 path, flag, zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
             )
-        wrap, task = (lambda m: m), loop.SFTTask(tokenizer.pad_token_id)
+        wrap, task = (lambda m: m), tasks.SFTTask(tokenizer.pad_token_id)
     companions = (model.config, tokenizer, type(model).__name__)
-    engine = loop.build_engine(model, config, zero, 10, wrap)
+    engine = setup.build_engine(model, config, zero, 10, wrap)
     return engine, task, config, companions
 
 
 def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine, task, config, companions = build_supervised(case, models, out)
     rows = sft_rows() if case.step == "sft" else pair_rows()
-    batches = loop.step_batches(config, rows, rows[:7])
+    batches = setup.step_batches(config, rows, rows[:7])
     log = MetricsLog(config.output_dir, config)
     loop.train(engine, task, config, *batches, log)
     log.close()
@@ -222,7 +222,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
     module = unwrap(engine)
     module = module.model if case.step == "reward" else module
-    loop.save(module, config, *companions, *([(EOS,)] if case.step == "sft" else []))
+    setup.save(module, config, *companions, *([(EOS,)] if case.step == "sft" else []))
     result: dict[str, Any] = {"probe": probe}
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -363,7 +363,7 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
 def _run_nan(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Three SFT steps, a NaN in one micro-batch of the last rank at the second; or two of them."""
     engine, task, config, _ = build_supervised(case, models, out)
-    batches, _ = loop.step_batches(config, sft_rows(), [])
+    batches, _ = setup.step_batches(config, sft_rows(), [])
     steps = list(batches.epoch(0))[:3]
     applied, moved = [], []
     for number, micro_batches in enumerate(steps):

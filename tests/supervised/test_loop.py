@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dschat.observability.metrics_log import MetricsLog
-from dschat.supervised import loop
-from dschat.supervised.loop import RewardTask, SFTTask
+from dschat.supervised import loop, setup
+from dschat.supervised.tasks import RewardTask, SFTTask
 
 SFT = Case("sft", micro=4)
 
@@ -26,7 +26,7 @@ def train(models_folder, tmp_path, case=SFT, rows=None, held_out=None, task=None
     case = Case(case.step, case.zero, case.micro, case.model, options=options)
     engine, own_task, config, _ = build_supervised(case, models_folder, tmp_path)
     rows = rows if rows is not None else sft_rows()
-    batches = loop.step_batches(config, rows, held_out if held_out is not None else rows[:5])
+    batches = setup.step_batches(config, rows, held_out if held_out is not None else rows[:5])
     log = MetricsLog(config.output_dir, config)
     try:
         result = loop.train(engine, task(own_task) if task else own_task, config, *batches, log)

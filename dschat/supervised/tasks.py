@@ -1,0 +1,101 @@
+"""What steps 1 and 2 train on: next-token cross entropy, and pairwise reward modelling."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
+from dschat.losses import lm_loss, pairwise_loss
+from dschat.models.score_model import gather_last
+
+Rows = list[dict[str, Any]]
+Sums = dict[str, float]
+
+
+class Task(Protocol):
+    """What a step trains on: rows to batch, the batch's weight, its loss, its metrics."""
+
+    columns: tuple[str, ...]  # what the one line a step shows
+
+    def collate(self, rows: Rows) -> Any: ...
+
+    def weight(self, batch: Any) -> int:
+        """This batch's share of the step's denominator: its target tokens, or pairs."""
+        ...
+
+    def prepare(self, model: nn.Module, batches: list[Any]) -> list[Any]:
+        """Collective. The micro-batches of an optimizer step, or of an evaluation, with what their
+        losses need to know of the others, or of another model. No gradient.
+        """
+        return batches
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Sums]:
+        """The sum of losses over the batch (0-d), and sums of what is reported."""
+        ...
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        """Means out of sums over all ranks and micro-batches."""
+        ...
+
+
+class SFTTask(Task):
+    """Next-token cross entropy on the masked-in tokens."""
+
+    columns = ("loss", "perplexity")
+
+    def __init__(self, pad_id: int) -> None:
+        self._pad_id = pad_id
+
+    def collate(self, rows: Rows) -> SFTBatch:
+        return collate_sft(rows, self._pad_id)
+
+    def weight(self, batch: SFTBatch) -> int:
+        return int(batch.loss_mask[:, 1:].sum())  # the first token is predicted by nothing
+
+    def loss(self, model: nn.Module, batch: SFTBatch) -> tuple[Tensor, Sums]:
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        total, num_tokens = lm_loss(logits, batch.input_ids, batch.loss_mask)
+        sums = {"loss": float(total.detach()), "tokens": float(num_tokens)}
+        return total, sums
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        loss = sums["loss"] / max(sums["tokens"], 1.0)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
+
+
+class RewardTask(Task):
+    """-log sigmoid of the difference of two last-token scores (InstructGPT, eq. 1)."""
+
+    columns = ("loss", "accuracy", "margin")
+
+    def __init__(self, pad_id: int) -> None:
+        self._pad_id = pad_id
+
+    def collate(self, rows: Rows) -> PairBatch:
+        return collate_pairs(rows, self._pad_id)
+
+    def weight(self, batch: PairBatch) -> int:
+        return batch.num_real
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, Sums]:
+        # NOTE: both answers in one forward; two forwards before their backwards break ZeRO-3's
+        # gradients.
+        scores = gather_last(model(batch.input_ids), batch.lengths)
+        real = torch.arange(len(scores) // 2, device=scores.device) < batch.num_real
+        chosen, rejected = scores.chunk(2)
+        total, metrics = pairwise_loss(chosen[real], rejected[real])
+        sums = {name: float(value) for name, value in metrics.items()}
+        # The zero term keeps the graph whole on a rank that has no pair in this micro-batch.
+        return total + 0.0 * scores.sum(), sums | {"loss": float(total.detach())}
+
+    def summarise(self, sums: Sums) -> dict[str, float]:
+        pairs = max(sums["pairs"], 1.0)
+        return {
+            "loss": sums["loss"] / pairs,
+            "accuracy": sums["correct"] / pairs,
+            "margin": sums["margin"] / pairs,
+            "chosen_score": sums["chosen"] / pairs,
+            "rejected_score": sums["rejected"] / pairs,
+        }
