@@ -12,7 +12,8 @@ import sys
 from codecs import lookup
 from contextlib import closing, suppress
 
-from dschat.chat.session import Chat, ChatConfig, load_chat
+from dschat.chat.load import ChatConfig, load_chat
+from dschat.chat.session import Chat
 from dschat.config import UserError, parser
 from dschat.distributed import entrypoint, host_checks
 

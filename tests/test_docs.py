@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from dschat.builtin.tiny_model import resolve_model
-from dschat.chat.session import ChatConfig
+from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.data import __main__

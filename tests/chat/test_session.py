@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dschat.builtin.tiny_model import materialise_tiny, tiny_tokenizer
-from dschat.chat.session import Chat, ChatConfig, Conversation, StreamDecoder
+from dschat.chat.load import ChatConfig
+from dschat.chat.session import Chat, Conversation
+from dschat.chat.stream_decoder import StreamDecoder
 from dschat.config import UserError, parser
 from dschat.inference.protocol import SamplingParams
 
@@ -325,7 +327,7 @@ def test_wrong_flags(flags, message):
 def test_what_is_no_causal_lm_is_refused_before_weights(
     tmp_path, checkpoint, architecture, message
 ):
-    from dschat.chat.session import load_chat
+    from dschat.chat.load import load_chat
 
     folder = tmp_path / ("step3_rlhf/actor" if architecture is None else "")
     folder.mkdir(parents=True, exist_ok=True)
@@ -338,7 +340,7 @@ def test_what_is_no_causal_lm_is_refused_before_weights(
 
 
 def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
-    from dschat.chat.session import load_chat
+    from dschat.chat.load import load_chat
 
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('only users may speak') }}"

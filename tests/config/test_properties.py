@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dschat.chat.session import ChatConfig
+from dschat.chat.load import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.inference.protocol import SamplingParams
