@@ -38,7 +38,7 @@ IMPORTS = (
     "dschat.rlhf.reporter",
     "dschat.rlhf.evaluation",
     "dschat.runtime.gold_eval",
-    "dschat.chat.session",
+    "dschat.chat.load",
     "dschat.inference",
     "dschat.inference.hf_generator",
     "dschat.data.tokenize",

@@ -19,7 +19,7 @@ from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.rewards import RewardError
 from dschat.runtime.checkpointing import boundaries
 from dschat.runtime.output_dir import COMPLETE
-from dschat.supervised import loop as supervised
+from dschat.supervised import setup
 
 ITERATIONS = 4
 
@@ -234,6 +234,6 @@ def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
 
-    monkeypatch.setattr(supervised, "export_hf", export)
-    supervised.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)))
+    monkeypatch.setattr(setup, "export_hf", export)
+    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)))
     assert (tmp_path / COMPLETE).exists()
