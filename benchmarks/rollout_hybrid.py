@@ -246,18 +246,18 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):
-        self._join = join = dist.join_parts
+        self._join = join = dist.all_gather_shards
 
         def joined(sizes, parts, device):
             num_bytes = sum(sizes) * parts[0].element_size() * dist.world_size()
             self.joined_bytes.append(num_bytes)
             return join(sizes, parts, device)
 
-        dist.join_parts = joined
+        dist.all_gather_shards = joined
         return super().__enter__()
 
     def __exit__(self, *error):
-        dist.join_parts = self._join
+        dist.all_gather_shards = self._join
         return super().__exit__(*error)
 
 

@@ -5,10 +5,10 @@ Callers write ``import dschat.distributed as dist``. Importing it does not load 
 
 from dschat.distributed.collectives import (
     Group,
+    all_gather_shards,
     all_reduce_sum,
     barrier,
     gather_objects,
-    join_parts,
     main_process_first,
     max_int,
     my_share,
@@ -24,11 +24,11 @@ from dschat.distributed.env import (
     world_size,
 )
 from dschat.distributed.process_group import (
+    announce_exit,
     exit_process,
-    first_death,
+    first_failure,
     init,
     is_watched,
-    leave,
     shutdown,
 )
 
@@ -38,14 +38,14 @@ __all__ = [
     "barrier",
     "device",
     "exit_process",
-    "first_death",
+    "first_failure",
     "first_host",
     "gather_objects",
     "init",
     "is_main_process",
     "is_watched",
-    "join_parts",
-    "leave",
+    "all_gather_shards",
+    "announce_exit",
     "local_rank",
     "main_process_first",
     "max_int",

@@ -51,7 +51,7 @@ def max_int(value: int) -> int:
     return int(tensor.item())
 
 
-def join_parts(
+def all_gather_shards(
     sizes: list[int], parts: "list[torch.Tensor]", device: "torch.device"
 ) -> "Iterator[torch.Tensor]":
     """Collective. Whole flat tensors from every process's parts of them: one collective for all.
@@ -86,7 +86,7 @@ def join_parts(
 
 
 def shared_bytes() -> int:
-    """What the processes of a CPU host hold together, for `join_parts`, until `shutdown`."""
+    """What the processes of a CPU host hold together, for `all_gather_shards`, until `shutdown`."""
     return _buffers().num_bytes
 
 

@@ -80,7 +80,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     if code == 0 and (failure := host_checks.output_failure()):
         sys.stderr.write(f"error: {failure}\n")
         code = 1
-    dist.leave(code)
+    dist.announce_exit(code)
     dist.exit_process(code)
 
 
@@ -92,7 +92,7 @@ def _refuse(message: str) -> None:
     # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
     if not dist.is_watched():
         time.sleep(REFUSED_TOO_S)
-    elif dist.first_death(REFUSED_TOO_S) is None:
+    elif dist.first_failure(REFUSED_TOO_S) is None:
         sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
 
 
@@ -100,7 +100,7 @@ def _fail_among_others(shortage: Optional[str]) -> int:
     """Show the line about a shortage, or else the traceback, unless it only says that another
     process has failed; the exit code.
     """
-    death = dist.first_death(FAILED_TOO_S)
+    death = dist.first_failure(FAILED_TOO_S)
     if death is not None:
         return death.code or 1
     if shortage:

@@ -34,14 +34,14 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True)
-class Death:
+class RankFailure:
     """The end of process ``rank`` with an exit code that is not 0; None: it said nothing."""
 
     rank: int
     code: int | None
 
 
-class Lifeline:
+class FailureDetector:
     """This process's end of the connections. Without a network between the processes, none."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Lifeline:
         """Collective. ``address``: of process 0's machine. ``gather``: every process's value."""
         self._rank = rank
         self._left = False
-        self._death: Death | None = None
+        self._death: RankFailure | None = None
         self._known = threading.Event()
         self._reported = threading.Lock()  # held for ever by the thread that did
         self._connections: dict[socket.socket, _Peer] = {}  # to the others; but for 0, to 0
@@ -66,7 +66,7 @@ class Lifeline:
         work, args = (self._serve, (server,)) if server else (self._follow, (address, port))
         threading.Thread(target=work, args=args, name="lifeline", daemon=True).start()
 
-    def leave(self, code: int) -> None:
+    def announce_exit(self, code: int) -> None:
         """Say that this process ends by itself, with this exit code; the first time counts."""
         if self._left:
             return
@@ -77,14 +77,14 @@ class Lifeline:
         for connection in list(self._connections):
             _say(connection, what)
 
-    def first_death(self, wait_s: float = 0.0) -> Death | None:
+    def first_failure(self, wait_s: float = 0.0) -> RankFailure | None:
         """The first failure of another process that is known within ``wait_s``."""
         self._known.wait(wait_s)
         return self._death
 
     def _at_exit(self) -> None:
         if not hasattr(sys, "last_value"):  # nor does anybody see an exception out
-            self.leave(0)
+            self.announce_exit(0)
 
     def _forget(self) -> None:
         """In a fork: it is no process of the run, and must not keep the connections open."""
@@ -122,9 +122,9 @@ class Lifeline:
             elif words == ["left"]:
                 return False
             elif words[:1] == ["died"] and peer.rank is not None:
-                self._death = Death(peer.rank, _code(words[2]))
+                self._death = RankFailure(peer.rank, _code(words[2]))
         if not data and peer.rank is not None and self._death is None:
-            self._death = Death(peer.rank, None)
+            self._death = RankFailure(peer.rank, None)
         return bool(data)
 
     def _follow(self, address: str, port: int) -> None:
@@ -143,9 +143,9 @@ class Lifeline:
             for words in peer.words(data):
                 if words == ["left"]:
                     return
-                self._death = Death(int(words[1]), _code(words[2]))
+                self._death = RankFailure(int(words[1]), _code(words[2]))
                 return self._end()
-        self._death = Death(0, None)
+        self._death = RankFailure(0, None)
         self._end()
 
     def _end(self) -> None:

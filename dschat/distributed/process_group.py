@@ -12,7 +12,7 @@ from dschat.config import UserError
 from dschat.distributed import collectives
 from dschat.distributed.collectives import gather_objects
 from dschat.distributed.env import complete_environment, is_launched, local_rank, rank, world_size
-from dschat.distributed.failure_detector import Death, Lifeline
+from dschat.distributed.failure_detector import FailureDetector, RankFailure
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def init(timeout_minutes: float = 60.0) -> None:
         )
         _check_same_flags()
         if world_size() > 1:
-            _lifelines[:] = [
-                Lifeline(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects)
+            _detectors[:] = [
+                FailureDetector(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects)
             ]
     else:
         store = torch_dist.HashStore()
@@ -115,7 +115,7 @@ def shutdown() -> None:
     """Leave the process group. Without it a rank sometimes aborts at exit."""
     import torch.distributed as torch_dist
 
-    leave(0)
+    announce_exit(0)
     if torch_dist.is_initialized():
         collectives.forget_group()
         torch_dist.destroy_process_group()
@@ -139,22 +139,22 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-_lifelines: list[Lifeline] = []  # of this process, where there are others
+_detectors: list[FailureDetector] = []  # of this process, where there are others
 
 
-def leave(code: int) -> None:
+def announce_exit(code: int) -> None:
     """Tell the other processes that this one ends, with its exit code: after another code than 0
     they end too. One that ends without this (SIGKILL) takes them with it.
     """
-    for lifeline in _lifelines:
-        lifeline.leave(code)
+    for detector in _detectors:
+        detector.announce_exit(code)
 
 
 def is_watched() -> bool:
     """Whether this process learns of the others' ends."""
-    return bool(_lifelines)
+    return bool(_detectors)
 
 
-def first_death(wait_s: float = 0.0) -> Death | None:
+def first_failure(wait_s: float = 0.0) -> RankFailure | None:
     """The first failure of another process, if that is known within ``wait_s``."""
-    return _lifelines[0].first_death(wait_s) if _lifelines else None
+    return _detectors[0].first_failure(wait_s) if _detectors else None

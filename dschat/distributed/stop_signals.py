@@ -52,13 +52,13 @@ class StopRequest:
         now = time.monotonic()
         if self._first is None:
             self._first = signum, now
-            if dist.first_death() is None:  # else it is the launcher, ending what is left
+            if dist.first_failure() is None:  # else it is the launcher, ending what is left
                 _say("stopping after this step; a second signal ends it at once")
             return
         first, since = self._first
         if signum == first == signal.SIGINT or now - since > REPEATED_S:
             _say("interrupted" if signum == signal.SIGINT else "terminated")
-            dist.leave(128 + signum)
+            dist.announce_exit(128 + signum)
             os._exit(128 + signum)
 
 

@@ -115,7 +115,7 @@ def _gather(
             yield shard.name, flat[: shard.numel].view(shard.shape)
         return
     parts = [shard.tensor.detach().reshape(-1) for shard in bucket]
-    joined = dist.join_parts(sizes, parts, device)
+    joined = dist.all_gather_shards(sizes, parts, device)
     buckets.num_collectives += 1
     for shard, flat in zip(bucket, joined, strict=True):
         yield shard.name, flat[: shard.numel].view(shard.shape)

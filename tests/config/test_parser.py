@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.distributed import entrypoint, stop_signals
-from dschat.distributed.failure_detector import Death
+from dschat.distributed.failure_detector import RankFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
@@ -224,9 +224,9 @@ def test_the_first_failure_is_the_one_shown(capsys, monkeypatch):
     code, said = exits_with(raises(RuntimeError("mine")), capsys)
     assert code == 1
     assert said.splitlines()[-1].endswith("RuntimeError: mine")  # torch may name the rank before
-    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, 3))
+    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, 3))
     assert exits_with(raises(RuntimeError("connection closed")), capsys) == (3, "")
-    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(1, None))
+    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, None))
     assert exits_with(raises(RuntimeError("connection closed")), capsys) == (1, "")
 
 
@@ -257,9 +257,9 @@ def test_only_the_main_process_speaks(capsys, monkeypatch):
     assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "")
     # ... unless rank 0 sees nothing wrong
     monkeypatch.setattr(dist, "is_watched", lambda: True)
-    monkeypatch.setattr(dist, "first_death", lambda wait_s: Death(0, 2))
+    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(0, 2))
     assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
-    monkeypatch.setattr(dist, "first_death", lambda wait_s: None)
+    monkeypatch.setattr(dist, "first_failure", lambda wait_s: None)
     alone = "error: process 1: --x is wrong\n"
     assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, alone)
 

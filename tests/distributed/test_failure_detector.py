@@ -17,7 +17,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from dschat.distributed import failure_detector as lifeline
 
-lifeline.PATIENCE_S = 0.3
+detector.PATIENCE_S = 0.3
 rank, size, ends = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def gather(value, name="a"):
@@ -27,7 +27,7 @@ def gather(value, name="a"):
         time.sleep(0.01)
     return [json.loads(Path(f"{name}{r}").read_text()) for r in range(size)]
 
-line = lifeline.Lifeline(rank, size, "127.0.0.1", gather)
+line = detector.FailureDetector(rank, size, "127.0.0.1", gather)
 deadline = time.monotonic() + 20
 while len(line._connections) < (size - 1 if rank == 0 else 1) and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -43,17 +43,17 @@ if rank == int(ends[0]):
             time.sleep(5)
             os._exit(0)
         case "fails":
-            line.leave(7)
+            line.announce_exit(7)
             time.sleep(30)  # as an interpreter that does not come to its end
         case "raises":
             raise ValueError("mine")
         case "leaves":
-            line.leave(0)
+            line.announce_exit(0)
         case "ends":
             pass
     sys.exit(0)
-print(line.first_death(1.0))
-time.sleep(30 if line.first_death() else 0)
+print(line.first_failure(1.0))
+time.sleep(30 if line.first_failure() else 0)
 """
 GONE = r"error: process {} of 3 \(pid \d+ on \S+\) is gone without a word: .*"
 
