@@ -101,7 +101,9 @@ def main() -> None:
         trainer.require_learned()
 
         # Save, before an evaluation in which a reward function may fail.
-        with stop_signals.requests(args.output_dir):  # a signal waits until that is whole
+        with stop_signals.handle_stop_signals(
+            args.output_dir
+        ):  # a signal waits until that is whole
             engine.save(args.output_dir)
         console.logger.info("saved %s", args.output_dir)
         report.evaluate()

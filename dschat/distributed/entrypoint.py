@@ -50,7 +50,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except FloatingPointError as error:
         _say(f"error: {error}")
         code = 1
-    except stop_signals.Stopped as stop:
+    except stop_signals.TrainingStopped as stop:
         if LAUNCHED_BY not in os.environ:
             then = "; the same command with --resume latest goes on from there"
             _say(f"{stop}{then if stop.saved else ''}")

@@ -29,7 +29,7 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def opened(output_dir: str | Path, machine: int = 0) -> Iterator["Register"]:
+def opened(output_dir: str | Path, machine: int = 0) -> Iterator["ProcessRegistry"]:
     """A register for the processes of the step that writes into ``output_dir``, locked; no trace of
     it is left, nor of folders made for it.
 
@@ -39,8 +39,8 @@ def opened(output_dir: str | Path, machine: int = 0) -> Iterator["Register"]:
     folder = Path(output_dir) / FOLDER
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     with _locked(folder, machine) as lock:
-        register = Register(folder, lock)
-        register.strike_dead()
+        register = ProcessRegistry(folder, lock)
+        register.remove_stale()
         try:
             yield register
         finally:
@@ -77,7 +77,7 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-class Register:
+class ProcessRegistry:
     """The files of one step; names are HOST@PID, contents when the process began."""
 
     def __init__(self, folder: Path, lock: Optional[IO[str]] = None) -> None:
@@ -116,7 +116,7 @@ class Register:
         """Whether the step stopped because it was asked to."""
         return (self.folder / _STOPPED).exists()
 
-    def strike_dead(self) -> None:
+    def remove_stale(self) -> None:
         """Forget this machine's processes that ended without a word, and how that step ended."""
         (self.folder / _STOPPED).unlink(missing_ok=True)
         living = self.here()
@@ -129,7 +129,7 @@ class Register:
         return [path for path in self.folder.glob("*@*") if path.suffix != ".new"]
 
     def _lives(self, pid: int) -> bool:
-        """Whether it is still the process that enrolled: numbers are given out again."""
+        """Whether it is still the process that registered: numbers are given out again."""
         try:
             began = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
         except OSError:
@@ -138,7 +138,7 @@ class Register:
 
 
 @contextmanager
-def enrolled(output_dir: str | Path) -> Iterator[None]:
+def registered(output_dir: str | Path) -> Iterator[None]:
     """This process can be asked to stop, as long as the block runs; without a register nobody is
     told.
     """

@@ -1,8 +1,8 @@
 """A signal asks training to stop: at the next step's boundary, on all processes together, saved.
 
 Signals come in (Ctrl-C, SIGTERM, SIGUSR1) while a loop runs that can save; the loop asks `agreed`
-at every boundary, and raises `Stopped` once its checkpoint is written. Outside of such a loop
-signals do what they always do. It must not know what a step is, nor how it is saved.
+at every boundary, and raises `TrainingStopped` once its checkpoint is written. Outside of such a
+loop signals do what they always do. It must not know what a step is, nor how it is saved.
 """
 
 import os
@@ -23,7 +23,7 @@ LAUNCHED_BY = "DSCHAT_LAUNCHED_BY"  # the process id of a train.py that runs us
 REPEATED_S = 1.0  # launchers pass on what the terminal sent to all: both are one wish
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """Training stopped as it was asked to, after ``step``. ``saved``: its newest checkpoint, of
     that step or, where it could not be written, of one before.
     """
@@ -70,9 +70,9 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def requests(output_dir: str | Path) -> Iterator[StopRequest]:
-    """Collective where it ends by `Stopped`. In the block signals ask to stop; those that are
-    ignored stay so. ``output_dir``: where ``train.py`` finds this process.
+def handle_stop_signals(output_dir: str | Path) -> Iterator[StopRequest]:
+    """Collective where it ends by `TrainingStopped`. In the block signals ask to stop; those that
+    are ignored stay so. ``output_dir``: where ``train.py`` finds this process.
 
     Where Python takes no signals (another thread than the main one), nobody will ask; nor in a
     block within a block, where the outer one is asked.
@@ -82,9 +82,9 @@ def requests(output_dir: str | Path) -> Iterator[StopRequest]:
         yield request
         return
     try:
-        with _listening(request), process_registry.enrolled(output_dir):
+        with _listening(request), process_registry.registered(output_dir):
             yield request
-    except Stopped:
+    except TrainingStopped:
         if dist.is_main_process():
             process_registry.mark_stopped(output_dir)
         if dist.world_size() > 1:

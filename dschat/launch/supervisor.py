@@ -3,7 +3,7 @@
 A command, its environment and the folder that it writes into come in; an exit code goes out. It
 must not know what a step is.
 
-The first signal to ``train.py`` goes to each process that is enrolled
+The first signal to ``train.py`` goes to each process that is registered
 (`dschat.distributed.process_registry`), once:
 launchers would pass it on to one after another and kill what takes 30 seconds, or drop it. They
 save and leave. Where no process can stop so, and at a second signal, everything ends at once.
@@ -102,7 +102,7 @@ def wait_until_free(output_dir: Path, machine: int = 0) -> bool:
     Raises:
         UserError: another train.py runs a step there, or its processes do not end.
     """
-    ranks = process_registry.Register(output_dir / process_registry.FOLDER)
+    ranks = process_registry.ProcessRegistry(output_dir / process_registry.FOLDER)
     waited, deadline = False, time.monotonic() + watchdog.LONGEST_S
     while (holder := ranks.holder(machine)) and time.monotonic() < deadline:
         if holder.lives:
@@ -130,7 +130,7 @@ def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _ask(ranks: process_registry.Register, command: int, relay: Optional[int]) -> bool:
+def _ask(ranks: process_registry.ProcessRegistry, command: int, relay: Optional[int]) -> bool:
     """One signal to each process that can stop; whether there are any."""
     here = ranks.here()
     for pid in here:
@@ -141,7 +141,7 @@ def _ask(ranks: process_registry.Register, command: int, relay: Optional[int]) -
 
 
 def _end_group(
-    process: subprocess.Popen, caught: Sequence[int], ranks: process_registry.Register
+    process: subprocess.Popen, caught: Sequence[int], ranks: process_registry.ProcessRegistry
 ) -> None:
     """SIGTERM to what is left of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
     # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher answers SIGINT with a traceback of its own.

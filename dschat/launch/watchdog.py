@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dschat.distributed.process_registry import Register
+from dschat.distributed.process_registry import ProcessRegistry
 
 GRACE_S = 20.0  # what processes get to save and leave, and again between SIGTERM and SIGKILL
 LONGEST_S = 2 * GRACE_S + 10.0
 
 
 @contextmanager
-def watched(ranks: Register, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+def watched(ranks: ProcessRegistry, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
     """A watchdog, as long as the block runs; yields what the step's process is to call first, in
     its own process group: after that no instant is left in which nobody would end it.
     """
@@ -50,7 +50,7 @@ def watched(ranks: Register, environment: Mapping[str, str]) -> Iterator[Callabl
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # train.py's to answer
-    ranks = Register(Path(sys.argv[1]))
+    ranks = ProcessRegistry(Path(sys.argv[1]))
     group = sys.stdin.read()  # to the end: train.py is gone
     if group:
         with suppress(OSError):
@@ -59,8 +59,8 @@ def main() -> None:
     ranks.remove()
 
 
-def _end(group: int, ranks: Register) -> None:
-    """In peace where processes are enrolled, else at once."""
+def _end(group: int, ranks: ProcessRegistry) -> None:
+    """In peace where processes are registered, else at once."""
 
     def gone() -> bool:
         return not (lives(group) or ranks.here())

@@ -116,7 +116,7 @@ class Reporter:
     def step(self, experience: Experience) -> None:
         """Collective. Report the iteration that just ended, save and evaluate where that is due.
 
-        Raises ``Stopped`` where the run was asked to stop, once it is saved.
+        Raises ``TrainingStopped`` where the run was asked to stop, once it is saved.
         """
         done, args = self._trainer.iteration, self._args
         self._bounds.leave()

@@ -69,7 +69,7 @@ class Boundaries:
         """Collective. Save after every ``save_steps`` steps, but the last, which only `save_last`
         saves. Evaluations come after it: one that fails must not lose the step.
 
-        Raises ``Stopped``, once all is saved, where any process was asked to stop.
+        Raises ``TrainingStopped``, once all is saved, where any process was asked to stop.
         """
         if self._checkpoints is None:
             return
@@ -85,7 +85,7 @@ class Boundaries:
             last = self._checkpoints.last
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
-            raise stop_signals.Stopped(step, last)
+            raise stop_signals.TrainingStopped(step, last)
 
     def leave(self) -> None:
         """Another step has changed weights: what was at the last boundary is gone."""
@@ -124,7 +124,9 @@ def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
         return
     limit = config.save_total_limit or None
     checkpoints = Checkpoints(config.output_dir, settings_of(config), limit)
-    listening = stop_signals.requests(config.output_dir) if config.save_steps else nullcontext()
+    listening = (
+        stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
+    )
     with listening as request:
         bounds = Boundaries(config, checkpoints, request)
         try:

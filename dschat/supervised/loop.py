@@ -75,7 +75,7 @@ def train(
     With ``--resume`` it goes on where a checkpoint was made, as if nothing had happened.
 
     Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient,
-    or at the end where no step had one; ``Stopped`` where it was asked to stop, saved.
+    or at the end where no step had one; ``TrainingStopped`` where it was asked to stop, saved.
     """
     total = num_total_steps(config, train_batches)
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)

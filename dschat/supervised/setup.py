@@ -126,7 +126,7 @@ def save(
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
-    with stop_signals.requests(config.output_dir):
+    with stop_signals.handle_stop_signals(config.output_dir):
         export_hf(folder, weight_stream(module, dist.device()), *companions)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)

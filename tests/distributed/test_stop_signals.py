@@ -25,12 +25,12 @@ def ready():
     Path("ready").write_text("")
 
 def main():
-    with stop_signals.requests(".") as stop:
+    with stop_signals.handle_stop_signals(".") as stop:
 BODY
 
 try:
     main()
-except stop_signals.Stopped as stop:
+except stop_signals.TrainingStopped as stop:
     sys.exit(f"{stop}")
 """
 LOOP = """
@@ -38,7 +38,7 @@ LOOP = """
         for step in range(1, 1000):
             time.sleep(0.05)
             if stop.agreed():
-                raise stop_signals.Stopped(step, Path("checkpoints/step_000007"))
+                raise stop_signals.TrainingStopped(step, Path("checkpoints/step_000007"))
 """
 # Locked twice by one thread: as deaf to signals as a collective.
 DEAF = """
@@ -160,7 +160,7 @@ def test_signals_are_as_before_after_the_block(tmp_path):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     handlers = [signal.getsignal(s) for s in stop_signals.SIGNALS]
     try:
-        with stop_signals.requests(tmp_path) as stop:
+        with stop_signals.handle_stop_signals(tmp_path) as stop:
             signal.raise_signal(signal.SIGUSR1)  # ignored: it stays so
             time.sleep(0.05)
             assert not stop.agreed()
@@ -174,8 +174,8 @@ def test_signals_are_as_before_after_the_block(tmp_path):
 
 
 def test_a_block_within_a_block_leaves_signals_to_the_outer_one(tmp_path):
-    with stop_signals.requests(tmp_path) as stop:
-        with stop_signals.requests(tmp_path) as inner:
+    with stop_signals.handle_stop_signals(tmp_path) as stop:
+        with stop_signals.handle_stop_signals(tmp_path) as inner:
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.05)
         assert (stop.agreed(), inner.agreed()) == (True, False)
@@ -185,7 +185,7 @@ def test_without_the_main_thread_nobody_asks(tmp_path):
     answers = []
 
     def loop():
-        with stop_signals.requests(tmp_path) as stop:
+        with stop_signals.handle_stop_signals(tmp_path) as stop:
             answers.append(stop.agreed())
 
     thread = threading.Thread(target=loop)
@@ -201,22 +201,22 @@ def test_the_register_knows_who_is_in_the_loop(tmp_path):
     out = tmp_path / "out" / "step"
     with process_registry.opened(out) as ranks:
         assert ranks.here() == []
-        with stop_signals.requests(out):
+        with stop_signals.handle_stop_signals(out):
             assert ranks.here() == [os.getpid()]
         assert ranks.here() == []
         assert not ranks.stopped
-        with pytest.raises(stop_signals.Stopped), stop_signals.requests(out):
-            raise stop_signals.Stopped(3, None)
+        with pytest.raises(stop_signals.TrainingStopped), stop_signals.handle_stop_signals(out):
+            raise stop_signals.TrainingStopped(3, None)
         assert ranks.stopped
     assert not (tmp_path / "out").exists()
-    with stop_signals.requests(tmp_path):  # nobody looks, nothing is left
+    with stop_signals.handle_stop_signals(tmp_path):  # nobody looks, nothing is left
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_register_has_one_holder_for_each_machine(tmp_path):
     name, ranks = (
         f"{socket.gethostname()}@{os.getpid()}",
-        process_registry.Register(tmp_path / ".ranks"),
+        process_registry.ProcessRegistry(tmp_path / ".ranks"),
     )
     assert ranks.holder() is None
     with process_registry.opened(tmp_path):
@@ -232,7 +232,7 @@ def test_a_register_has_one_holder_for_each_machine(tmp_path):
 def test_the_register_forgets_the_dead(tmp_path):
     (tmp_path / "kept").write_text("")
     with process_registry.opened(tmp_path) as ranks:
-        with process_registry.enrolled(tmp_path):
+        with process_registry.registered(tmp_path):
             (mine,) = (tmp_path / process_registry.FOLDER).glob("*@*")
             content = mine.read_text()
             if content:  # where the system says when a process began
@@ -247,6 +247,6 @@ def test_the_register_forgets_the_dead(tmp_path):
         dead.wait()
         assert ranks.here() == []
         assert ranks.elsewhere()
-        ranks.strike_dead()
+        ranks.remove_stale()
         assert [p.name for p in (tmp_path / process_registry.FOLDER).glob("*@*")] == ["elsewhere@1"]
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]

@@ -52,7 +52,7 @@ if os.environ.get("LOOP") == name:
     def main():
         if dist.world_size() > 1:
             dist.init()
-        with stop_signals.requests(out) as stop:
+        with stop_signals.handle_stop_signals(out) as stop:
             (out / f"in_loop{dist.rank()}").write_text(str(os.getpid()))
             for step in range(1, 1000):
                 if os.environ.get("KILL") == str(dist.rank()) and step == 5:
@@ -63,7 +63,7 @@ if os.environ.get("LOOP") == name:
                     folder.mkdir(parents=True, exist_ok=True)
                     text = manifest_bytes(step, dist.world_size(), {}, {})
                     (folder / "manifest.json").write_bytes(text)
-                    raise stop_signals.Stopped(step, folder)
+                    raise stop_signals.TrainingStopped(step, folder)
 
     entrypoint.run(main)
 import dschat.distributed as dist

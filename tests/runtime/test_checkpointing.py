@@ -12,7 +12,7 @@ from program_cases import parity, trainer_of
 from step_cases import PROMPTS
 
 from dschat.config import SFTConfig, UserError
-from dschat.distributed.stop_signals import Stopped
+from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rlhf import rollout_collector
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter
@@ -173,7 +173,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
             time.sleep(0.2)
             bounds.after(3, trainer.run_state)
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(TrainingStopped) as stopped:
         loop()
     assert "could not be written" in caplog.text
     assert "step 3 could not be saved" in caplog.text
