@@ -27,7 +27,7 @@ import runpy, sys, time
 from dschat.runtime import checkpointing
 from dschat.rlhf import reporter
 
-times, step, wait = [], reporter.Reporter.step, checkpointing.Checkpoints.wait
+times, step, wait = [], reporter.Reporter.step, checkpointing.CheckpointManager.wait
 
 def timed(*args):
     step(*args)
@@ -40,7 +40,7 @@ def waited(*args):
     blocked.append(times[-1] - began)
 
 blocked = []
-reporter.Reporter.step, checkpointing.Checkpoints.wait = timed, waited
+reporter.Reporter.step, checkpointing.CheckpointManager.wait = timed, waited
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -22,7 +22,7 @@ _EXPORTS = {
     "step_name": "dschat.checkpoint.manifest",
     "read_generators": "dschat.checkpoint.rng_state",
     "read_tensors": "dschat.checkpoint.manager",
-    "Checkpoints": "dschat.checkpoint.manager",
+    "CheckpointManager": "dschat.checkpoint.manager",
     "RunState": "dschat.checkpoint.manager",
 }
 __all__ = sorted(_EXPORTS)

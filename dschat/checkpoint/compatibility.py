@@ -22,7 +22,7 @@ from dschat.checkpoint.manifest import (
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 
 # What may change without a question: no number that training computes depends on it.
-FREE = {
+MAY_CHANGE = {
     # where, and how to begin
     "output_dir": "the folder may have moved",
     "overwrite_output_dir": "is about beginning",
@@ -69,7 +69,7 @@ Change = tuple[str, Any, Any]  # name, old, new
 
 def settings_of(config: CommonConfig) -> dict[str, Any]:
     """What a checkpoint records of a run, and another run must have equal to go on from it."""
-    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in MAY_CHANGE}
     return values | {_CONTENTS: _contents(values)}
 
 
@@ -92,7 +92,7 @@ def changes(found: Found, config: CommonConfig) -> list[Change]:
     changed = [
         (name, old, new)
         for name, old, new in changed_settings(found, settings)
-        if name not in {*FREE, *CHECKED, _CONTENTS}
+        if name not in {*MAY_CHANGE, *CHECKED, _CONTENTS}
         and (name in found.settings or new != defaults.get(name))
     ]
     names = {name for name, _, _ in changed}

@@ -67,7 +67,7 @@ class RunState:
     files: list[Path] = field(default_factory=list)
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one step's output folder. Every method is collective unless it says so."""
 
     def __init__(

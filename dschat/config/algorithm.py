@@ -16,7 +16,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 @dataclass
-class LearningConfig:
+class AlgorithmConfig:
     """How step 3 learns from the rewards of a rollout."""
 
     advantage_estimator: Literal[

@@ -11,7 +11,7 @@ else.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.config.algorithm import LearningConfig
+from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
@@ -249,7 +249,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(LearningConfig, RewardSourcesConfig, RolloutConfig, CommonConfig):
+class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConfig):
     """Step 3. Counts are of the whole rollout, unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")

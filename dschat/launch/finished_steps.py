@@ -16,7 +16,7 @@ from typing import Any, Optional
 import dschat.distributed as dist
 from dschat.checkpoint.compatibility import (
     CHECKED,
-    FREE,
+    MAY_CHANGE,
     READ,
     Change,
     describe,
@@ -129,7 +129,7 @@ def differences(
     config: CommonConfig, said: Optional[Collection[str]], num_processes: int
 ) -> list[Change]:
     """What the finished step in ``config.output_dir`` had otherwise. No difference: the number of
-    processes, how a path is spelled, a folder that was moved, and `FREE` and `LAYOUT`.
+    processes, how a path is spelled, a folder that was moved, and `MAY_CHANGE` and `LAYOUT`.
     """
     then = _recorded(config, num_processes)
     if then is None:
@@ -141,7 +141,7 @@ def differences(
     for name, new in settings.items():
         base = name.removeprefix("actor_").removeprefix("critic_")
         unsaid = name == BASE and not new if said is None else name not in said
-        if unsaid or name in FREE or name in sizes or base in LAYOUT:
+        if unsaid or name in MAY_CHANGE or name in sizes or base in LAYOUT:
             continue
         old = then.settings[name]
         if not (name in READ or name.endswith("name_or_path")):

@@ -25,7 +25,7 @@ REWARD = "--reward_model_name_or_path"
 
 
 @dataclass
-class Checkpoints:
+class InitialCheckpoints:
     """Where the models of RLHF come from; None for a model that there is not.
 
     ``reward_tokenizer`` is None where the reward model reads the actor's ids as they are; else its
@@ -46,7 +46,7 @@ class Checkpoints:
 
 def find_checkpoints(
     actor: str, critic: str | None, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
-) -> Checkpoints:
+) -> InitialCheckpoints:
     """Check the models that ``args`` and the two names ask for, together with the tokenizer.
 
     There is a reward model unless programs score and none is named; there is a critic where the
@@ -63,7 +63,7 @@ def find_checkpoints(
     named = args.reward_model_name_or_path
     separate = bool(named) and named != args.critic_model_name_or_path
     scores = bool(named) or (bool(critic) and not args.has_reward_programs)
-    found = Checkpoints(resolve_model(actor))
+    found = InitialCheckpoints(resolve_model(actor))
     actor_config = load_config(found.actor, ACTOR, trust)
     require_causal_lm(actor_config, found.actor, ACTOR)
     check_tensor_parallel(actor_config, args.inference_tp_size)
@@ -88,7 +88,7 @@ def find_checkpoints(
 
 
 def _find_reward(
-    found: Checkpoints,
+    found: InitialCheckpoints,
     name: str,
     flag: str,
     args: RLHFConfig,
@@ -114,7 +114,7 @@ def _find_reward(
 
 
 def _find_critic(
-    found: Checkpoints,
+    found: InitialCheckpoints,
     name: str | None,
     is_reward: bool,
     args: RLHFConfig,
@@ -152,7 +152,7 @@ def _find_critic(
     found.critic_tokenizer.chat_template = tokenizer.chat_template
 
 
-def check_lengths(found: Checkpoints, args: RLHFConfig) -> None:
+def check_lengths(found: InitialCheckpoints, args: RLHFConfig) -> None:
     """Raise ``UserError`` where prompt and answer together are longer than a model reads.
 
     A reward model with another tokenizer counts other tokens, and cuts what is too long for it.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.checkpoint import Checkpoints, RunState, read_generators, step_name
+from dschat.checkpoint import CheckpointManager, RunState, read_generators, step_name
 from dschat.checkpoint.compatibility import changes, check_step_size, describe, settings_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
@@ -26,7 +26,7 @@ class Boundaries:
     def __init__(
         self,
         config: CommonConfig,
-        checkpoints: Checkpoints | None,
+        checkpoints: CheckpointManager | None,
         request: stop_signals.StopRequest | None,
     ) -> None:
         self._config = config
@@ -123,7 +123,7 @@ def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
         yield Boundaries(config, None, None)
         return
     limit = config.save_total_limit or None
-    checkpoints = Checkpoints(config.output_dir, settings_of(config), limit)
+    checkpoints = CheckpointManager(config.output_dir, settings_of(config), limit)
     listening = (
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )

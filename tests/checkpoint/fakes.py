@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dschat.checkpoint import Checkpoints, RunState
+from dschat.checkpoint import CheckpointManager, RunState
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -44,13 +44,13 @@ def state_at(step: int) -> RunState:
     )
 
 
-def save(checkpoints: Checkpoints, *steps: int) -> None:
+def save(checkpoints: CheckpointManager, *steps: int) -> None:
     for step in steps:
         checkpoints.save(step, state_at(step))
         checkpoints.wait()
 
 
-def step_loaded(checkpoints: Checkpoints, path=None) -> int:
+def step_loaded(checkpoints: CheckpointManager, path=None) -> int:
     """The step of the checkpoint that is taken, all of whose state must be of that step."""
     found, state = checkpoints.latest(path), state_at(0)
     values = checkpoints.load(found, state)

@@ -21,7 +21,7 @@ from tiny_models import VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, set_seed
 
 import dschat.distributed as dist
-from dschat.checkpoint import Checkpoints, RunState
+from dschat.checkpoint import CheckpointManager, RunState
 from dschat.losses import lm_loss
 from dschat.models.lora import prepare_for_training
 from dschat.rlhf.ema import ShardedEMA
@@ -147,7 +147,7 @@ def saved(spec: Spec, folder: Path) -> list[list[float]]:
     saved.
     """
     run = SmallRun(spec, folder)
-    checkpoints = Checkpoints(folder / f"{spec.name}_{dist.world_size()}", {"seed": 7})
+    checkpoints = CheckpointManager(folder / f"{spec.name}_{dist.world_size()}", {"seed": 7})
     rows = run.steps(SAVED_AT)
     checkpoints.save(SAVED_AT, run.state())
     rows += run.steps()
@@ -158,7 +158,7 @@ def saved(spec: Spec, folder: Path) -> list[list[float]]:
 def taken_up(spec: Spec, folder: Path, source: Path, settings: Settings = DEFAULT) -> SmallRun:
     """A new run, where the one that was saved in ``source`` had come."""
     run = SmallRun(spec, folder, settings)
-    checkpoints = Checkpoints(source, {"seed": 7})
+    checkpoints = CheckpointManager(source, {"seed": 7})
     values = checkpoints.load(checkpoints.latest(), run.state())
     run.num_rows, run.done = values["num_rows"], values["done"]
     return run

@@ -20,7 +20,7 @@ from small_run import (
 )
 from transformers import AutoModelForCausalLM
 
-from dschat.checkpoint import Checkpoints
+from dschat.checkpoint import CheckpointManager
 from dschat.config import UserError
 from dschat.losses import lm_loss
 from dschat.runtime.optimizer_step import learning_rate, loss_scale
@@ -112,7 +112,7 @@ def test_every_layout_resumes_every_other(saved_by, spec, here, at_save):
 def test_before_the_first_step(saved_by, spec, here, tmp_path):
     """The actor's state while the critic warms up: there are no moments yet."""
     folder, rows = here(Z0)
-    checkpoints = Checkpoints(tmp_path, {"seed": 7})
+    checkpoints = CheckpointManager(tmp_path, {"seed": 7})
     checkpoints.save(1, SmallRun(saved_by, folder).state())
     checkpoints.wait()
     assert losses(taken_up(spec, folder, tmp_path).steps()) == [
@@ -253,7 +253,7 @@ def test_the_loss_scale_is_state_and_its_settings_are_not(stage, now, fp16_works
     run, fp16, source = SmallRun(Spec(stage, FP16), folder), Spec(now, FP16), folder / "fp16"
     run.steps(1)
     vars(run.engine.optimizer.loss_scaler).update(STATE)
-    checkpoints = Checkpoints(source, {"seed": 7})
+    checkpoints = CheckpointManager(source, {"seed": 7})
     checkpoints.save(1, run.state())
     checkpoints.wait()
     same = scale_after(fp16, source)

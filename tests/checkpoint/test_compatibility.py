@@ -19,7 +19,7 @@ def found(settings: dict) -> Found:
 
 def test_what_is_free_exists():
     names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
-    assert set(compatibility.FREE) <= names
+    assert set(compatibility.MAY_CHANGE) <= names
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
@@ -168,4 +168,4 @@ def test_an_edited_file_is_another_setting(tmp_path):
 def test_what_names_files_exists():
     names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
     assert names >= compatibility.READ
-    assert compatibility.READ.isdisjoint(compatibility.FREE)
+    assert compatibility.READ.isdisjoint(compatibility.MAY_CHANGE)

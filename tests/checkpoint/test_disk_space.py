@@ -14,7 +14,7 @@ from tiny_models import causal_lm, tokenizer
 from transformers import AutoModelForCausalLM
 
 from dschat.builtin import tiny_model
-from dschat.checkpoint import Checkpoints, export_hf, hf_export
+from dschat.checkpoint import CheckpointManager, export_hf, hf_export
 from dschat.config import UserError
 from dschat.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
@@ -100,7 +100,7 @@ def test_a_model_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
     assert len(written) == 2  # of many; the others are not tried
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert os.listdir(tmp_path / "out") == ["actor"]
-    save(Checkpoints(tmp_path / "out", {}), 2, 4)
+    save(CheckpointManager(tmp_path / "out", {}), 2, 4)
     written.clear()
     with pytest.raises(UserError, match="resume from .*out/checkpoints/step_000004 "):
         save_model(max_file_bytes=20_000)
@@ -117,7 +117,7 @@ def test_an_adapter_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
         raise SafetensorError(RUST)
 
     monkeypatch.setattr(hf_export, "save_file", full)
-    save(Checkpoints(tmp_path, {}), 4)
+    save(CheckpointManager(tmp_path, {}), 4)
     with pytest.raises(UserError, match="/adapter has no space .* resume from .*/step_000004 "):
         hf_export.export_adapter(tmp_path / "actor/adapter", adapter_stream(model, CPU), model)
     assert list((tmp_path / "actor/adapter").iterdir()) == []

@@ -6,7 +6,7 @@ import sys
 import pytest
 from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
 
-from dschat.checkpoint import Checkpoints, newest
+from dschat.checkpoint import CheckpointManager, newest
 from dschat.config import UserError
 
 BF16 = "bfloat16"
@@ -87,7 +87,7 @@ def test_nvme_is_refused_for_other_processes(here):
     folder, _ = here(Spec(2))
     run = SmallRun(Spec(2), folder)
     run.engine.config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
-    checkpoints = Checkpoints(folder / "llama_z2_float32_1", {})
+    checkpoints = CheckpointManager(folder / "llama_z2_float32_1", {})
     found = checkpoints.latest()
     found.world_size = 2
     with pytest.raises(UserError, match=r"--resume .*nvme.*start as many processes as before"):

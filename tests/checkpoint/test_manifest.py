@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes import names, save, step_loaded
 
-from dschat.checkpoint import Checkpoints, changed_settings, newest
+from dschat.checkpoint import CheckpointManager, changed_settings, newest
 from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, sha256_of
 from dschat.config import UserError
 
@@ -28,7 +28,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_taken(damage, tmp_path, caplog):
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     save(checkpoints, 1, 2)
     harm, word = DAMAGES[damage]
     for name in ("actor/mp_rank_00_model_states.pt", "rank_00000.safetensors", "values.json"):
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_taken(damage, tmp_
 
 
 def test_any_byte_of_the_manifest(tmp_path, caplog):
-    save(Checkpoints(tmp_path, {"seed": 1}), 1)
+    save(CheckpointManager(tmp_path, {"seed": 1}), 1)
     path = tmp_path / "checkpoints/step_000001" / MANIFEST
     good = path.read_bytes()
     assert newest(tmp_path).step == 1
@@ -64,23 +64,23 @@ def test_any_byte_of_the_manifest(tmp_path, caplog):
         path.write_bytes(text)
         caplog.clear()
         with pytest.raises(UserError, match="no checkpoint in .* is whole .*; put one back, or "):
-            Checkpoints(tmp_path, {}).latest()
+            CheckpointManager(tmp_path, {}).latest()
         assert f"{path} is broken" in caplog.text
     content = json.loads(good) | {"format": 99}
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"format 99, this version reads 2"):
-        Checkpoints(tmp_path, {}).latest(path.parent)
+        CheckpointManager(tmp_path, {}).latest(path.parent)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "."])
 def test_a_path_that_is_no_checkpoint(path, tmp_path):
     with pytest.raises(UserError, match=r"--resume .*manifest.json.*No such file.*step_000100"):
-        Checkpoints(tmp_path, {}).latest(tmp_path / path)
+        CheckpointManager(tmp_path, {}).latest(tmp_path / path)
 
 
 def test_a_path_is_taken_though_there_are_newer_ones_which_then_go(tmp_path):
-    save(Checkpoints(tmp_path, {}), 1, 2, 5)
-    checkpoints = Checkpoints(tmp_path, {})
+    save(CheckpointManager(tmp_path, {}), 1, 2, 5)
+    checkpoints = CheckpointManager(tmp_path, {})
     path = tmp_path / "checkpoints/step_000001"
     assert step_loaded(checkpoints, path) == 1
     assert len(names(tmp_path)) == 3  # whatever else may be wrong, nothing is lost yet
@@ -92,7 +92,7 @@ def test_a_path_is_taken_though_there_are_newer_ones_which_then_go(tmp_path):
 
 def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
     """DeepSpeed takes every file of its pattern."""
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     save(checkpoints, 1, 2)
     stray = tmp_path / "checkpoints/step_000002/actor/mp_rank_01_model_states.pt"
     torch.save({}, stray)
@@ -105,7 +105,7 @@ def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
 
 
 def test_a_folder_without_checkpoints_is_no_mistake(tmp_path):
-    assert Checkpoints(tmp_path, {}).latest() is None
+    assert CheckpointManager(tmp_path, {}).latest() is None
 
 
 def test_pickles_of_others_are_not_run(tmp_path):
@@ -113,7 +113,7 @@ def test_pickles_of_others_are_not_run(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     save(checkpoints, 1)
     found = checkpoints.latest()
     name = "actor/mp_rank_00_model_states.pt"
@@ -128,7 +128,7 @@ def test_pickles_of_others_are_not_run(tmp_path):
 
 def test_changed_settings(tmp_path):
     old = {"lr": 1e-5, "betas": (0.9, 0.95), "gone": 1, "same": None}
-    save(Checkpoints(tmp_path, old), 1)
+    save(CheckpointManager(tmp_path, old), 1)
     found = newest(tmp_path)
     assert changed_settings(found, old) == []
     new = {"lr": 2e-5, "betas": [0.9, 0.95], "new": "x", "same": None}

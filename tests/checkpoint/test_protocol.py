@@ -10,7 +10,7 @@ import sys
 import pytest
 from fakes import names, save, state_at, step_loaded
 
-from dschat.checkpoint import Checkpoints, atomic_files, newest
+from dschat.checkpoint import CheckpointManager, atomic_files, newest
 from dschat.checkpoint.manifest import MANIFEST
 
 OWN_PROCESS = "DSCHAT_TESTS_MAY_FORK"
@@ -57,7 +57,7 @@ def killed_at(operation, folder, step):
     child = os.fork()
     if child == 0:
         Killer(operation)
-        save(Checkpoints(folder, {}, 2), step)
+        save(CheckpointManager(folder, {}, 2), step)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
@@ -78,13 +78,13 @@ def test_kills_in_a_process_of_their_own():
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "once more"])
 def test_killed_at_every_operation(step, tmp_path):
     """Two checkpoints, of which the older is pruned for a third; or the newer is written anew."""
-    save(Checkpoints(tmp_path / "start", {}, 2), 1, 2)
+    save(CheckpointManager(tmp_path / "start", {}, 2), 1, 2)
     seen, operation, killed = set(), 1, True
     while killed:
         folder = tmp_path / str(operation)
         shutil.copytree(tmp_path / "start", folder)
         killed = killed_at(operation, folder, step)
-        checkpoints = Checkpoints(folder, {}, 2)
+        checkpoints = CheckpointManager(folder, {}, 2)
         seen.add(step_loaded(checkpoints))
         assert not [name for name in names(folder) if name.startswith(".")]
         if operation % 5 == 0:  # and it goes on
@@ -109,7 +109,7 @@ def test_files_are_on_disk_before_their_folder_has_its_name(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
-    save(Checkpoints(tmp_path, {}), 5)
+    save(CheckpointManager(tmp_path, {}), 5)
     calls = [c for c in calls if not str(c[1]).startswith(".done")]
     content = ["mp_rank_00_model_states.pt"] * 2 + ["rank_00000.safetensors", "values.json"]
     assert calls[:5] == [*content, MANIFEST]
@@ -149,7 +149,7 @@ class FullFile:
 @pytest.mark.parametrize("room", [0, 1000, 3000, 6000, 9000])
 def test_a_full_disk_is_said_once_and_costs_no_good_checkpoint(room, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "dschat")
-    checkpoints = Checkpoints(tmp_path, {}, 1)
+    checkpoints = CheckpointManager(tmp_path, {}, 1)
     save(checkpoints, 1)
     disk = FullDisk(monkeypatch, room)
     for step in (2, 3):
@@ -167,7 +167,7 @@ def test_a_full_disk_is_said_once_and_costs_no_good_checkpoint(room, tmp_path, m
 
 
 def test_folders_removed_underneath(tmp_path, monkeypatch, caplog):
-    checkpoints = Checkpoints(tmp_path, {}, 2)
+    checkpoints = CheckpointManager(tmp_path, {}, 2)
     save(checkpoints, 1)
     sync = atomic_files.sync_folders
     for number, victim in enumerate(("values.json", "actor", "."), 2):
@@ -197,7 +197,7 @@ def test_a_bug_is_no_full_disk(tmp_path, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(atomic_files, "write_file", broken)
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(1, state_at(1))
     with pytest.raises(ZeroDivisionError):
         checkpoints.wait()
@@ -208,7 +208,7 @@ def test_a_bug_is_no_full_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 5), (1, 1), (3, 3)])
 def test_the_newest_are_kept(limit, kept, tmp_path):
-    checkpoints = Checkpoints(tmp_path, {}, limit)
+    checkpoints = CheckpointManager(tmp_path, {}, limit)
     save(checkpoints, 2, 4, 6, 8, 1_000_000)
     expected = ["step_000002", "step_000004", "step_000006", "step_000008", "step_1000000"]
     assert names(tmp_path) == expected[5 - kept :]
@@ -219,7 +219,7 @@ def test_the_newest_are_kept(limit, kept, tmp_path):
 
 
 def test_old_ones_go_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
-    checkpoints, seen, remove = Checkpoints(tmp_path, {}, 1), [], atomic_files.remove
+    checkpoints, seen, remove = CheckpointManager(tmp_path, {}, 1), [], atomic_files.remove
 
     def removing(folder):
         seen.append((folder.name, newest(tmp_path).step))

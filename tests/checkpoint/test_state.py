@@ -8,7 +8,14 @@ import pytest
 import torch
 from fakes import FakeEngine, save, state_at, step_loaded
 
-from dschat.checkpoint import Checkpoints, RunState, atomic_files, read_tensors, rng_state, snapshot
+from dschat.checkpoint import (
+    CheckpointManager,
+    RunState,
+    atomic_files,
+    read_tensors,
+    rng_state,
+    snapshot,
+)
 from dschat.checkpoint import manager as run_module
 from dschat.checkpoint.manifest import Found
 from dschat.config import UserError
@@ -22,7 +29,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
         return write(path, content)
 
     monkeypatch.setattr(atomic_files, "write_file", waiting)
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(3, state)
     state.engines["actor"].weights.zero_()  # the next step
     state.tensors["ema"]["a.weight"].zero_()
@@ -36,7 +43,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
 def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "dschat")
     monkeypatch.setattr("dschat.checkpoint.snapshot.available_memory", lambda: 1000)
-    checkpoints, state = Checkpoints(tmp_path, {}), state_at(3)
+    checkpoints, state = CheckpointManager(tmp_path, {}), state_at(3)
     checkpoints.save(3, state)
     state.engines["actor"].weights.zero_()
     checkpoints.wait()
@@ -53,7 +60,7 @@ def test_every_generator_goes_on(tmp_path):
 
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     draw()  # an odd number of Gaussian ones: the generators keep the second of each pair
-    checkpoints = Checkpoints(tmp_path, {"seed": 5})
+    checkpoints = CheckpointManager(tmp_path, {"seed": 5})
     save(checkpoints, 1)
     expected = draw()
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
@@ -87,7 +94,7 @@ def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
 
 
 def test_what_a_checkpoint_does_not_hold(tmp_path):
-    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(1, RunState({"actor": FakeEngine()}))
     checkpoints.wait()
     with pytest.raises(UserError, match=r"step_000001: it holds no critic and no ema; .*--restart"):

@@ -214,7 +214,7 @@ def no_space(number: int) -> None:
         if saves[0] == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before(manager.Checkpoints, "save", count)
+    before(manager.CheckpointManager, "save", count)
     before(async_writer.atomic_files, "write_file", full)
 
 
