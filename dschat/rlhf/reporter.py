@@ -23,7 +23,7 @@ from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
-from dschat.runtime.checkpointing import Boundaries
+from dschat.runtime.checkpointing import TrainingCheckpointer
 
 logger = logging.getLogger("dschat")
 
@@ -91,10 +91,10 @@ class Reporter:
         self._best = -math.inf
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
-    def begin(self, bounds: Boundaries) -> None:
+    def begin(self, checkpointer: TrainingCheckpointer) -> None:
         """Collective. Go on where a checkpoint was made; or begin, and evaluate."""
-        self._bounds = bounds
-        values = bounds.begin(self._state())
+        self._bounds = checkpointer
+        values = checkpointer.begin(self._state())
         if values is None:
             self._log.begin()
             self.evaluate()

@@ -138,7 +138,7 @@ class Collector:
 
     @property
     def clip(self) -> float | None:
-        """What bounds an answer's score where it is learned from; None: nothing."""
+        """What checkpointer an answer's score where it is learned from; None: nothing."""
         alone = self._engine.reward is not None and not any(self._programs.weights.values())
         return self._args.clip_where(model_alone=alone)
 

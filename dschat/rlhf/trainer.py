@@ -37,8 +37,8 @@ from dschat.rlhf.rewards import RewardPrograms
 from dschat.rlhf.rollout_collector import Collector, PromptBatch
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.runtime.optimizer_step import (
+    OptimizerStep,
     SkippedSteps,
-    Step,
     finish_together,
     learning_rate,
     loss_scale,
@@ -243,9 +243,9 @@ class DeepSpeedPPOTrainer:
         sums = {"actions": num_actions, "policy_count": float(counted)}
         train_actor = train_actor and all_counted > 0  # else there is nothing to learn from
         text = next(self._unsupervised) if self._unsupervised is not None and train_actor else []
-        steps: dict[str, Step] = {}
+        steps: dict[str, OptimizerStep] = {}
         if train_actor:
-            step = steps["actor"] = Step(self.engine.actor, count + len(text), all_counted)
+            step = steps["actor"] = OptimizerStep(self.engine.actor, count + len(text), all_counted)
             for part in parts:
                 _add(sums, self._actor_micro_batch(step, experience.take(part, self._device)))
             self._looks = False  # the step changes what was measured
@@ -253,7 +253,7 @@ class DeepSpeedPPOTrainer:
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # its gradients go before the critic's come
         if self.engine.critic is not None:
-            step = steps["critic"] = Step(self.engine.critic, count, all_actions)
+            step = steps["critic"] = OptimizerStep(self.engine.critic, count, all_actions)
             for part in parts:
                 _add(sums, self._critic_micro_batch(step, experience.take(part, self._device)))
             finish_together([step for step in steps.values() if step.outcome is None])
@@ -261,7 +261,7 @@ class DeepSpeedPPOTrainer:
             _add(sums, self._taken(step, name))
         return sums
 
-    def _actor_micro_batch(self, step: Step, batch: Experience) -> dict[str, float]:
+    def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
         """The policy's loss, with any KL penalty and entropy bonus, weighed as one sum."""
         args, mask = self.args, batch.loss_mask
         logprobs, entropy = action_logprobs(
@@ -294,7 +294,7 @@ class DeepSpeedPPOTrainer:
         step.backward(loss)
         return named
 
-    def _critic_micro_batch(self, step: Step, batch: Experience) -> dict[str, float]:
+    def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
         values = action_values(self.engine.critic, batch)
         loss, metrics = value_loss(
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
@@ -306,7 +306,7 @@ class DeepSpeedPPOTrainer:
         }
 
     def _ptx_micro_batches(
-        self, step: Step, text: list[list[dict[str, Any]]], denominator: float
+        self, step: OptimizerStep, text: list[list[dict[str, Any]]], denominator: float
     ) -> dict[str, float]:
         """Collective. ``unsup_coef`` x the token mean of the pretraining loss, in the same step."""
         if not text:
@@ -328,7 +328,7 @@ class DeepSpeedPPOTrainer:
             total += float(loss.detach())
         return {"ptx_loss": total, "ptx_tokens": sum(real)}
 
-    def _taken(self, step: Step, name: str) -> dict[str, float]:
+    def _taken(self, step: OptimizerStep, name: str) -> dict[str, float]:
         """What a finished step changed: version and average, or the counts of skipped ones."""
         self._skipped[name].take(step, f"iteration {self.iteration}: a step")
         if step.outcome != "applied":

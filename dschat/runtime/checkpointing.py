@@ -20,7 +20,7 @@ from dschat.rewards.reward_functions import RewardError
 logger = logging.getLogger("dschat")
 
 
-class Boundaries:
+class TrainingCheckpointer:
     """What happens between the steps of one loop. Made by `boundaries`."""
 
     def __init__(
@@ -113,14 +113,14 @@ class Boundaries:
 
 
 @contextmanager
-def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
+def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer]:
     """Collective. A scope for one loop; at its end what is being written becomes whole.
 
     Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process
     as they do outside.
     """
     if config.output_dir is None:
-        yield Boundaries(config, None, None)
+        yield TrainingCheckpointer(config, None, None)
         return
     limit = config.save_total_limit or None
     checkpoints = CheckpointManager(config.output_dir, settings_of(config), limit)
@@ -128,13 +128,13 @@ def boundaries(config: CommonConfig) -> Iterator[Boundaries]:
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )
     with listening as request:
-        bounds = Boundaries(config, checkpoints, request)
+        checkpointer = TrainingCheckpointer(config, checkpoints, request)
         try:
-            yield bounds
+            yield checkpointer
         except RewardError:  # on all processes alike; other mistakes may be of one alone
-            bounds.save_last()
+            checkpointer.save_last()
             raise
         except FloatingPointError as error:
             checkpoints.wait()
-            raise FloatingPointError(f"{error}{bounds.last_good()}") from None
+            raise FloatingPointError(f"{error}{checkpointer.last_good()}") from None
         checkpoints.wait()

@@ -24,13 +24,13 @@ logger = logging.getLogger("dschat")
 Outcome = Literal["applied", "overflow", "aligned", "bad"]
 
 
-class Step:
+class OptimizerStep:
     """One optimizer step, cut into micro-batches any way: sum of losses / ``denominator`` over all
     ranks.
 
     DeepSpeed averages gradients over ranks, hence the factor of the world size. Use::
 
-        step = Step(engine, num_micro_batches=k, denominator=tokens_of_all_ranks)
+        step = OptimizerStep(engine, num_micro_batches=k, denominator=tokens_of_all_ranks)
         for batch in micro_batches:
             step.backward(loss_sum(batch))   # exactly k times, after one forward each
         applied = step.finish()
@@ -118,7 +118,7 @@ class Step:
         return float(nn.utils.get_total_norm(gradients))
 
 
-def finish_together(steps: list[Step]) -> list[bool]:
+def finish_together(steps: list[OptimizerStep]) -> list[bool]:
     """Collective. `Step.finish` of each; where one is not finite, none is applied."""
     if len(steps) == 1:
         return [steps[0].finish()]
@@ -140,7 +140,7 @@ class SkippedSteps:
         self._of = f" of the {of}" if of else ""
         self.in_a_row = 0
 
-    def take(self, step: Step, when: str) -> None:
+    def take(self, step: OptimizerStep, when: str) -> None:
         """Count a finished ``step``; ``when`` opens its message.
 
         Raises ``FloatingPointError`` at the limit.

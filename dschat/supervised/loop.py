@@ -13,8 +13,8 @@ from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.checkpointing import boundaries
-from dschat.runtime.optimizer_step import SkippedSteps, Step, learning_rate, loss_scale
+from dschat.runtime.checkpointing import training_checkpointer
+from dschat.runtime.optimizer_step import OptimizerStep, SkippedSteps, learning_rate, loss_scale
 from dschat.supervised.tasks import Rows, Sums, Task
 
 logger = logging.getLogger("dschat")
@@ -45,14 +45,16 @@ def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
     return config.max_steps or config.num_train_epochs * len(batches)
 
 
-def train_step(engine: Any, task: Task, micro_batches: list[Rows]) -> tuple[dict[str, float], Step]:
+def train_step(
+    engine: Any, task: Task, micro_batches: list[Rows]
+) -> tuple[dict[str, float], OptimizerStep]:
     """Collective. One optimizer step on this rank's part of a global batch.
 
     Returns the metrics of the global batch, and the finished step.
     """
     batches = [task.collate(rows) for rows in micro_batches]
     (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
-    step = Step(engine, len(batches), denominator)
+    step = OptimizerStep(engine, len(batches), denominator)
     parts = []
     for batch in task.prepare(engine, batches):
         loss, sums = task.loss(engine, batch.to(dist.device()))
@@ -85,8 +87,8 @@ def train(
         values["log"] = metrics_log.position()
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
-    with boundaries(config) as bounds:
-        values = bounds.begin(state())
+    with training_checkpointer(config) as checkpointer:
+        values = checkpointer.begin(state())
         if values is None:
             metrics_log.begin()
             _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
@@ -117,7 +119,7 @@ def train(
                 logger.info(format_line(done, total, metrics, columns))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
                 _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
-            bounds.after(done, state, is_last=done == total)
+            checkpointer.after(done, state, is_last=done == total)
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
         return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)

@@ -26,7 +26,6 @@ from dschat.losses import lm_loss
 from dschat.models.lora import prepare_for_training
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
-from dschat.runtime.optimizer_step import Step
 
 NUM_STEPS, SAVED_AT, ROWS = 6, 3, 4
 TIMEOUT_S = 120  # of two processes that start, and of every six jobs of theirs
@@ -107,7 +106,7 @@ class SmallRun:
 
     def _step(self) -> list[float]:
         mine = batch_of(self.done)[dist.my_share(list(range(ROWS)))]
-        step = Step(self.engine, len(mine), ROWS * 8)
+        step = OptimizerStep(self.engine, len(mine), ROWS * 8)
         total = 0.0
         for row in mine:
             row = row[None]

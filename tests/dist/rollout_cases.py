@@ -33,7 +33,6 @@ from dschat.runtime.deepspeed_engine import (
     sharded_loading,
     unwrap,
 )
-from dschat.runtime.optimizer_step import Step
 
 # NOTE: one tiny model a family, and prompts of awkward lengths, stand beside the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
@@ -98,7 +97,7 @@ class Actor:
         """Collective. One optimizer step on random ids, others on every rank and every time."""
         generator = torch.Generator().manual_seed(1000 * self.version + dist.rank())
         ids = torch.randint(VOCAB, (4, 12), generator=generator)
-        step = Step(self.engine, 1, 44.0 * dist.world_size())
+        step = OptimizerStep(self.engine, 1, 44.0 * dist.world_size())
         logits = self.engine(input_ids=ids, use_cache=False).logits[:, :-1]
         step.backward(-token_logprobs(logits, ids[:, 1:]).sum())
         assert step.finish()

@@ -10,7 +10,6 @@ from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
 from dschat.rlhf import rollout_collector, scoring
 from dschat.rlhf import trainer as ppo
-from dschat.runtime.optimizer_step import Step
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
@@ -150,7 +149,7 @@ def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
 
 
 class PlainEngine:
-    """As much of an engine without ZeRO as a `Step` asks for."""
+    """As much of an engine without ZeRO as a `OptimizerStep` asks for."""
 
     def __init__(self):
         self.module = torch.nn.Linear(2, 1, bias=False)
@@ -173,7 +172,7 @@ class PlainEngine:
 def test_an_infinite_loss_with_a_finite_gradient(place):
     engine = PlainEngine()
     before = engine.module.weight.detach().clone()
-    step = Step(engine, 2, 1.0)
+    step = OptimizerStep(engine, 2, 1.0)
     for i in range(2):
         loss = engine.module(torch.ones(2)).sum()
         step.backward(loss + INF if i == place else loss)

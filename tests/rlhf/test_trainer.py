@@ -17,7 +17,7 @@ from dschat.rlhf.rollout_collector import Prompts
 from dschat.rlhf.scoring import action_values
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
-from dschat.runtime.optimizer_step import Step, learning_rate
+from dschat.runtime.optimizer_step import OptimizerStep, learning_rate
 
 ONE = Case("ppo", iterations=1)
 
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
             grads.update({n: p.grad.clone() for n, p in actor.module.named_parameters()})
         return finish(step)
 
-    monkeypatch.setattr(Step, "finish", keep_gradient)
+    monkeypatch.setattr(OptimizerStep, "finish", keep_gradient)
     experience = one_iteration(trainer)
 
     model = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()

@@ -148,7 +148,7 @@ def keep_gradients(monkeypatch, engine):
         kept[name] = {n: p.grad.clone() for n, p in module.named_parameters()}
         return finish(step, *args, **kwargs)
 
-    monkeypatch.setattr(Step, "finish", finishing)
+    monkeypatch.setattr(OptimizerStep, "finish", finishing)
     return kept
 
 

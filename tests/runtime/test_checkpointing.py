@@ -17,7 +17,7 @@ from dschat.rlhf import rollout_collector
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.rewards import RewardError
-from dschat.runtime.checkpointing import boundaries
+from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.output_dir import COMPLETE
 from dschat.supervised import setup
 
@@ -33,8 +33,8 @@ def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     trainer = trainer_of(models_folder, [function], **options)
     report, taken = Reporter(trainer, held_out, ITERATIONS), {}
     try:
-        with boundaries(trainer.args) as bounds:
-            report.begin(bounds)
+        with training_checkpointer(trainer.args) as checkpointer:
+            report.begin(checkpointer)
             while trainer.iteration < ITERATIONS:
                 first = 2 * trainer.iteration
                 experience = trainer.generate_experience(PROMPTS[first : first + 4])
@@ -125,10 +125,10 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
 
     def loop():
-        with boundaries(trainer.args) as bounds:
-            bounds.begin(trainer.run_state())
-            bounds.after(1, trainer.run_state)
-            bounds.leave()
+        with training_checkpointer(trainer.args) as checkpointer:
+            checkpointer.begin(trainer.run_state())
+            checkpointer.after(1, trainer.run_state)
+            checkpointer.leave()
             trainer.engine.version = 7
             raise RewardError("in the evaluation after step 2")
 
@@ -144,9 +144,9 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     states = []
 
     def loop():
-        with boundaries(trainer.args) as bounds:
-            bounds.begin(trainer.run_state())
-            bounds.after(1, trainer.run_state)
+        with training_checkpointer(trainer.args) as checkpointer:
+            checkpointer.begin(trainer.run_state())
+            checkpointer.after(1, trainer.run_state)
             states.append(random.getstate())
             random.random()
             raise RewardError("in step 2")
@@ -155,8 +155,8 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
         loop()
     config = trainer.args
     config.resume = "latest"
-    with boundaries(config) as bounds:
-        bounds.begin(trainer.run_state())
+    with training_checkpointer(config) as checkpointer:
+        checkpointer.begin(trainer.run_state())
         assert [random.getstate()] == states
 
 
@@ -164,14 +164,14 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
 
     def loop():
-        with boundaries(trainer.args) as bounds:
-            bounds.begin(trainer.run_state())
-            bounds.after(2, trainer.run_state)
-            bounds._checkpoints.wait()
+        with training_checkpointer(trainer.args) as checkpointer:
+            checkpointer.begin(trainer.run_state())
+            checkpointer.after(2, trainer.run_state)
+            checkpointer._checkpoints.wait()
             (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.2)
-            bounds.after(3, trainer.run_state)
+            checkpointer.after(3, trainer.run_state)
 
     with pytest.raises(TrainingStopped) as stopped:
         loop()
@@ -189,27 +189,27 @@ def test_data_that_has_changed_is_not_gone_on_with(now, fits, models_folder, tmp
         found.values["rows"] = rows
         return found
 
-    with boundaries(trainer.args) as bounds:
-        bounds.begin(state(512))
+    with training_checkpointer(trainer.args) as checkpointer:
+        checkpointer.begin(state(512))
         for step in (1, 2):
-            bounds.after(step, lambda: state(512))
+            checkpointer.after(step, lambda: state(512))
     folder = tmp_path / "checkpoints"
     trainer.args.resume = str(folder / "step_000001")
-    with boundaries(trainer.args) as bounds:
+    with training_checkpointer(trainer.args) as checkpointer:
         if fits:
-            assert bounds.begin(state(now))["rows"] == 512
+            assert checkpointer.begin(state(now))["rows"] == 512
         else:
             with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
-                bounds.begin(state(now))
+                checkpointer.begin(state(now))
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
 
 
 def three_steps(trainer, error):
-    with boundaries(trainer.args) as bounds:
-        assert bounds.begin(trainer.run_state()) is None
+    with training_checkpointer(trainer.args) as checkpointer:
+        assert checkpointer.begin(trainer.run_state()) is None
         for step in (1, 2, 3):
-            bounds.after(step, trainer.run_state)
+            checkpointer.after(step, trainer.run_state)
         raise error
 
 
