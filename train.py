@@ -56,7 +56,7 @@ def main() -> int:
         say(line)
 
     # Run the steps, one after another.
-    with supervisor.Runner() as runner:
+    with supervisor.ProcessSupervisor() as runner:
         for step, command in plan.commands:
             if runner.asked:
                 return stopped(f"stopped before step {step.number}", plan)

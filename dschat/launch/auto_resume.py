@@ -24,7 +24,7 @@ from dschat.runtime.output_dir import COMPLETE
 Ask = Callable[[str], bool]  # a question -> yes or no
 
 
-def go_on(
+def resolve_resume(
     step: Step,
     values: dict[str, Any],
     made_here: Collection[str],

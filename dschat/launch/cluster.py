@@ -35,7 +35,7 @@ PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", **MPI_LAUNCHERS}  # what must be on
 
 
 @dataclass
-class NodesConfig:
+class ClusterConfig:
     """train.py's flags about machines; the names are those of DeepSpeed's launcher."""
 
     num_gpus: Optional[int] = flag(
@@ -139,10 +139,10 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class Cluster:
     """The machines of a run: ``hosts`` are names and numbers of processes, in rank order."""
 
-    config: NodesConfig
+    config: ClusterConfig
     hosts: Mapping[str, int]
     gpus_here: int = 0
     hostfile: Optional[str] = None
@@ -253,7 +253,7 @@ class Nodes:
 
 
 def find(
-    config: NodesConfig,
+    config: ClusterConfig,
     default_nodes: Optional[int],
     default_gpus: Optional[int],
     gpus_here: int,
@@ -284,7 +284,7 @@ def find(
     default_port = FIRST_PORT if starts_elsewhere or several else None
     port = config.master_port or default_port or (_free_port() if here > 1 else FIRST_PORT)
     hostfile = config.hostfile or os.path.relpath(example)
-    return Nodes(config, hosts, gpus_here, hostfile, port)
+    return Cluster(config, hosts, gpus_here, hostfile, port)
 
 
 def _quoted_for_pdsh(word: str) -> str:
@@ -323,7 +323,7 @@ def _check_room(count: int, gpus_here: int) -> None:
 
 
 def _of_hostfile(
-    config: NodesConfig,
+    config: ClusterConfig,
     listed: Mapping[str, tuple[int, int]],
     num_nodes: int,
     num_gpus: Optional[int],
@@ -349,7 +349,7 @@ def _of_hostfile(
     return hosts
 
 
-def _check_reach(config: NodesConfig, num_nodes: int, dry_run: bool) -> None:
+def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
     """Whether ``num_nodes`` machines can be started with these flags, from this one."""
     if num_nodes == 1 and config.launcher != "slurm":
         for name in ("node_rank", "master_addr", "ssh_port"):

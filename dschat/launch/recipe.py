@@ -15,7 +15,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import did_you_mean
 from dschat.config.fields import flag, require_types
-from dschat.launch.cluster import NodesConfig
+from dschat.launch.cluster import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
 
 @dataclass
-class TrainConfig(NodesConfig):
+class TrainConfig(ClusterConfig):
     """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
 
     step: Optional[list[int]] = flag(

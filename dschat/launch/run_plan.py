@@ -22,7 +22,7 @@ import dschat.distributed as dist
 from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
-from dschat.launch.auto_resume import Ask, go_on
+from dschat.launch.auto_resume import Ask
 from dschat.launch.finished_steps import check_finished
 from dschat.launch.recipe import (
     STEPS,
@@ -34,7 +34,7 @@ from dschat.launch.recipe import (
     said_of_steps_before,
     step_values,
 )
-from dschat.launch.steps import choose_road, inputs_of
+from dschat.launch.steps import inputs_of, select_steps
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 
@@ -49,7 +49,7 @@ class Plan:
     notes: list[str]
     environment: dict[str, str]
     summary: bool
-    nodes: cluster.Nodes
+    nodes: cluster.Cluster
     anew: list[str]  # flags by which the same command would not go on with this run, but begin it
 
     def folder(self, step: Step) -> Path:
@@ -91,7 +91,7 @@ def plan(
     _check_model("--reward_model", config.reward_model)
 
     values = step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
-    steps, notes = choose_road(config, values)
+    steps, notes = select_steps(config, values)
     numbers, taken, why = _choose(config, steps, values, out)
     folders = [out / steps[n].folder for n in numbers]
     if any([supervisor.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
@@ -140,7 +140,7 @@ def _begin(
     config: TrainConfig,
     steps: Mapping[int, Step],
     values: dict[int, dict[str, Any]],
-    where: cluster.Nodes,
+    where: cluster.Cluster,
     ask: Optional[Ask],
 ) -> list[str]:
     """How each of the steps that run begins: completes its values, and returns a line where it is
@@ -159,7 +159,9 @@ def _begin(
     notes = []
     for n, step in steps.items():
         made_here = {values[m]["output_dir"] for m in steps if m < n}
-        notes += go_on(step, values[n], made_here, where.num_processes, config.restart, ask)
+        notes += resolve_resume(
+            step, values[n], made_here, where.num_processes, config.restart, ask
+        )
     return notes
 
 

@@ -18,7 +18,7 @@ ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
 Values = Mapping[int, Mapping[str, Any]]
 
 
-def choose_road(config: TrainConfig, values: Values) -> tuple[dict[int, Step], list[str]]:
+def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Step], list[str]]:
     """The steps of the run by number, and a line about why there are not three.
 
     Raises:

@@ -28,14 +28,14 @@ from dschat.launch.watchdog import GRACE_S, send
 SIGNALS = (*stop_signals.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
 
 
-class Runner:
+class ProcessSupervisor:
     """Runs commands while signals are caught, in a ``with`` block of its own."""
 
     def __init__(self) -> None:
         self._caught: list[int] = []
         self._before = ExitStack()
 
-    def __enter__(self) -> "Runner":
+    def __enter__(self) -> "ProcessSupervisor":
         for signum in SIGNALS:
             handler = signal.getsignal(signum)
             if handler is not signal.SIG_IGN:  # nohup, or a shell's background

@@ -15,7 +15,7 @@ import pytest
 
 from dschat.config import UserError
 from dschat.launch import cluster
-from dschat.launch.cluster import NodesConfig
+from dschat.launch.cluster import ClusterConfig
 
 EXAMPLE = Path("training/launch/hostfile")
 WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v", "--x=-1"]
@@ -33,7 +33,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=False, **flags):
-    config = NodesConfig(**flags)
+    config = ClusterConfig(**flags)
     config.validate_nodes()
     return cluster.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
 
