@@ -1,6 +1,7 @@
 """Decode steps captured once and replayed: CUDA graphs, per bucket of batch and length.
 
-Tokens, positions, places and pages of the decoding sequences come in, logits go out. Inputs are
+Tokens, positions, slot_mapping and pages of the decoding sequences come in, logits go out. Inputs
+are
 copied into tensors that never move, batches are padded to the next bucket by rows that write to a
 page nobody owns, and attention reads the next bucket of lengths instead of `max_seq_len`. Weights
 are refreshed in place, so a graph outlives optimizer steps; it is captured again only when weights
@@ -77,7 +78,7 @@ class DecodeGraphs:
         self._max_num_seqs = min(max_num_seqs, cache.num_pages)
         self._max_seq_len = max_seq_len
         self._graphs: dict[tuple[int, int, bool], Step] = {}
-        self._generation = decoder.weights.generation
+        self._version = decoder.weights.version
         device = decoder.weights.device
         self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
         columns = cache.pages_for(length_bucket(max_seq_len, max_seq_len))
@@ -88,7 +89,7 @@ class DecodeGraphs:
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
         """Whether the captured addresses are still those of ``decoder`` and ``cache``."""
         same = decoder is self._decoder and cache is self._cache
-        return same and self._generation == decoder.weights.generation
+        return same and self._version == decoder.weights.version
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -97,8 +98,8 @@ class DecodeGraphs:
     ) -> Tensor | None:
         """Logits (B, V) of one decode step; None where capturing failed (the caller goes eager).
 
-        ``packed`` (3, B) int64 on the CPU: tokens, positions, places. ``longest``: keys of the
-        longest sequence. ``in_order``: sequence b lies in page b, whole.
+        ``packed`` (3, B) int64 on the CPU: tokens, positions, slot_mapping. ``longest``: keys of
+        the longest sequence. ``in_order``: sequence b lies in page b, whole.
         """
         count = packed.shape[1]
         size = batch_bucket(count, self._max_num_seqs)
@@ -127,13 +128,13 @@ class DecodeGraphs:
     def _record(self, key: tuple[int, int, bool]) -> bool:
         size, length, in_order = key
         columns = self._cache.pages_for(length)
-        tokens, positions, places = (row[:size] for row in self._packed)
+        tokens, positions, slot_mapping = (row[:size] for row in self._packed)
         table = None if in_order else self._table[:size, :columns]
 
         def step() -> Tensor:
             decodes = Decodes(size, positions + 1, length, table, ragged=True)
             decoder, cache = self._decoder, self._cache
-            attention = Attention(decoder.spec, cache, places, decodes, [], decoder.slopes)
+            attention = Attention(decoder.spec, cache, slot_mapping, decodes, [], decoder.slopes)
             return decoder.logits(decoder.hidden(tokens, positions, attention))
 
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat.inference.cuda_graphs import DecodeGraphs
-from dschat.inference.kernels.fused_decode import SmallStep
+from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -36,27 +36,27 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._use_graphs = use_graphs
         self._graphs: DecodeGraphs | None = None
-        self._small: SmallStep | None = None
+        self._small: FusedDecode | None = None
 
     def logits(self, plan: Plan) -> Tensor:
         """Logits of the rows that draw, (R, V)."""
         cache, size = self._cache, self._cache.page_size
-        tokens, positions, places, last_rows = [], [], [], []
+        tokens, positions, slot_mapping, last_rows = [], [], [], []
         chunks: list[Chunk] = []
         for s in plan.decodes:
             p = s.computed
             tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
             positions.append(p)
-            places.append(s.pages[p // size] * size + p % size)
+            slot_mapping.append(s.pages[p // size] * size + p % size)
         for s, count in plan.chunks:
             first, end = s.computed, s.computed + count
             chunks.append(Chunk(len(tokens), count, first, s.pages))
             tokens += s.tokens(first, end)
             positions += range(first, end)
-            places += [s.pages[p // size] * size + p % size for p in range(first, end)]
+            slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
             if end == len(s):
                 last_rows.append(len(tokens) - 1)
-        packed = torch.tensor([tokens, positions, places])
+        packed = torch.tensor([tokens, positions, slot_mapping])
         if not chunks and self._graphs_work():
             logits = self._replay(plan.decodes, packed)
             if logits is not None:
@@ -81,9 +81,9 @@ class StepRunner:
             hidden = hidden.index_select(0, kept.to(self._device))
         return self._decoder.logits(hidden)
 
-    def _small_step(self) -> SmallStep:
+    def _small_step(self) -> FusedDecode:
         if self._small is None or not self._small.fits(self._decoder, self._cache):
-            self._small = SmallStep(self._decoder, self._cache, self._max_num_seqs)
+            self._small = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
         return self._small
 
     def _graphs_work(self) -> bool:

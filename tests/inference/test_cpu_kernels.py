@@ -161,7 +161,7 @@ class Case:
             for t in range(length - 1):
                 self.cache[self.place(row, t)] = self.history[row, t]
             self.history[row, length - 1] = self.heads[row, num_heads:]
-        self.places = torch.tensor([self.place(r, n - 1) for r, n in enumerate(self.lengths)])
+        self.slot_mapping = torch.tensor([self.place(r, n - 1) for r, n in enumerate(self.lengths)])
 
     def place(self, row, t):
         if self.table is None:
@@ -171,7 +171,9 @@ class Case:
 
     def attend(self, kernels, window=None, slopes=None, scale=0.3):
         lengths = torch.tensor(self.lengths)
-        run = kernels.decode_attention(lengths, self.places, self.table, self.page_size, slopes)
+        run = kernels.decode_attention(
+            lengths, self.slot_mapping, self.table, self.page_size, slopes
+        )
         return run(self.heads, self.cache, window, scale)
 
     def expected(self, window=None, slopes=None, scale=0.3):
@@ -193,7 +195,7 @@ LENGTHS = [1, 2, 31, 32, 33, 64, 100, 197]
 def test_decode_attention(kernels, head_size, num_heads, num_kv_heads):
     case = Case(head_size, num_heads, num_kv_heads, LENGTHS)
     assert_close(case.attend(kernels), case.expected(), 2e-6)
-    stored = case.cache[case.places]
+    stored = case.cache[case.slot_mapping]
     assert torch.equal(stored, case.heads[:, num_heads:])
 
 
@@ -253,8 +255,8 @@ def test_large_steps_are_left_to_torch(kernels, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         cache = KVCache(1, rows, length, 4, 32, torch.float32, torch.device("cpu"))
         decodes = Decodes(rows, torch.full((rows,), length), length, None, False)
-        places = torch.arange(rows) * length
-        return Attention(None, cache, places, decodes, [])._kernel is not None
+        slot_mapping = torch.arange(rows) * length
+        return Attention(None, cache, slot_mapping, decodes, [])._kernel is not None
 
     assert chosen(16, 100, 2)
     assert not chosen(64, 1000, 8)

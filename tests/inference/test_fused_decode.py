@@ -7,7 +7,7 @@ from families import CONFIGS, PROMPTS, build, engine
 
 from dschat.inference import SamplingParams
 from dschat.inference.kernels import cpu, fused_decode
-from dschat.inference.kernels.fused_decode import SmallStep
+from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.sampling import sample
 
@@ -24,7 +24,7 @@ def _kernels_are_there():
 @pytest.fixture
 def steps_taken(monkeypatch):
     """How many steps went through, a list of their numbers of rows."""
-    taken, logits = [], SmallStep.logits
+    taken, logits = [], FusedDecode.logits
 
     def counted(self, tokens, *rest):
         result = logits(self, tokens, *rest)
@@ -32,7 +32,7 @@ def steps_taken(monkeypatch):
             taken.append(len(tokens))
         return result
 
-    monkeypatch.setattr(SmallStep, "logits", counted)
+    monkeypatch.setattr(FusedDecode, "logits", counted)
     return taken
 
 

@@ -343,9 +343,9 @@ def test_minus_infinity_is_never_drawn():
         ids, logprobs = sample(logits, SamplingParams(**options | {"top_p": 1.0}), uniform)
         assert set(ids.tolist()) <= {17, 4000, 5002}
         if not options:
-            places = np.searchsorted([17, 4000, 5002], ids.numpy())
-            assert set(places) == {0, 1, 2}
-            np.testing.assert_allclose(logprobs.numpy(), expected[places], atol=1e-6)
+            slot_mapping = np.searchsorted([17, 4000, 5002], ids.numpy())
+            assert set(slot_mapping) == {0, 1, 2}
+            np.testing.assert_allclose(logprobs.numpy(), expected[slot_mapping], atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [7, 5003])

@@ -54,7 +54,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((n, _INT) for n in ("rows", "num_heads", "num_kv_heads", "head_size", "page_size")),
         ("table_stride", _INT),
-        *((n, _POINTER) for n in ("lengths", "table", "places", "slopes")),
+        *((n, _POINTER) for n in ("lengths", "table", "slot_mapping", "slopes")),
     ]
 
 
@@ -152,18 +152,19 @@ class Kernels:
     def decode_attention(
         self,
         lengths: Tensor,
-        places: Tensor | None,
+        slot_mapping: Tensor | None,
         block_table: Tensor | None,
         page_size: int,
         slopes: Tensor | None,
     ) -> "DecodeAttention":
         """Attention of a step in which B sequences bring one token each, for all layers.
 
-        ``lengths`` (B,): keys each sees, its own included. ``places`` (B,): where in the cache the
+        ``lengths`` (B,): keys each sees, its own included. ``slot_mapping`` (B,): where in the
+        cache the
         new keys and values go first; None: they are there. ``block_table`` (B, pages), rows of any
         stride; None: sequence b lies in page b. ``slopes`` (H,): ALiBi's.
         """
-        return DecodeAttention(self._attend, lengths, places, block_table, page_size, slopes)
+        return DecodeAttention(self._attend, lengths, slot_mapping, block_table, page_size, slopes)
 
 
 class DecodeAttention:
@@ -173,19 +174,19 @@ class DecodeAttention:
         self,
         function: ctypes._CFuncPtr,
         lengths: Tensor,
-        places: Tensor | None,
+        slot_mapping: Tensor | None,
         block_table: Tensor | None,
         page_size: int,
         slopes: Tensor | None,
     ) -> None:
-        self._function, self._held = function, (lengths, places, block_table, slopes)
+        self._function, self._held = function, (lengths, slot_mapping, block_table, slopes)
         self._step = _Step(
             rows=lengths.shape[0],
             page_size=page_size,
             table_stride=0 if block_table is None else block_table.stride(0),
             lengths=lengths.data_ptr(),
             table=None if block_table is None else block_table.data_ptr(),
-            places=None if places is None else places.data_ptr(),
+            slot_mapping=None if slot_mapping is None else slot_mapping.data_ptr(),
             slopes=None if slopes is None else slopes.data_ptr(),
         )
         self.address = ctypes.addressof(self._step)  # of the C structure
@@ -194,7 +195,7 @@ class DecodeAttention:
         self, heads_THD: Tensor, rows_N2KD: Tensor, window: int | None, scale: float
     ) -> Tensor:
         """Heads (B or more, H + 2 K, D) and a layer's cache by place, K keys and then K values of
-        each token (places, 2 K, D); returns (B, H * D)."""
+        each token (slot_mapping, 2 K, D); returns (B, H * D)."""
         step = self._step
         num_pairs, head_size = rows_N2KD.shape[1:]
         num_heads = heads_THD.shape[1] - num_pairs

@@ -6,7 +6,7 @@ fp32 on one CPU, for the families whose layers are pre-norm and sequential: what
 decoder does. It must not know sequences or sampling.
 
 NOTE: the structures hold raw addresses. They are good for one generation of the weights (a refresh
-writes in place) and one cache; whoever holds a `SmallStep` asks `fits` before each step.
+writes in place) and one cache; whoever holds a `FusedDecode` asks `fits` before each step.
 """
 
 import ctypes
@@ -69,12 +69,12 @@ def suits(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: 
     )
 
 
-class SmallStep:
+class FusedDecode:
     """``decoder``'s steps over ``cache``, until either is another one."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
         self._decoder, self._cache = decoder, cache
-        self._generation = decoder.weights.generation
+        self._version = decoder.weights.version
         self._held: list[Tensor] = []  # what the structures point to
         self._works = self._describe()
         spec, weights = decoder.spec, decoder.weights
@@ -90,23 +90,23 @@ class SmallStep:
         return (
             decoder is self._decoder
             and cache is self._cache
-            and decoder.weights.generation == self._generation
+            and decoder.weights.version == self._version
         )
 
     def logits(
-        self, tokens: Tensor, positions: Tensor, places: Tensor, decodes: Decodes
+        self, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, decodes: Decodes
     ) -> Tensor | None:
         """Logits (B, V) of a step in which B sequences bring one token each.
 
-        ``tokens``, ``positions``, ``places`` (B,) int64, contiguous. None where the weights have no
-        panels (borrowed, or with adapters beside them).
+        ``tokens``, ``positions``, ``slot_mapping`` (B,) int64, contiguous. None where the weights
+        have no panels (borrowed, or with adapters beside them).
         """
         if not self._works:
             return None
         kernels = cpu.load()
         step = kernels.decode_attention(
             decodes.lengths,
-            places,
+            slot_mapping,
             decodes.block_table,
             self._cache.page_size,
             self._decoder.slopes,

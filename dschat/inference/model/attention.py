@@ -62,7 +62,7 @@ class Attention:
 
     spec: ModelSpec
     cache: KVCache
-    places: Tensor  # (T,) int64: where each token's key and value go
+    slot_mapping: Tensor  # (T,) int64: where each token's key and value go
     decodes: Decodes | None
     chunks: list[Chunk]
     slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
@@ -93,7 +93,7 @@ class Attention:
         num_heads = heads_THD.shape[1] - 2 * num_kv_heads
         if self._kernel is not None and not self.chunks:
             return self._decode_by_kernel(layer, heads_THD, rows)
-        rows.index_copy_(0, self.places, heads_THD[:, num_heads:])
+        rows.index_copy_(0, self.slot_mapping, heads_THD[:, num_heads:])
         if not self.chunks:
             return self._decode(layer, heads_THD[:, :num_heads], keys, values)
         q_THD, k_TKD, v_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -128,10 +128,10 @@ class Attention:
         assert self.cache.pairs.is_contiguous()
         assert d.block_table is None or d.block_table.stride(1) == 1
         # NOTE: where prompts take part the keys and values of all tokens are stored before.
-        places = None if self.chunks else self.places
-        assert places is None or places.is_contiguous()
+        slot_mapping = None if self.chunks else self.slot_mapping
+        assert slot_mapping is None or slot_mapping.is_contiguous()
         return cpu.load().decode_attention(
-            d.lengths, places, d.block_table, self.cache.page_size, self.slopes
+            d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
         )
 
     def _decode_by_kernel(self, layer: int, heads_THD: Tensor, rows: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Attention:
     def _padded(self, group: list[Chunk]) -> _Dense:
         rows, longest = len(group), max(c.length for c in group)
         first, num_tokens = group[0].start, sum(c.length for c in group)
-        device = self.places.device
+        device = self.slot_mapping.device
         if num_tokens == rows * longest:
             return _Dense(rows, longest, None, None, first, num_tokens)
         cells = torch.zeros(rows, longest, dtype=torch.int64)

@@ -61,12 +61,12 @@ class Decoder:
         self._inverse_roots: dict[int, Tensor] = {}
         self._layers: list[_Layer] = []
         self._kernels: cpu.Kernels | None = None
-        self._generation = -1  # of the weights the layers were looked up in
+        self._version = -1  # of the weights the layers were looked up in
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size)."""
-        if self._generation != self.weights.generation:
+        if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions), None
         step = self._step(positions, attend)
@@ -136,7 +136,7 @@ class Decoder:
             )
             for i in range(self.spec.num_layers)
         ]
-        self._generation = weights.generation
+        self._version = weights.version
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
             self._kernels = cpu.load()
         for n in (self._embed_norm, self._final_norm, *(n for w in self._layers for n in w[:4])):

@@ -77,7 +77,7 @@ class Weights:
         for source in self._sources:
             self._parts[source.target].add(source.part)
         self._borrowed = False
-        self.generation = 0  # changes when tensors and linears are other objects than before
+        self.version = 0  # changes when tensors and linears are other objects than before
         self.names = frozenset(self._by_name)
 
     # -- what there is -----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Weights:
         """Places for everything, still empty."""
         if self.tensors:
             return
-        self.generation += 1
+        self.version += 1
         for source in self._sources:
             base, _, kind = source.target.rpartition(".")
             shape = self._linear_shape(base)
@@ -295,7 +295,7 @@ class Weights:
         if missing:
             raise WeightMismatch(f"the weights lack {missing[0]}")
         self._borrowed = True
-        self.generation += 1
+        self.version += 1
         grouped: dict[str, list[Source]] = defaultdict(list)
         for source in self._sources:
             base, _, suffix = source.target.rpartition(".")
@@ -348,7 +348,7 @@ class Weights:
         """One pair of factors for a fused weight: the A's stacked, the B's on a block diagonal."""
         rank = sum(a.shape[0] for _, a, _ in items)
         if linear.side is None:
-            self.generation += 1
+            self.version += 1
             made = {"dtype": self.dtype, "device": self.device}
             linear.side = SideProduct(
                 torch.zeros(rank, shape[1], **made), torch.zeros(shape[0], rank, **made)
