@@ -1,8 +1,8 @@
 """Machines: on which ones a step's processes run, and the command that starts them there.
 
 Comes in: the flags about machines, what a recipe says of them, and the GPUs seen here. Goes out: a
-``Nodes``, which turns a step's script and flags into a command: plain Python for one process, else
-DeepSpeed's launcher (over pdsh or MPI, or node by node without ssh) or SLURM's srun.
+``Cluster``, which turns a step's script and flags into a command: plain Python for one process,
+else DeepSpeed's launcher (over pdsh or MPI, or node by node without ssh) or SLURM's srun.
 This module must not know steps, recipes, or what the processes do.
 """
 
@@ -259,7 +259,7 @@ def find(
     gpus_here: int,
     example: Path,
     dry_run: bool,
-) -> Nodes:
+) -> Cluster:
     """The machines that ``config`` names; the defaults (a recipe's) hold where it says nothing.
 
     A ``dry_run`` may plan for machines that are not there; ``example`` then stands for a hostfile.

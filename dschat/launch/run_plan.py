@@ -22,7 +22,7 @@ import dschat.distributed as dist
 from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
-from dschat.launch.auto_resume import Ask
+from dschat.launch.auto_resume import Ask, resolve_resume
 from dschat.launch.finished_steps import check_finished
 from dschat.launch.recipe import (
     STEPS,

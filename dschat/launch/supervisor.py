@@ -22,7 +22,7 @@ from typing import Any, Optional
 from dschat.config import UserError
 from dschat.distributed import process_registry, stop_signals
 from dschat.launch import watchdog
-from dschat.launch.cluster import Nodes
+from dschat.launch.cluster import Cluster
 from dschat.launch.watchdog import GRACE_S, send
 
 SIGNALS = (*stop_signals.SIGNALS, signal.SIGHUP)  # the last where a terminal closes
@@ -56,7 +56,7 @@ class ProcessSupervisor:
         command: Sequence[str],
         environment: Mapping[str, str],
         output_dir: Path,
-        nodes: Nodes,
+        nodes: Cluster,
     ) -> int:
         """Run ``command`` in a process group of its own, wait for it, and return its exit code.
 

@@ -26,6 +26,7 @@ from dschat.losses import lm_loss
 from dschat.models.lora import prepare_for_training
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
+from dschat.runtime.optimizer_step import OptimizerStep
 
 NUM_STEPS, SAVED_AT, ROWS = 6, 3, 4
 TIMEOUT_S = 120  # of two processes that start, and of every six jobs of theirs

@@ -33,6 +33,7 @@ from dschat.runtime.deepspeed_engine import (
     sharded_loading,
     unwrap,
 )
+from dschat.runtime.optimizer_step import OptimizerStep
 
 # NOTE: one tiny model a family, and prompts of awkward lengths, stand beside the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))

@@ -10,6 +10,7 @@ from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
 from dschat.rlhf import rollout_collector, scoring
 from dschat.rlhf import trainer as ppo
+from dschat.runtime.optimizer_step import OptimizerStep
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")

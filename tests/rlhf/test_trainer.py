@@ -65,7 +65,7 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
         unsup_coef=0.7,
     )
     actor, grads, text = trainer.engine.actor, {}, []
-    finish, unsupervised = Step.finish, trainer._unsupervised
+    finish, unsupervised = OptimizerStep.finish, trainer._unsupervised
     trainer._unsupervised = (text.append(step) or step for step in unsupervised)
 
     def keep_gradient(step):

@@ -24,7 +24,7 @@ from dschat.config import RLHFConfig
 from dschat.losses import AdaptiveKL
 from dschat.rlhf import trainer as ppo
 from dschat.runtime.deepspeed_engine import unwrap
-from dschat.runtime.optimizer_step import Step
+from dschat.runtime.optimizer_step import OptimizerStep
 
 ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
 LOSSES = ("ppo", "gspo", "cispo")
@@ -139,7 +139,7 @@ def drift(monkeypatch, seed):
 
 def keep_gradients(monkeypatch, engine):
     """name of the model -> its gradients, before the step clips and takes them."""
-    kept, finish = {}, Step.finish
+    kept, finish = {}, OptimizerStep.finish
 
     def finishing(step, *args, **kwargs):
         name = "actor" if step._engine is engine.actor else "critic"
