@@ -14,7 +14,7 @@ help:
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
-	@echo "make lint       ruff alone (make format fixes what it can)"
+	@echo "make lint       ruff and codespell (make format fixes what ruff can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
 
@@ -38,6 +38,7 @@ faults: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/codespell
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
