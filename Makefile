@@ -45,6 +45,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 wheel: $(STAMP)
+	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:

@@ -1,0 +1,68 @@
+"""The ``dschat`` command: runs train.py, chat.py and the step scripts from any folder.
+
+A wheel has the scripts and ``training/`` in ``dschat/scripts``, where setup.py copies them; a
+repository has them beside the package. Nothing else is imported until a command is chosen.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from dschat import __version__
+
+PACKAGE = Path(__file__).resolve().parent
+SHIPPED = PACKAGE / "scripts"
+ROOT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+
+# Command: the script or module that has its main(), and a line of help.
+COMMANDS = {
+    "train": ("train.py", "any of the three steps, on any number of devices; without flags a demo"),
+    "sft": ("step1_sft/main.py", "step 1 alone: supervised fine-tuning"),
+    "reward": ("step2_reward/main.py", "step 2 alone: reward model, or DPO, cDPO, IPO, KTO"),
+    "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
+    "chat": ("chat.py", "talk to a trained model"),
+    "data": ("dschat.data.__main__", "show data files as the model will see them"),
+}
+USAGE = "usage: dschat COMMAND [FLAGS]"
+HELP = f"""{USAGE}
+
+{{commands}}
+
+dschat COMMAND --help lists the flags of a command; dschat --version prints the version.
+With a launcher: deepspeed --num_gpus 8 --module dschat rlhf ..., torchrun -m dschat rlhf ...
+"""
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if words and words[0].startswith("--local_rank="):  # DeepSpeed's launcher puts it first
+        words = [*words[1:], words[0]]
+    command, *flags = words or ["--help"]
+    if command in ("-h", "--help"):
+        lines = "\n".join(f"  {name:8}{text}" for name, (_, text) in COMMANDS.items())
+        sys.stdout.write(HELP.format(commands=lines))
+        return 0
+    if command == "--version":
+        sys.stdout.write(f"dschat {__version__}\n")
+        return 0
+    if command not in COMMANDS:
+        sys.stderr.write(f"error: unknown command {command}; choose from {', '.join(COMMANDS)}\n")
+        return 2
+    from dschat.cli import run
+
+    sys.argv = [f"dschat {command}", *flags]
+    run(main_of(command))
+
+
+def main_of(command: str) -> Callable[[], int | None]:
+    """The ``main`` of the command's script or module."""
+    target, _ = COMMANDS[command]
+    if target.endswith(".py"):
+        return runpy.run_path(str(ROOT / target))["main"]
+    return import_module(target).main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

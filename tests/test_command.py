@@ -1,0 +1,97 @@
+"""The ``dschat`` command: in the repository, and from a wheel in a folder that is not the
+repository.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dschat.__main__ import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = [
+    *(ROOT / "train.py", ROOT / "chat.py"),
+    *ROOT.glob("step*/main.py"),
+    *(path for path in ROOT.glob("training/**/*") if path.is_file()),
+]
+
+
+def dschat(*argv: str, package: Path = ROOT, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """``python -m dschat`` with the package that is in ``package``."""
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
+    environment |= {"PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dschat", *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The folder of an unpacked wheel, built from a copy: building leaves files in the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    others = ("tests", "output", "build", "dist", "*.egg-info", "__pycache__", ".*")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*others))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", folder, folder / "tree"], check=True)
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_help_lists_every_command():
+    for argv in ([], ["-h"], ["--help"]):
+        done = dschat(*argv)
+        assert (done.returncode, done.stderr) == (0, "")
+        listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+        assert listed == ["train", "sft", "reward", "rlhf", "chat", "data"]
+
+
+def test_an_unknown_command_is_one_line():
+    done = dschat("tune", "--step", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown command tune; choose from train, sft, ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_command_gets_its_flags():
+    done = dschat("sft", "--sedd", "1")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: unknown flag --sedd; did you mean --seed?\n",
+    )
+
+
+def test_the_rank_that_deepspeed_puts_before_the_command():
+    done = dschat("--local_rank=0", "sft", "--seed", "one")
+    assert (done.returncode, done.stderr) == (2, "error: --seed 'one' is not a whole number\n")
+
+
+def test_the_wheel_has_every_file(wheel):
+    package = {p for p in (ROOT / "dschat").rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    names = {p.relative_to(ROOT) for p in package}
+    names |= {"dschat" / Path("scripts", p.relative_to(ROOT)) for p in SCRIPTS}
+    assert {p.relative_to(wheel) for p in (wheel / "dschat").rglob("*") if p.is_file()} == names
+    for path in SCRIPTS:
+        assert (wheel / "dschat/scripts" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+
+
+def test_the_wheel_plans_the_demo_in_another_folder(wheel, tmp_path):
+    done = dschat("train", "--dry_run", package=wheel, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    scripts = [tmp_path / shlex.split(line)[1] for line in done.stdout.splitlines()]
+    folder = wheel / "dschat" / "scripts"
+    steps = ("step1_sft", "step2_reward", "step3_rlhf")
+    assert [path.resolve() for path in scripts] == [folder / step / "main.py" for step in steps]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_wheel_runs_each_command(command, wheel, tmp_path):
+    done = dschat(command, "--help", package=wheel, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: dschat {command} ")
