@@ -50,7 +50,7 @@ def main() -> int:
     if command not in COMMANDS:
         sys.stderr.write(f"error: unknown command {command}; choose from {', '.join(COMMANDS)}\n")
         return 2
-    from dschat.cli import run
+    from dschat.distributed.entrypoint import run
 
     sys.argv = [f"dschat {command}", *flags]
     run(main_of(command))
