@@ -34,6 +34,7 @@ from dschat.inference.sampler import Drawer
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
+from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
 
 logger = logging.getLogger("dschat")
@@ -202,7 +203,7 @@ class InferenceEngine:
         if self._kv_cache_gib is not None:
             budget = int(self._kv_cache_gib * 2**30)
         else:
-            budget = _free_bytes(self.device) // 2
+            budget = free_bytes(self.device) // 2
         # Ranks of a group must cut the same pages.
         fit = min(self.group.gather_objects(budget // page_bytes))
         if fit < 1:
@@ -395,11 +396,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name}: there is no CUDA device here; use cpu")
     return device
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available

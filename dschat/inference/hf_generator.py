@@ -27,6 +27,7 @@ from dschat.config import UserError
 from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
+from dschat.memory import free_bytes
 
 logger = logging.getLogger("dschat")
 
@@ -332,7 +333,7 @@ def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if needed > 0.9 * free:
         raise UserError(
             f"a whole copy of the actor for generation takes {needed / 2**30:.1f} GiB per process "
@@ -340,11 +341,3 @@ def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
         )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available

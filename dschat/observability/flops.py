@@ -11,8 +11,6 @@ steps after it add up to one forward pass. Narayanan et al. 2021 (arXiv 2104.044
 DeepSpeed-Chat after them, count all T^2 pairs (``causal=False`` here): slightly more.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,19 +96,6 @@ class MetricSums:
 
 def _as_float64(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).detach()
-
-
-def peak_memory_gib(device: str | torch.device) -> float:
-    """Most memory held so far, in GiB (2^30 bytes).
-
-    CUDA: tensors on this device, since its peak statistics were last reset. Otherwise: this
-    process's resident set since it began, children and other ranks not included.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import dschat.distributed as dist
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
-from dschat.observability.flops import peak_memory_gib, rlhf_iteration_flops, shape_of, tflops_per_s
+from dschat.memory import peak_memory_gib
+from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 

@@ -1,7 +1,6 @@
 """metrics.py: FLOPs against hand counts and against PyTorch's own counter; and the rest."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dschat.observability import flops as metrics
 from dschat.observability.flops import ModelShape
 
-STATUS = Path("/proc/self/status")
 LLAMA = ModelShape(
     num_layers=2,
     hidden=16,
@@ -333,20 +331,3 @@ def test_metric_sums_keep_what_fp32_would_lose():
     sums.add({"x": 2.0**30}, count=0)
     sums.add({"x": 0.1}, count=1)
     assert sums.means() == {"x": 2.0**30 + 0.1}
-
-
-@pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
-def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-    high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
-    peak_gib = metrics.peak_memory_gib("cpu")
-    # Linux keeps ru_maxrss across exec, so that a larger parent may show through; a unit is 1,024.
-    assert 0.9 * high_water_gib <= peak_gib < 100 * high_water_gib
-
-
-@pytest.mark.gpu
-def test_peak_memory_of_a_gpu_counts_its_tensors():
-    torch.cuda.reset_peak_memory_stats()
-    before = metrics.peak_memory_gib("cuda")
-    torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
-    assert metrics.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)

@@ -1,0 +1,75 @@
+"""Free and peak memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat import memory
+
+STATUS = Path("/proc/self/status")
+
+
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    """``container(limit, used, cached)``: a container's memory files, in bytes."""
+
+    def limit(limit: int, used: int, cached: int) -> None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    return limit
+
+
+def test_host_memory_ends_at_the_containers_limit(container):
+    container(3000, 2000, 700)
+    assert memory.available_memory() == 1700
+    assert memory.free_bytes(torch.device("cpu")) == 1700
+    container(3000, 4000, 700)
+    assert memory.available_memory() == 0
+
+
+def test_without_a_limit_the_host_counts(container, tmp_path):
+    assert memory.available_memory() > 2**20
+    container(3000, 2000, 700)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory() > 2**20
+
+
+def test_a_key_value_cache_fits_the_container(container):
+    from families import build, engine
+
+    made = engine(build("llama"), page_size=4, max_num_seqs=8)
+    page_bytes = 4 * made.bytes_per_token()
+    container(1000 + 10 * page_bytes, 1000, 0)
+    assert made.cache.num_pages == 5  # half of what is free
+
+
+def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(container):
+    from families import build
+
+    from dschat.config import UserError
+    from dschat.inference.hf_generator import empty_copy
+
+    container(2000, 1000, 0)
+    with pytest.raises(UserError, match="a whole copy of the actor"):
+        empty_copy(build("llama").config, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
+def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
+    peak_gib = memory.peak_memory_gib("cpu")
+    # Linux keeps ru_maxrss across exec, so that a larger parent may show through; a unit is 1,024.
+    assert 0.9 * high_water_gib <= peak_gib < 100 * high_water_gib
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_gpu_counts_its_tensors():
+    torch.cuda.reset_peak_memory_stats()
+    before = memory.peak_memory_gib("cuda")
+    torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
+    assert memory.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)
