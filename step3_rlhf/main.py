@@ -35,7 +35,7 @@ def main() -> None:
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
     from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
-    from dschat.runtime.checkpointing import boundaries
+    from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir, mark_complete
 
@@ -92,8 +92,8 @@ def main() -> None:
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
-    with boundaries(args) as bounds:
-        report.begin(bounds)
+    with training_checkpointer(args) as checkpointer:
+        report.begin(checkpointer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
             actor_loss, critic_loss = trainer.train_rlhf(out)

@@ -43,7 +43,7 @@ from dschat.inference import InferenceEngine
 from dschat.estimate import Request
 from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
-from dschat.rewards import modules
+from dschat.rewards import user_modules
 from dschat.rewards.reward_functions import RewardPrograms
 from transformers import AutoTokenizer
 

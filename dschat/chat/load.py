@@ -101,8 +101,6 @@ def _load_generator(
     """The inference engine where it knows the family, else the Hugging Face module; and the tokens
     that end an answer.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
     from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.models.config_files import read_generation_config
@@ -110,7 +108,6 @@ def _load_generator(
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import num_ids
 
-    disable_progress_bar()
     stops = stop_ids(tokenizer, read_generation_config(name, "--path"))
     try:
         spec = model_spec(load_config(name, "--path", config.trust_remote_code))

@@ -1,7 +1,22 @@
-"""Generation without DeepSpeed: architecture table, decoder, KV cache, scheduler, engine."""
+"""Generation without DeepSpeed: the engine, its scheduler and sampler, the Hugging Face generator.
 
-from dschat.inference.engine import InferenceEngine
-from dschat.inference.model.architectures import UnsupportedModel, model_spec
-from dschat.inference.protocol import Rollout, SamplingParams
+The names below load on first use: ``protocol`` alone needs no torch.
+"""
 
-__all__ = ["InferenceEngine", "Rollout", "SamplingParams", "UnsupportedModel", "model_spec"]
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "InferenceEngine": "dschat.inference.engine",
+    "Rollout": "dschat.inference.protocol",
+    "SamplingParams": "dschat.inference.protocol",
+    "UnsupportedModel": "dschat.inference.model.architectures",
+    "model_spec": "dschat.inference.model.architectures",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'dschat.inference' has no attribute {name!r}")

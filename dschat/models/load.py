@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import logging as transformers_logging
 
 import dschat.distributed as dist
 from dschat.config import UserError
@@ -37,6 +38,8 @@ from dschat.models.model_kind import (
     score_class,
 )
 from dschat.models.vocabulary import embedding_rows, grow_embeddings
+
+transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:

@@ -41,8 +41,8 @@ def text_ids(folder, tokenizer):
     ("make", "file", "module", "name", "edited"),
     [
         (dialogue_ids, "data/segments.py", segments, "_through_eos", lambda ids, eos: [7]),
-        (dialogue_ids, "chat_template.py", segments, "default_template", lambda _: XES),
-        (text_ids, "data/text.py", pretraining_text, "require_eos", lambda _: 7),
+        (dialogue_ids, "models/chat_template.py", segments, "default_template", lambda _: XES),
+        (text_ids, "data/pretraining_text.py", pretraining_text, "require_eos", lambda _: 7),
     ],
 )
 def test_tables_do_not_outlive_the_code_that_made_them(

@@ -283,9 +283,11 @@ def test_a_state_that_cannot_be_kept_is_told_at_the_start(programs, caplog):
     with pytest.raises(UserError, match=r"unspeakable: state_dict\(\) raised TypeError: .* JSON"):
         programs([Unspeakable()])
     assert programs([Network()]).state_dict() == {}  # weights, which nobody trains
-    assert programs([f"{HERE}/test_programs.py:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
+    assert programs([f"{HERE}/test_reward_functions.py:Counts"]).state_dict() == {
+        "Counts": [{"calls": 0}]
+    }
     assert not caplog.records
-    asked = programs([f"{HERE}/test_programs.py:Counts"], reward_pool="process")
+    asked = programs([f"{HERE}/test_reward_functions.py:Counts"], reward_pool="process")
     assert asked.state_dict() == {}
     assert "Counts' has a state, which checkpoints do not hold" in caplog.text
 

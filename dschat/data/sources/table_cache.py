@@ -22,8 +22,8 @@ from datasets.arrow_writer import ArrowWriter
 from dschat.config import UserError
 from dschat.data.sources.resolve import quiet
 
-CODE = Path(__file__).parents[1]  # the package
-_MADE_BY = ("data/*.py", "chat_template.py")  # in it: what reads, normalises, renders, tokenises
+CODE = Path(__file__).parents[2]  # the package
+_MADE_BY = ("data/**/*.py", "models/chat_template.py")
 _LIBRARIES = ("transformers", "tokenizers")  # which render and tokenise for it
 
 
