@@ -17,6 +17,7 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
+from dschat.models.training_engine import TrainingEngine
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -64,7 +65,7 @@ def _with(target: Any, **attributes: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def capture(engine: Any, folder: Path, name: str) -> dict[str, Any]:
+def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
     """Collective. What DeepSpeed would write of ``engine`` on this process: path below ``folder``
     -> state, live tensors and all. Optimizer states on a disk are copied there at once.
     """
@@ -81,14 +82,14 @@ def capture(engine: Any, folder: Path, name: str) -> dict[str, Any]:
     return {Path(path).relative_to(folder).as_posix(): s for path, s in files.states.items()}
 
 
-def _plain_groups(engine: Any) -> list[list[str]]:
+def _plain_groups(engine: TrainingEngine) -> list[list[str]]:
     """Under ZeRO 0, the names of the parameters that torch's optimizer numbers, by group."""
     if engine.zero_optimization():
         return []
     return [[engine.param_names[p] for p in g["params"]] for g in engine.optimizer.param_groups]
 
 
-def restore(engine: Any, folder: Path, name: str, world_size: int) -> None:
+def restore(engine: TrainingEngine, folder: Path, name: str, world_size: int) -> None:
     """Collective. Put ``engine`` where it was when ``folder / name`` was written by ``world_size``
     processes. It must be new: DeepSpeed does not load into ZeRO-3 that has already saved.
 
@@ -115,7 +116,7 @@ def _layout(config: dict[str, Any]) -> tuple[Any, ...]:
     return config["zero_optimization"], *enabled
 
 
-def _check_fits(engine: Any, saved: SavedEngine) -> None:
+def _check_fits(engine: TrainingEngine, saved: SavedEngine) -> None:
     """``UserError`` where another set of weights was trained."""
     then = saved.shapes()
     now = {
@@ -137,7 +138,7 @@ def _described(shape: tuple[int, ...] | None) -> str:
     return f"trained ({' x '.join(map(str, shape))})" if shape else "not trained"
 
 
-def _check_in_memory(engine: Any, saved: SavedEngine) -> None:
+def _check_in_memory(engine: TrainingEngine, saved: SavedEngine) -> None:
     sections = [config["zero_optimization"] for config in (saved.config, engine.config)]
     kinds = ("offload_optimizer", "offload_param")
     if any((zero.get(kind) or {}).get("device") == "nvme" for zero in sections for kind in kinds):
@@ -149,7 +150,7 @@ def _check_in_memory(engine: Any, saved: SavedEngine) -> None:
 
 
 @contextmanager
-def _own_settings(engine: Any, saved: SavedEngine) -> Iterator[None]:
+def _own_settings(engine: TrainingEngine, saved: SavedEngine) -> Iterator[None]:
     """A scope in which ``engine`` is loaded, and keeps the settings that it has."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -182,7 +183,7 @@ def _take_up_scale(scaler: Any, config: dict[str, Any], saved: SavedEngine) -> N
         scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
 
 
-def _load_checkpoint(engine: Any, folder: Path, name: str) -> None:
+def _load_checkpoint(engine: TrainingEngine, folder: Path, name: str) -> None:
     """Collective. Into the layout that was saved."""
     with _with(engine, checkpoint_engine=_InPlaceOfFiles()):
         path, client_state = engine.load_checkpoint(
@@ -192,7 +193,7 @@ def _load_checkpoint(engine: Any, folder: Path, name: str) -> None:
     engine.micro_steps = client_state["micro_steps"]
 
 
-def _reshard(engine: Any, saved: SavedEngine) -> None:
+def _reshard(engine: TrainingEngine, saved: SavedEngine) -> None:
     """Collective. Into another layout."""
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_weights():

@@ -42,6 +42,7 @@ from dschat.checkpoint.manifest import (
     step_name,
 )
 from dschat.config import UserError
+from dschat.models.training_engine import TrainingEngine
 
 logger = logging.getLogger("dschat")
 
@@ -60,7 +61,7 @@ class RunState:
     checkpoint that ``values`` speak of; they are on disk before it is.
     """
 
-    engines: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, TrainingEngine] = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Tensor] | None = None

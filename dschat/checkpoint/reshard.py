@@ -19,6 +19,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.models.training_engine import TrainingEngine
 
 _WEIGHT, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
 Tensors = dict[str, Tensor]
@@ -150,7 +151,7 @@ class _Place:
     numel: int
 
 
-def fill(engine: Any, saved: SavedEngine) -> None:
+def fill(engine: TrainingEngine, saved: SavedEngine) -> None:
     """Collective. Weights and optimizer states of ``saved`` into a new ``engine``."""
     parameters = saved.parameters()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -186,7 +187,7 @@ def _copy(parts: list[Tensor], start: int, target: Tensor) -> None:
         at += len(part)
 
 
-def _masters(engine: Any) -> Iterator[tuple[Tensor, list[_Place]]]:
+def _masters(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Place]]]:
     """The tensors that the optimizer of ``engine`` updates, and what lies where in them."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     names = engine.param_names
@@ -223,7 +224,7 @@ def _masters(engine: Any) -> Iterator[tuple[Tensor, list[_Place]]]:
             )
 
 
-def _take_up_masters(engine: Any) -> None:
+def _take_up_masters(engine: TrainingEngine) -> None:
     """Collective. Compute with what the optimizer holds."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:

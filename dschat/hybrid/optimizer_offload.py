@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.offload_states import (
 )
 
 import dschat.distributed as dist
+from dschat.models.training_engine import TrainingEngine
 
 
 @contextmanager
@@ -38,20 +39,20 @@ def training_states_away(engines: list[Any], enabled: bool) -> Iterator[None]:
             _bring_back(engine)
 
 
-def _lies_on_the_device(engine: Any) -> bool:
+def _lies_on_the_device(engine: TrainingEngine) -> bool:
     return dist.device().type == "cuda" and engine.zero_offload_optimizer() is None
 
 
-def _has_masters(engine: Any) -> bool:
+def _has_masters(engine: TrainingEngine) -> bool:
     return engine.zero_optimization_stage() in (1, 2)
 
 
-def _adam(engine: Any) -> torch.optim.Optimizer:
+def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     """torch's optimizer, inside ZeRO's or as it is."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _put_away(engine: Any) -> None:
+def _put_away(engine: TrainingEngine) -> None:
     if _has_masters(engine):
         engine.offload_states(
             include=[OffloadStateTypeEnum.hp_params], device=OffloadDeviceEnum.cpu
@@ -59,7 +60,7 @@ def _put_away(engine: Any) -> None:
     offload_optimizer_states(_adam(engine), "cpu", pin_memory=True)
 
 
-def _bring_back(engine: Any) -> None:
+def _bring_back(engine: TrainingEngine) -> None:
     if _has_masters(engine):
         engine.reload_states()
     # The copies are done on return: the host buffers may go.

@@ -32,6 +32,7 @@ from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
+from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
@@ -364,7 +365,7 @@ class DeepSpeedRLHFEngine:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
-def _config(engine: Any) -> PretrainedConfig:
+def _config(engine: TrainingEngine) -> PretrainedConfig:
     module = unwrap(engine)
     module = module.model if isinstance(module, ScoreModel) else module
     return module.get_base_model().config if hasattr(module, "get_base_model") else module.config

@@ -23,6 +23,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
+from dschat.models.training_engine import TrainingEngine
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -226,7 +227,7 @@ def initialize_training(
     schedule: str,
     num_warmup_steps: int,
     num_total_steps: int,
-) -> "deepspeed.DeepSpeedEngine":
+) -> TrainingEngine:
     """Collective. An engine with AdamW and a schedule over ``num_total_steps`` optimizer steps."""
     start_deepspeed()
     # NOTE: torch's fused AdamW needs no compilation and runs on CUDA and on offloaded CPU shards

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dschat.distributed as dist
+from dschat.models.training_engine import TrainingEngine
 
 logger = logging.getLogger("dschat")
 
@@ -39,7 +40,7 @@ class OptimizerStep:
     step together, and ``outcome`` says why.
     """
 
-    def __init__(self, engine: Any, num_micro_batches: int, denominator: float):
+    def __init__(self, engine: TrainingEngine, num_micro_batches: int, denominator: float):
         assert num_micro_batches >= 1
         self._engine = engine
         self._remaining = num_micro_batches
@@ -175,17 +176,17 @@ class SkippedSteps:
             )
 
 
-def loss_scale(engine: Any) -> float:
+def loss_scale(engine: TrainingEngine) -> float:
     """What fp16's losses are multiplied by before their backward; 1 in other precisions."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
-def learning_rate(engine: Any) -> float:
+def learning_rate(engine: TrainingEngine) -> float:
     """The rate the next step will use."""
     return float(engine.get_lr()[0])
 
 
-def _scale_may_fall(engine: Any) -> bool:
+def _scale_may_fall(engine: TrainingEngine) -> bool:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return bool(scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale)
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
+from dschat.models.training_engine import TrainingEngine
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.checkpointing import training_checkpointer
@@ -46,7 +46,7 @@ def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
 
 
 def train_step(
-    engine: Any, task: Task, micro_batches: list[Rows]
+    engine: TrainingEngine, task: Task, micro_batches: list[Rows]
 ) -> tuple[dict[str, float], OptimizerStep]:
     """Collective. One optimizer step on this rank's part of a global batch.
 
@@ -65,7 +65,7 @@ def train_step(
 
 
 def train(
-    engine: Any,
+    engine: TrainingEngine,
     task: Task,
     config: SupervisedConfig,
     train_batches: StepBatches,
@@ -126,7 +126,12 @@ def train(
 
 
 def _evaluate_and_log(
-    engine: Any, task: Task, batches: StepBatches, metrics_log: MetricsLog, done: int, total: int
+    engine: TrainingEngine,
+    task: Task,
+    batches: StepBatches,
+    metrics_log: MetricsLog,
+    done: int,
+    total: int,
 ) -> dict[str, float]:
     if len(batches) == 0:
         return {}

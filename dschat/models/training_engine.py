@@ -1,0 +1,59 @@
+"""The part of DeepSpeed's engine that dschat uses, as a type.
+
+Only `dschat.runtime` makes engines; a protocol lets every other package name them without importing
+DeepSpeed. What belongs to one ZeRO stage's optimizer stays untyped: its attributes differ by stage.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class TrainingEngine(Protocol):
+    """A ``deepspeed.DeepSpeedEngine`` around one trained model. Calling it runs the forward
+    pass."""
+
+    module: nn.Module
+    optimizer: Any  # of the ZeRO stage, around torch's
+    lr_scheduler: Any
+    param_names: Mapping[nn.Parameter, str]
+    config: Mapping[str, Any]
+    micro_steps: int
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+    def backward(self, loss: Tensor) -> Any: ...
+
+    def step(self) -> None: ...
+
+    def was_step_applied(self) -> bool: ...
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None: ...
+
+    def get_global_grad_norm(self) -> float | Tensor | None: ...
+
+    def get_lr(self) -> Sequence[float]: ...
+
+    def fp16_enabled(self) -> bool: ...
+
+    def zero_optimization(self) -> bool: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+    def zero_optimization_partition_weights(self) -> bool: ...
+
+    def zero_offload_optimizer(self) -> Any: ...
+
+    def offload_states(self, include: Any = None, **options: Any) -> None: ...
+
+    def reload_states(self, non_blocking: bool = False) -> None: ...
+
+    def save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> Any: ...
+
+    def load_checkpoint(self, load_dir: str, tag: str, **options: Any) -> Any: ...
