@@ -181,8 +181,11 @@ def test_no_such_file():
 
 
 def exits_with(main, capsys) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stop:
-        entrypoint.run(main)
+    with pytest.MonkeyPatch.context() as patch:
+        # An earlier test may have joined a process group: the real one would then end this process.
+        patch.setattr(dist, "exit_process", sys.exit)
+        with pytest.raises(SystemExit) as stop:
+            entrypoint.run(main)
     return stop.value.code, capsys.readouterr().err
 
 
