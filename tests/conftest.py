@@ -1,5 +1,6 @@
 """What every test shares: no network, the tiny checkpoints, and runs of training steps."""
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("dist", "inference", "faults"))]
+
+
+def pytest_collection_finish():
+    """DeepSpeed collects garbage for every ZeRO-3 engine: what is imported by now never is any."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ def main() -> None:
     if os.waitpid(_fork(write_inputs, folder), 0)[1]:
         sys.exit("the inputs could not be written")
     gc.freeze()  # collections in a fork need not copy what is shared
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # torch's libraries: 40 ms of every fork's end
     outcomes: dict[int, Outcome] = {}
     running: dict[int, _Running] = {}
     while len(outcomes) < len(commands):
