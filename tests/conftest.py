@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples every time: a red build must be the change's fault.
-settings.register_profile("fixed", derandomize=True)
-settings.load_profile("fixed")
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A script's `make test &` starts us deaf to Ctrl-C, and what the tests start would inherit that.
@@ -21,6 +17,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("dist", "inference", "faults"))]
+
+
+def pytest_configure(config):
+    """Fewer random examples in the quick suite; the same every time: a red build must be the
+    change's fault.
+    """
+    count = 25 if "not slow" in config.option.markexpr else 100
+    settings.register_profile("fixed", derandomize=True, max_examples=count)
+    settings.load_profile("fixed")
 
 
 def pytest_collection_finish():

@@ -1,7 +1,7 @@
 """Whatever is typed or set: a configuration that validates and survives its own flags, or one line.
 
 Random argvs, random YAML trees as ``--config`` and as a recipe, and random values of fields, over
-every dataclass of arguments. The same examples each time (conftest's profile).
+every dataclass of arguments. conftest's profile says how many; they are the same each time.
 """
 
 import math
@@ -28,7 +28,7 @@ REQUIRED = {
     RLHFConfig: {"actor_model_name_or_path": "a", "critic_model_name_or_path": "b"},
     ChatConfig: {"path": "a"},
 }
-QUICK = settings(
+without_deadline = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
@@ -110,7 +110,7 @@ def survives_its_flags(config):
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
-@settings(QUICK, max_examples=60)
+@without_deadline
 @given(data=st.data())
 def test_any_argv(config_class, data):
     required = parser.to_flags(REQUIRED.get(config_class, {}))
@@ -121,7 +121,7 @@ def test_any_argv(config_class, data):
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
-@settings(QUICK, max_examples=80)
+@without_deadline
 @given(data=st.data())
 def test_any_values_of_fields(config_class, data):
     """As a notebook sets them: what validates is of the right type, and survives its flags."""
@@ -138,7 +138,7 @@ def test_any_values_of_fields(config_class, data):
 
 
 @pytest.mark.parametrize("config_class", STEPS)
-@settings(QUICK, max_examples=60)
+@without_deadline
 @given(data=st.data())
 def test_any_yaml_as_config(config_class, data, tmp_path):
     keys = st.one_of(st.sampled_from(names_of(config_class)), words)
@@ -152,7 +152,7 @@ def test_any_yaml_as_config(config_class, data, tmp_path):
         survives_its_flags(config)
 
 
-@settings(QUICK, max_examples=80)
+@without_deadline
 @given(data=st.data())
 def test_any_yaml_as_recipe(data, tmp_path):
     """And what a good one plans validates, step by step."""
@@ -180,7 +180,7 @@ def test_any_yaml_as_recipe(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@settings(QUICK, max_examples=100)
+@without_deadline
 @given(data=st.data())
 def test_any_bytes_as_config(data, tmp_path):
     path = tmp_path / "any.yaml"
@@ -188,7 +188,7 @@ def test_any_bytes_as_config(data, tmp_path):
     checked(lambda: parser.parse(SFTConfig, ["--config", str(path)]))
 
 
-@settings(QUICK, max_examples=100)
+@without_deadline
 @given(data=st.data())
 def test_any_sampling_params(data):
     values = data.draw(field_values(SamplingParams))

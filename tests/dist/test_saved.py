@@ -35,7 +35,7 @@ TWO = [
     Case("reward", 3, 2, model="llama_padeos"),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
     Case("sft", 3, 4, options=(("add_eot_token", True),)),
-    Case("ppo", 3, 4, reward="opt_350m_reward_reversed", shares=(8, 0)),
+    Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
 ]
 SLOW = [
     Case("sft", 2, 4, model="opt", options=LORA),

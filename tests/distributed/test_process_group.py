@@ -155,6 +155,7 @@ def join(
     return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.slow  # those that refuse each other meet and gather too
 @pytest.mark.dist
 def test_slurm_tasks_compute_together(tmp_path):
     done = join(tmp_path, {0: ("1",), 1: ("1",)}, job=os.getpid())

@@ -573,6 +573,7 @@ def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
         estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
 
 
+@pytest.mark.slow  # of wrong inputs, too, train.py asks that process
 def test_the_process_apart_says_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
     (line,) = preflight_process.log_lines(Request({1: fields}, 1, 1, 0.9))
