@@ -403,7 +403,7 @@ class Terminal:
 
     def close(self) -> int:
         try:
-            return self.process.wait(timeout=20)
+            return self.process.wait(timeout=60)
         finally:
             self.process.kill()
             os.close(self._fd)
@@ -439,7 +439,7 @@ def test_terminal(endless):
     # once on a busy machine; why is not known.
     terminal.read_until(r"(\S+\s+){20}")
     terminal.interrupt()
-    assert terminal.read_until(r"\(stopped\)\n> ", timeout_s=10)
+    assert terminal.read_until(r"\(stopped\)\n> ", timeout_s=60)
     assert terminal.process.poll() is None
 
     terminal.ask("/reset", r"\(a new conversation\)\n> ")

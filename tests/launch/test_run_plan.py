@@ -696,7 +696,7 @@ def interrupted(
     for signum in signals:
         run.send_signal(signum)  # to train.py alone: passing it on is its own work
         time.sleep(0.5)
-    _, said = run.communicate(timeout=30)
+    _, said = run.communicate(timeout=60)
     return run.returncode, said, started
 
 
@@ -713,7 +713,7 @@ def interrupted(
 def test_interruption_leaves_no_orphan(tree, signals, code, variables):
     returned, said, started = interrupted([], signals, **variables)
     assert (returned, said) == (code, "interrupted\n" if code == 130 else "terminated\n")
-    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -721,7 +721,7 @@ def test_slurms_signal_while_a_model_loads_puts_the_job_back_into_the_queue(tree
     returned, said, started = interrupted([], [signal.SIGUSR1])
     line = "stopped in step 1; the same command goes on from there\n"
     assert (returned, said) == (stop_signals.EXIT_CODE, line)
-    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
 
 
 def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:
@@ -747,7 +747,7 @@ def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
     assert notice == "stopping after this step; a second signal ends it at once"
     (folder,) = Path("out/step1_sft/checkpoints").iterdir()
     assert line == (f"stopped in step 1, saved in {folder}; the same command goes on from there")
-    assert wait_for(lambda: not any(alive(pid) for pid in pids), 5)
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     assert not Path("out/step2_reward").exists()
     assert not Path("out/step1_sft/.ranks").exists()
     return out
@@ -774,13 +774,14 @@ def test_training_stops_in_peace_without_a_summary_that_cannot_be_written(tree):
 
 
 def test_a_second_signal_ends_training_at_once(tree):
-    run, pids = in_loop(STEP_S="60")
-    for _ in range(2):
-        run.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-    said = run.communicate(timeout=10)[1]
+    run, pids = in_loop(STEP_S="600")
+    run.send_signal(signal.SIGTERM)
+    assert run.stderr.readline().startswith("stopping after this step")
+    time.sleep(0.5)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=60)[1]
     assert (run.returncode, said.splitlines()[-1]) == (143, "terminated")
-    assert wait_for(lambda: not any(alive(pid) for pid in pids), 5)
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     assert not Path("out/step1_sft/checkpoints").exists()
 
 
@@ -789,7 +790,7 @@ def test_a_rank_that_was_asked_by_others_stops_the_run_too(tree):
     """SLURM may signal the processes in place of train.py."""
     run, pids = in_loop()
     os.kill(pids[0], signal.SIGUSR1)
-    said = run.communicate(timeout=30)[1]
+    said = run.communicate(timeout=60)[1]
     assert run.returncode == 75
     assert said.startswith("stopped in step 1, saved in out/step1_sft/checkpoints/step_")
     assert not Path("out/step2_reward").exists()
@@ -799,7 +800,7 @@ def test_a_rank_that_was_asked_by_others_stops_the_run_too(tree):
 def test_who_begins_anew_is_told_what_to_leave_out(tree):
     run, _ = in_loop("--overwrite-output-dir", "--restart")
     run.send_signal(signal.SIGINT)
-    said = run.communicate(timeout=30)[1]
+    said = run.communicate(timeout=60)[1]
     anew = "the same command without --restart and --overwrite_output_dir goes on from there\n"
     assert said.endswith(anew)
 
@@ -856,7 +857,7 @@ def test_a_folder_that_is_written_already(tree):
             plan(tree, *AGAIN)
     finally:
         os.kill(pids[0], signal.SIGKILL)
-    assert wait_for(lambda: not alive(pids[0]), 20)
+    assert wait_for(lambda: not alive(pids[0]), 60)
     assert plan(tree, *AGAIN).commands
 
 
@@ -875,7 +876,7 @@ def test_a_killed_rank_takes_the_others_with_it(tree, rank):
     run, pids = in_loop("--num-gpus", "2", ranks=2, KILL=str(rank))
     assert wait_for(lambda: not alive(pids[rank]), 30)
     assert wait_for(lambda: not alive(pids[1 - rank]), 30)
-    said = run.communicate(timeout=30)[1]
+    said = run.communicate(timeout=60)[1]
     assert run.returncode not in (0, 75)
     assert f"error: process {rank} of 2 (pid {pids[rank]} on " in said
     assert "Traceback" not in said
@@ -940,7 +941,7 @@ def test_train_py_is_not_a_task_itself(tree, monkeypatch):
 def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
     returned, said, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
     assert (returned, said.splitlines()[-1]) == (130, "interrupted")
-    assert wait_for(lambda: not any(alive(pid) for pid in started), 5)
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
 
 
 def test_a_name_too_long_for_a_disk_is_no_folder(tree):

@@ -142,7 +142,7 @@ async def raises_later(prompts):
 
 async def blocks(prompts):
     if "p2" in prompts:
-        time.sleep(1.5)
+        time.sleep(3)
     return [1.0] * len(prompts)
 
 

@@ -23,10 +23,10 @@ BAD = [
     ("raises", "process", "raised KeyError: 'no such\\nkey'", P2),
     ("raises_what_cannot_be_shown", "none", "raised Silent", "on the prompt 'p0'"),
     ("raises_a_novel", "thread", "raised ValueError: word word", "on the prompt 'p0'"),
-    ("hangs", "none", "did not return within 0.4 s", P2),
-    ("hangs", "thread", "did not return within 0.4 s", P2),
-    ("hangs", "process", "did not return within 0.4 s", P2),
-    ("is_slow", "none", "did not return within 0.4 s", FIRST),
+    ("hangs", "none", "did not return within 1 s", P2),
+    ("hangs", "thread", "did not return within 1 s", P2),
+    ("hangs", "process", "did not return within 1 s", P2),
+    ("is_slow", "none", "did not return within 1 s", FIRST),
     ("one_too_few", "none", "returned 0 values for 1 samples", "on the prompt 'p0'"),
     ("one_number", "none", "returned 1.0, not a list", "on the prompt 'p0'"),
     ("nothing", "none", "returned None, not a list", "on the prompt 'p0'"),
@@ -47,12 +47,15 @@ BAD = [
     ("with_signals", "none", "raised ValueError", "--reward_pool process", "on the prompt 'p0'"),
     ("dies", "process", "ended its process (exit code 7)", P2),
     ("is_killed", "process", "ended its process (SIGKILL)", P2),
-    ("keeps_the_interpreter", "process", "did not return within 0.4 s", P2),
-    ("waits_for_ever", "none", "did not return within 0.4 s", P2),
+    ("keeps_the_interpreter", "process", "did not return within 1 s", P2),
+    ("waits_for_ever", "none", "did not return within 1 s", P2),
     ("raises_later", "none", "raised KeyError", P2),
     ("blocks", "none", "blocks the event loop", P2),
     ("wants_more", "none", "needs the column tests", "(it has: none)", "@COLUMN"),
 ]
+
+
+OVERRUN = {"hangs", "is_slow", "keeps_the_interpreter", "waits_for_ever", "blocks"}
 
 
 def ask(programs, samples, name, pool, **flags):
@@ -61,7 +64,7 @@ def ask(programs, samples, name, pool, **flags):
         reward_fn=[f"{FILE}:{name}"],
         reward_pool=pool,
         reward_workers=workers,
-        reward_timeout_s=0.4,
+        reward_timeout_s=1.0 if name in OVERRUN else 60.0,
         **flags,
     )
     return asked.finish(asked.start(samples(8)))
@@ -81,8 +84,8 @@ def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
         at = line.index(piece, at) + len(piece)
     if "@COLUMN" not in words:
         assert re.search(r"fix it, or pass --on_reward_error skip$", line)
-        assert ("raise --reward_timeout_s 0.4" in line) == ("within" in line or name == "blocks")
-    assert time.monotonic() - started < 8
+        assert ("raise --reward_timeout_s 1" in line) == ("within" in line or name == "blocks")
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
@@ -132,13 +135,18 @@ def test_what_a_function_does_to_its_arguments_stays_there(programs, samples):
 
 def test_keyboard_interrupt_passes_through(programs, samples):
     """Ctrl-C reaches the main thread, whatever the function's thread is at."""
-    asked = programs([lambda prompts: time.sleep(5)])
-    main = threading.main_thread().ident
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    main, over = threading.main_thread().ident, threading.Event()
+
+    def interrupted(prompts):
+        signal.pthread_kill(main, signal.SIGINT)
+        over.wait(50)
+
+    asked = programs([interrupted])
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         asked.start(samples(2))
-    assert time.monotonic() - started < 3
+    over.set()
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("function", [lambda answers: [0.0], len])

@@ -13,6 +13,12 @@ from dschat.rewards import endpoint as module
 from dschat.rewards.reward_functions import RewardError
 
 
+def wait_until(holds):
+    latest = time.monotonic() + 30
+    while not holds() and time.monotonic() < latest:
+        time.sleep(0.005)
+
+
 class Server:
     """Answers with ``replies`` in turn, the last one for ever: (status, body, pause in s)."""
 
@@ -20,7 +26,7 @@ class Server:
         self.replies = [(200, None, 0)]
         self.requests: list[dict] = []
         self.times: list[float] = []
-        self.running = self.most_running = 0
+        self.running = self.most_running = self.meet = 0
         lock = threading.Lock()
         server = self
 
@@ -33,6 +39,7 @@ class Server:
                     server.times.append(time.monotonic())
                     server.running += 1
                     server.most_running = max(server.most_running, server.running)
+                wait_until(lambda: server.most_running >= server.meet)
                 status, body, pause = server.replies[min(number, len(server.replies) - 1)]
                 time.sleep(pause)
                 with lock:
@@ -75,14 +82,14 @@ def ask(server, programs, samples, monkeypatch):
     monkeypatch.setattr(module.Endpoint, "__init__", lambda *a: make(*a, first_pause_s=0.05))
 
     def finish(n, columns=None, **flags):
-        asked = programs(reward_url=server.url, **({"reward_timeout_s": 5.0} | flags))
+        asked = programs(reward_url=server.url, **({"reward_timeout_s": 60.0} | flags))
         return asked.finish(asked.start(samples(n, **(columns or {}))))[0]
 
     return finish
 
 
 def test_samples_go_in_batches_side_by_side(server, ask):
-    server.replies = [(200, None, 0.2)]
+    server.meet = 3
     source = ask(10, {"tests": list(range(10))}, reward_url_batch_size=4, reward_url_weight=2.0)
     assert (source.name, source.weight) == ("http", 2)
     assert source.scores.tolist() == list(range(10))
@@ -100,7 +107,7 @@ def test_samples_go_in_batches_side_by_side(server, ask):
 
 
 def test_no_more_requests_at_a_time_than_workers(server, ask):
-    server.replies = [(200, None, 0.05)]
+    server.meet, server.replies = 2, [(200, None, 0.05)]
     ask(12, reward_url_batch_size=2, reward_workers=2)
     assert len(server.requests) == 6
     assert server.most_running == 2

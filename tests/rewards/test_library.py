@@ -79,7 +79,7 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
     scores = []
 
     def work():
-        scores.extend(library.MathEqual(limit_s=0.3)(["$9^{9^{9^9}}+1$", "0.5"], ["3", "1/2"]))
+        scores.extend(library.MathEqual(limit_s=1.0)(["$9^{9^{9^9}}+1$", "0.5"], ["3", "1/2"]))
 
     library.MathEqual()(["1/2"], ["0.5"])  # starts the process
     started = time.monotonic()
@@ -87,7 +87,7 @@ def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
     thread.start()
     thread.join()
     assert scores == [0, 1]
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 60
 
 
 class Mathematician:
@@ -123,7 +123,7 @@ class Mathematician:
 
 
 def wait_until(holds):
-    latest = time.monotonic() + 10
+    latest = time.monotonic() + 60
     while not holds() and time.monotonic() < latest:
         time.sleep(0.01)
 
