@@ -14,13 +14,12 @@ a nested dict, or one line that says what is wrong. The rule:
 It must not know torch, DeepSpeed or which flags exist: what is decided is handed in.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dschat.config.errors import UserError
+from dschat.config.errors import UserError, did_you_mean
 from dschat.config.text_file import read_text
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
@@ -138,7 +137,8 @@ def accepted(settings: Mapping[str, Any], where: str, decided: Decided) -> dict[
     kept: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in _THE_FILES | _OURS | _UNUSED:
-            raise UserError(f"{where}: DeepSpeed has no setting {key}{_nearest(key)}")
+            hint = did_you_mean(key, _THE_FILES | _OURS)
+            raise UserError(f"{where}: DeepSpeed has no setting {key}{hint}")
         if key in _UNUSED and not _is_off(value):
             raise UserError(f"{where}: dschat does not use {key}; take it out of the file")
     for path, value in _leaves({k: v for k, v in settings.items() if k not in _UNUSED}):
@@ -220,8 +220,3 @@ def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 def _is_off(value: Any) -> bool:
     return value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
-
-
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, sorted(_THE_FILES | _OURS), n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -16,5 +16,5 @@ def require(condition: bool, message: str) -> None:
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
     """``"; did you mean NAME?"`` for the nearest of ``names``, or nothing where none is near."""
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, sorted(names), n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

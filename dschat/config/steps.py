@@ -14,17 +14,11 @@ from typing import Any, Literal, Optional
 from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
-from dschat.config.errors import UserError, require
+from dschat.config.errors import require
 from dschat.config.fields import flag, require_types
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
-
-DTYPES = ("auto", "fp32", "bf16", "fp16")
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
-
-
-__all__ = ["CommonConfig", "RLHFConfig", "RewardConfig", "SFTConfig", "UserError", "flag"]
 
 
 @dataclass

@@ -4,7 +4,6 @@ Specs and ``--reward_args`` come in; `Program`s go out. It must not know what fu
 with at run time, nor where they run.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from dschat.config import UserError
+from dschat.config.errors import did_you_mean
 from dschat.rewards.call import GIVEN, parameters, raised, sources_of
 from dschat.rewards.user_modules import file_module, named_module
 
@@ -113,20 +113,17 @@ def find(spec: str) -> Any:
     if not colon:
         ready = importlib.import_module(READY).READY
         if name not in ready:
-            near = difflib.get_close_matches(name, ready, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
             raise UserError(
-                f"is no ready-made function ({', '.join(ready)}){meant}; a function of yours is "
-                "file.py:name or pkg.mod:name"
+                f"is no ready-made function ({', '.join(ready)}){did_you_mean(name, ready)}; a "
+                "function of yours is file.py:name or pkg.mod:name"
             )
         return ready[name]
     is_file = where.endswith(".py") or os.sep in where
     module = file_module(where) if is_file else named_module(where)
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, own, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"is not there: {where} has no {name or 'name after the colon'}{meant}")
+        hint = did_you_mean(name, own)
+        raise UserError(f"is not there: {where} has no {name or 'name after the colon'}{hint}")
     return getattr(module, name)
 
 
