@@ -95,7 +95,7 @@ def note_seconds(output_dir: Path, seconds: dict[int, float], went_on: bool) -> 
         say(f"summary.json is not written: {error}")
 
 
-def stopped(what: str, plan: run_plan.Plan, folder: Path | None = None) -> int:
+def stopped(what: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:
     """Say how to go on with a run that was asked to stop; the exit code."""
     found = newest(folder) if folder else None
     where = f", saved in {found.folder}" if found else ""
@@ -111,7 +111,7 @@ def ask(question: str) -> bool:
         return False
 
 
-def memory_request(config: recipe.TrainConfig, plan: run_plan.Plan) -> Request:
+def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Request:
     """What the plan of memory needs to know."""
     steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
     nodes = plan.nodes

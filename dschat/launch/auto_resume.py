@@ -18,14 +18,14 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_folders
 from dschat.config import UserError
-from dschat.launch.recipe import Step
+from dschat.launch.recipe import TrainingStep
 from dschat.runtime.output_dir import COMPLETE
 
 Ask = Callable[[str], bool]  # a question -> yes or no
 
 
 def resolve_resume(
-    step: Step,
+    step: TrainingStep,
     values: dict[str, Any],
     made_here: Collection[str],
     num_processes: int,
@@ -70,7 +70,7 @@ def resolve_resume(
     return [note]
 
 
-def _settle(step: Step, folder: str, changed: list[Change], ask: Optional[Ask]) -> None:
+def _settle(step: TrainingStep, folder: str, changed: list[Change], ask: Optional[Ask]) -> None:
     """Let the user decide about changed settings; returns if the run is to go on with them."""
     anew = f"--restart begins step {step.number} anew, or choose another --output_dir"
     if ask is None:

@@ -25,7 +25,7 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
-from dschat.launch.recipe import Step
+from dschat.launch.recipe import TrainingStep
 from dschat.launch.steps import BASE
 from dschat.runtime.output_dir import COMPLETE
 
@@ -97,7 +97,7 @@ def _contents(config: CommonConfig) -> dict[str, str]:
 
 
 def check_finished(
-    step: Step,
+    step: TrainingStep,
     config: CommonConfig,
     said: Optional[Collection[str]],
     num_processes: int,

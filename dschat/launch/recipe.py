@@ -19,7 +19,7 @@ from dschat.launch.cluster import ClusterConfig
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A step's script is ROOT/name/main.py; ``folder``: where its product lies in OUT."""
 
     number: int
@@ -40,9 +40,9 @@ class Step:
 
 
 STEPS = {
-    1: Step(1, "step1_sft", "supervised fine-tuning", SFTConfig, "step1_sft"),
-    2: Step(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
-    3: Step(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
+    1: TrainingStep(1, "step1_sft", "supervised fine-tuning", SFTConfig, "step1_sft"),
+    2: TrainingStep(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
+    3: TrainingStep(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
 }
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 

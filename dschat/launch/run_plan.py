@@ -1,7 +1,7 @@
 """Which steps run, with which commands.
 
 Comes in: a ``TrainConfig`` with the steps' flags, and the folder that holds the step scripts and
-``training/recipes``. Goes out: a ``Plan``; what can be wrong without loading a model has been
+``training/recipes``. Goes out: a ``RunPlan``; what can be wrong without loading a model has been
 checked by then, and nothing was written.
 This module must not know torch, DeepSpeed or what a step does: a step is a script, flags and a
 folder.
@@ -27,8 +27,8 @@ from dschat.launch.finished_steps import check_finished
 from dschat.launch.recipe import (
     STEPS,
     Recipe,
-    Step,
     TrainConfig,
+    TrainingStep,
     flag_name,
     load_recipe,
     said_of_steps_before,
@@ -39,12 +39,12 @@ from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """What will run, in order, and what the user should know about it."""
 
     output_dir: Path
-    steps: list[Step]  # that make up the run, finished ones among them
-    commands: list[tuple[Step, list[str]]]
+    steps: list[TrainingStep]  # that make up the run, finished ones among them
+    commands: list[tuple[TrainingStep, list[str]]]
     values: dict[int, dict[str, Any]]  # the fields given for each step
     notes: list[str]
     environment: dict[str, str]
@@ -52,11 +52,11 @@ class Plan:
     nodes: cluster.Cluster
     anew: list[str]  # flags by which the same command would not go on with this run, but begin it
 
-    def folder(self, step: Step) -> Path:
+    def folder(self, step: TrainingStep) -> Path:
         """Where the step leaves its product."""
         return self.output_dir / step.folder
 
-    def finished(self, step: Step) -> bool:
+    def finished(self, step: TrainingStep) -> bool:
         """Whether the step left its mark. Only the first machine looks: another one's disk may not
         have it, or not yet; there the launcher's exit code has to do.
         """
@@ -68,7 +68,7 @@ def plan(
     groups: Sequence[Sequence[str]],
     root: Path,
     ask: Optional[Ask] = None,
-) -> Plan:
+) -> RunPlan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
 
     ``ask`` puts a question to the user, where there is one to answer it.
@@ -121,7 +121,7 @@ def plan(
     for n in numbers:
         script = os.path.relpath(root / steps[n].name / "main.py")
         commands.append((steps[n], where.command(n, [script, *parser.to_flags(values[n])])))
-    return Plan(
+    return RunPlan(
         out,
         list(steps.values()),
         commands,
@@ -138,7 +138,7 @@ def plan(
 
 def _begin(
     config: TrainConfig,
-    steps: Mapping[int, Step],
+    steps: Mapping[int, TrainingStep],
     values: dict[int, dict[str, Any]],
     where: cluster.Cluster,
     ask: Optional[Ask],
@@ -177,7 +177,10 @@ def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> Non
 
 
 def _choose(
-    config: TrainConfig, steps: Mapping[int, Step], values: dict[int, dict[str, Any]], out: Path
+    config: TrainConfig,
+    steps: Mapping[int, TrainingStep],
+    values: dict[int, dict[str, Any]],
+    out: Path,
 ) -> tuple[list[int], list[int], list[str]]:
     """The steps to run, in order; those that are taken as finished; and a line for each choice that
     was not spelled out.
@@ -224,7 +227,10 @@ def _choose(
 
 
 def _connect(
-    config: TrainConfig, steps: Mapping[int, Step], values: dict[int, dict[str, Any]], out: Path
+    config: TrainConfig,
+    steps: Mapping[int, TrainingStep],
+    values: dict[int, dict[str, Any]],
+    out: Path,
 ) -> tuple[set[int], list[str]]:
     """Give the last step its models; return the steps whose product it takes from OUT, and notes.
 
@@ -247,15 +253,15 @@ def _connect(
     return needed, notes
 
 
-def _folder(out: Path, step: Step) -> str:
+def _folder(out: Path, step: TrainingStep) -> str:
     return str(out / step.folder)
 
 
-def _finished(out: Path, step: Step) -> bool:
+def _finished(out: Path, step: TrainingStep) -> bool:
     return os.path.exists(out / step.folder / COMPLETE)
 
 
-def _check_same_road(last: Step, values: Mapping[str, Any], out: Path) -> None:
+def _check_same_road(last: TrainingStep, values: Mapping[str, Any], out: Path) -> None:
     """The policy lies in one folder, whichever step trains it: not the other one's is finished."""
     settings = out / last.folder / "training_config.yaml"
     if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):

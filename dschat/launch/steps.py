@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dschat.config import RewardConfig, RLHFConfig, UserError
-from dschat.launch.recipe import STEPS, Step, TrainConfig
+from dschat.launch.recipe import STEPS, TrainConfig, TrainingStep
 
 BASE = "model_name_or_path"
 ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
@@ -18,7 +18,7 @@ ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
 Values = Mapping[int, Mapping[str, Any]]
 
 
-def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Step], list[str]]:
+def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, TrainingStep], list[str]]:
     """The steps of the run by number, and a line about why there are not three.
 
     Raises:
@@ -39,7 +39,7 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Step], 
     return without, ["--reward_fn or --reward_url scores: no reward model, so no step 2"]
 
 
-def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, Step], list[str]]:
+def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, TrainingStep], list[str]]:
     """Step 2 with a loss of the policy: its product is what step 3's would be."""
     if config.reward_model:
         raise UserError(
@@ -56,7 +56,7 @@ def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, Step], list[st
     return {1: STEPS[1], 2: policy}, notes
 
 
-def inputs_of(steps: Mapping[int, Step], values: Values) -> dict[int, tuple[str, ...]]:
+def inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, tuple[str, ...]]:
     """Fields of the last step: for each step before it the one that names its product, and others
     that make it unnecessary.
     """

@@ -43,11 +43,11 @@ def here(monkeypatch):
     monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
 
 
-def plan(*argv: str) -> run_plan.Plan:
+def plan(*argv: str) -> run_plan.RunPlan:
     return run_plan.plan(*recipe.parse_args([*argv, "--dry_run"]), ROOT)
 
 
-def configs(made: run_plan.Plan) -> dict[int, object]:
+def configs(made: run_plan.RunPlan) -> dict[int, object]:
     """Each planned step's configuration, read back from its command and validated."""
     found = {}
     for step, command in made.commands:

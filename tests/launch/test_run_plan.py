@@ -112,7 +112,7 @@ def train(*argv: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
-def plan(tree: Path, *argv: str) -> run_plan.Plan:
+def plan(tree: Path, *argv: str) -> run_plan.RunPlan:
     return run_plan.plan(*recipe.parse_args(argv), tree)
 
 
@@ -431,7 +431,7 @@ def test_the_question_names_what_changed(tree):
     cut_short(Path("out/step1_sft"), sft())
     asked = []
 
-    def plan_with(answer: bool) -> run_plan.Plan:
+    def plan_with(answer: bool) -> run_plan.RunPlan:
         parsed = recipe.parse_args([*QUIET, "--step1.seed", "4"])
         return run_plan.plan(*parsed, tree, lambda question: asked.append(question) or answer)
 
