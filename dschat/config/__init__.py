@@ -1,6 +1,6 @@
 """Every flag of every command: dataclasses, their validation, and the command-line parser.
 
-Light to import: the standard library and, in ``parser``, yaml and transformers' argument parser.
+Imports the standard library only, except ``parser``: yaml and transformers' argument parser.
 """
 
 from dschat.config.errors import UserError

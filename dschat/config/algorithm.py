@@ -1,6 +1,6 @@
-"""The knobs of learning from rewards: advantages, losses, KL, DAPO's sampling, the rollout's gap.
+"""Flags of the RL algorithm: advantages, losses, KL, dynamic sampling, off-policy correction.
 
-They are part of `dschat.config.RLHFConfig`. It must not know models, memory or the file system.
+Part of `dschat.config.RLHFConfig`.
 """
 
 from dataclasses import dataclass
@@ -9,100 +9,102 @@ from typing import Literal, Optional
 from dschat.config.errors import require
 from dschat.config.fields import flag
 
-# Estimators whose papers put the KL into the loss; the others have it in the reward.
+# Estimators whose papers put the KL penalty in the loss; the others put it in the reward.
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
-# Estimators that compare the answers to one prompt.
+# Estimators that compare several answers to the same prompt.
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 @dataclass
 class AlgorithmConfig:
-    """How step 3 learns from the rewards of a rollout."""
+    """How step 3 turns the rewards of a rollout into a loss."""
 
     advantage_estimator: Literal[
         "gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
     ] = flag(
         "gae",
-        "Where advantages come from: a critic (gae, PPO), the other answers to the prompt (grpo, "
-        "dr_grpo, rloo, reinforce_pp_baseline), or the batch (reinforce_pp); reinforce: none.",
+        "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt (grpo, "
+        "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce).",
     )
-    ppo_epochs: int = flag(1, "Passes over each experience.")
+    ppo_epochs: int = flag(1, "Passes over each rollout.")
     gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).")
     lam: float = flag(0.95, "GAE's lambda.")
     whiten_advantages: bool = flag(
-        True, "Whiten gae's advantages over the experience; reinforce_pp* always do, others never."
+        True, "Whiten gae's advantages over the rollout; reinforce_pp* always do, others never."
     )
-    critic_warmup_steps: int = flag(0, "First iterations that train the critic only.")
+    critic_warmup_steps: int = flag(0, "Number of initial iterations that train the critic only.")
     # KL
     kl_coef: float = flag(
         0.1,
-        "Weight of the KL penalty; 0 (without --kl_target): no reference model is loaded.",
+        "Weight of the KL penalty; 0 without --kl_target loads no reference model.",
         aliases=["--kl_ctl"],
     )
     kl_in_loss: Optional[bool] = flag(
         None,
-        "KL penalty in the loss, not in the reward; default: with grpo, dr_grpo and "
+        "Put the KL penalty in the loss, not in the reward; default: true for grpo, dr_grpo and "
         "reinforce_pp_baseline.",
     )
     kl_estimator: Optional[Literal["k1", "k2", "k3"]] = flag(
         None,
         "Estimator of the per-token KL (Schulman 2020); default: k1 in the reward, k3 in the loss "
-        "(k2 with reinforce_pp_baseline).",
+        "(k2 for reinforce_pp_baseline).",
     )
     kl_target: Optional[float] = flag(
-        None, "Adapt --kl_coef towards this KL per sequence, in nats."
+        None, "Adapt --kl_coef to reach this KL per sequence, in nats."
     )
     kl_horizon: int = flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
-    # the policy's loss
+    # policy and value loss
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
-        "ppo", "PPO's clipped ratio of tokens, GSPO's of sequences, or CISPO's clipped weight."
+        "ppo", "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo)."
     )
     cliprange: Optional[float] = flag(
-        None, "PPO's clip range of the probability ratio, on both sides; default: 0.2."
+        None, "Clip range of ppo's probability ratio, both sides; default: 0.2."
     )
     cliprange_low: Optional[float] = flag(
-        None, "How far below 1 the ratio may go; default: --cliprange; gspo 3e-4, cispo 1."
+        None, "Clip range below 1; default: --cliprange for ppo, 3e-4 for gspo, 1 for cispo."
     )
     cliprange_high: Optional[float] = flag(
-        None, "How far above 1 the ratio may go; default: --cliprange; gspo 4e-4, cispo 4."
+        None, "Clip range above 1; default: --cliprange for ppo, 4e-4 for gspo, 4 for cispo."
     )
     dual_clip: Optional[float] = flag(
-        None, "Bound the loss of a bad action at this multiple of its advantage (above 1)."
+        None, "Dual-clip PPO: bound of the ratio where the advantage is negative; above 1."
     )
     loss_aggregation: Literal["auto", "token", "sequence", "constant"] = flag(
         "auto",
-        "Mean over the step's tokens; over sequences of their means; or over sequences of sums "
-        "over --max_answer_seq_len. auto: constant with dr_grpo, sequence with gspo, else token.",
+        "token: mean over all tokens. sequence: mean of per-sequence means. constant: mean of "
+        "per-sequence sums / --max_answer_seq_len. auto: constant for dr_grpo, sequence for gspo, "
+        "else token.",
     )
     entropy_coef: float = flag(0.0, "Weight of the entropy bonus.")
-    cliprange_value: float = flag(0.2, "Clip range of the value function around its old value.")
-    # answers that ran out of room
-    missing_eos_penalty: float = flag(0.0, "Subtracted from the score of an answer without EOS.")
+    cliprange_value: float = flag(0.2, "Clip range of values around the old values.")
+    # truncated and long answers
+    missing_eos_penalty: float = flag(0.0, "Score penalty of an answer without EOS.")
     overlong_buffer_len: int = flag(
-        0, "Last tokens of --max_answer_seq_len that cost, rising to --overlong_penalty (DAPO)."
+        0, "Soft overlong punishment (DAPO): penalize the last N tokens of --max_answer_seq_len."
     )
-    overlong_penalty: float = flag(1.0, "Score that an answer of full length loses (DAPO).")
-    overlong_filter: bool = flag(False, "Learn nothing from answers without EOS (DAPO).")
+    overlong_penalty: float = flag(
+        1.0, "Penalty of an answer of full length, reached linearly (DAPO)."
+    )
+    overlong_filter: bool = flag(False, "Mask answers without EOS out of the loss (DAPO).")
     # dynamic sampling
     dynamic_sampling: bool = flag(
         False,
-        "Sample on until the rollout is full of groups whose scores differ (DAPO); others teach "
-        "nothing.",
+        "Drop groups whose scores are all equal and sample until the rollout is full (DAPO).",
     )
-    max_sampling_rounds: int = flag(10, "Rounds of --dynamic_sampling in one iteration, at most.")
-    # what the generator computed otherwise than training
+    max_sampling_rounds: int = flag(10, "Maximum rounds of --dynamic_sampling per iteration.")
+    # mismatch between rollout and training probabilities
     old_logprobs: Literal["recompute", "rollout"] = flag(
         "recompute",
-        "Log-probs that the ratio starts from: training's, recomputed, or the rollout's.",
+        "Old log-probs of the ratio: recomputed by the training model, or the rollout's own.",
     )
     rollout_is: Literal["off", "tis", "icepop"] = flag(
         "off",
-        "Weigh tokens by training's / the rollout's probability: truncated at --rollout_is_max "
-        "(tis), or dropped outside of [--rollout_is_min, --rollout_is_max] (icepop).",
+        "Importance weights, training / rollout probability, per token: truncated at "
+        "--rollout_is_max (tis), or masked outside [--rollout_is_min, --rollout_is_max] (icepop).",
     )
-    rollout_is_min: float = flag(0.5, "Smallest weight that icepop keeps.")
+    rollout_is_min: float = flag(0.5, "Smallest importance weight that icepop keeps.")
     rollout_is_max: Optional[float] = flag(
-        None, "Largest weight; default: 2 with tis, 5 with icepop."
+        None, "Largest importance weight; default: 2 for tis, 5 for icepop."
     )
 
     @property
@@ -124,15 +126,15 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything depends on the KL to the reference."""
+        """Whether a reference model is needed for the KL penalty."""
         return self.kl_coef > 0 or self.kl_target is not None
 
     @property
     def cliprange_sides(self) -> tuple[float, float]:
-        """How far the ratio may fall below 1, and rise above it."""
-        own = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-        both = 0.2 if self.cliprange is None else self.cliprange
-        low, high = own.get(self.policy_loss, (both, both))
+        """Clip range of the ratio (below 1, above 1)."""
+        ppo = 0.2 if self.cliprange is None else self.cliprange
+        defaults = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+        low, high = defaults.get(self.policy_loss, (ppo, ppo))
         return (
             low if self.cliprange_low is None else self.cliprange_low,
             high if self.cliprange_high is None else self.cliprange_high,
@@ -140,7 +142,7 @@ class AlgorithmConfig:
 
     @property
     def aggregation(self) -> str:
-        """How token losses become one: token, sequence or constant."""
+        """How token losses are averaged: token, sequence or constant."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
         if self.policy_loss == "gspo":
@@ -149,12 +151,12 @@ class AlgorithmConfig:
 
     @property
     def rollout_is_range(self) -> tuple[float, float]:
-        """The weights that count as they are."""
+        """Importance weights that are used unchanged: (smallest, largest)."""
         high = self.rollout_is_max or {"icepop": 5.0}.get(self.rollout_is, 2.0)
         return (self.rollout_is_min if self.rollout_is == "icepop" else 0.0, high)
 
-    def validate_learning(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+    def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         for name in ("ppo_epochs", "kl_horizon", "max_sampling_rounds"):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
@@ -172,7 +174,7 @@ class AlgorithmConfig:
             require(value is None or value > 0, f"--{name} {value} must be positive")
         require(
             self.cliprange is None or self.policy_loss == "ppo",
-            f"--cliprange {self.cliprange} is part of --policy_loss ppo; with {self.policy_loss} "
+            f"--cliprange {self.cliprange} is for --policy_loss ppo; with {self.policy_loss} "
             "give --cliprange_low and --cliprange_high, or leave it out",
         )
         require(
@@ -185,15 +187,15 @@ class AlgorithmConfig:
         )
         require(
             self.dual_clip is None or self.policy_loss == "ppo",
-            f"--dual_clip is part of --policy_loss ppo; leave it out with {self.policy_loss}",
+            f"--dual_clip is for --policy_loss ppo; leave it out with {self.policy_loss}",
         )
         require(
             not (self.kl_is_in_loss and self.kl_by == "k1" and self.kl_coef > 0),
-            "--kl_estimator k1 has no gradient towards the reference in the loss; choose k2 or k3",
+            "--kl_estimator k1 has zero expected gradient in the loss; choose k2 or k3",
         )
         require(
             self.kl_target is None or self.kl_coef > 0,
-            "--kl_target adapts --kl_coef, which is 0 and would stay 0; begin with 0.1, say",
+            "--kl_target adapts --kl_coef, which is 0 and would stay 0; set it, e.g. to 0.1",
         )
         name = self.advantage_estimator
         require(
@@ -223,10 +225,10 @@ class AlgorithmConfig:
         require(
             self.rollout_is == "off" or self.old_logprobs == "recompute",
             f"--rollout_is {self.rollout_is} needs --old_logprobs recompute: with the rollout's "
-            "the ratio holds the correction already",
+            "log-probs the ratio already includes the correction",
         )
         require(
             0 <= self.rollout_is_min < 1 <= high,
             f"--rollout_is_min {self.rollout_is_min} must be in [0, 1) and --rollout_is_max {high} "
-            "at least 1: equal probabilities weigh 1",
+            "at least 1: the weight of equal probabilities is 1",
         )

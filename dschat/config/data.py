@@ -1,7 +1,6 @@
-"""The knobs of the data: where rows come from, which column is what, how they are parted and read.
+"""Flags of the data: sources, columns, splits, streaming.
 
-They are part of `dschat.config.CommonConfig`, and of `ShowConfig`, the flags of
-`python -m dschat.data`. It must not know models, steps or training.
+Part of `dschat.config.CommonConfig`, and of `ShowConfig`, the flags of ``python -m dschat.data``.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dschat.config.fields import flag, require_types
 
 @dataclass
 class DataConfig:
-    """Sources, columns, splits; what all three steps read in the same way."""
+    """Data flags of all three steps."""
 
     data_path: list[str] = flag(
         ["builtin/chat"],
@@ -22,37 +21,36 @@ class DataConfig:
         "blends several.",
     )
     eval_data_path: Optional[list[str]] = flag(
-        None, "Held-out data; by default the source's own eval split, or --eval_fraction of it."
+        None,
+        "Held-out data, as in --data_path; default: the source's eval split, or --eval_fraction.",
     )
     eval_fraction: float = flag(
-        0.05, "Share of a source without an eval split that is held out for evaluation."
+        0.05, "Share of rows to hold out from a source without an eval split."
     )
-    max_eval_samples: int = flag(
-        500, "Evaluate on at most this many held-out examples; 0: no evaluation."
-    )
+    max_eval_samples: int = flag(500, "Maximum number of held-out examples; 0: no evaluation.")
     data_split: str = flag(
         "2,4,4",
-        "Proportions of the training data that go to steps 1, 2 and 3; the parts are disjoint.",
+        "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
     )
     prompt_column: Optional[str] = flag(
-        None, "Column that holds the prompt, or a path into one, such as question.text."
+        None, "Column of the prompt, or a path into one, e.g. question.text."
     )
-    chosen_column: Optional[str] = flag(None, "Column that holds the preferred answer.")
-    rejected_column: Optional[str] = flag(None, "Column that holds the other answer.")
-    messages_column: Optional[str] = flag(None, "Column that holds a chat `messages` list.")
+    chosen_column: Optional[str] = flag(None, "Column of the preferred answer.")
+    rejected_column: Optional[str] = flag(None, "Column of the rejected answer.")
+    messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
     seed: int = flag(1234, "Seed of the data order, new weights, dropout and sampling.")
     on_bad_row: Literal["auto", "error", "skip"] = flag(
         "auto",
-        "Lines that are not JSON, CSV or UTF-8, and rows without a usable prompt or answer: error "
-        "stops at the first and names it, skip counts them and goes on; auto stops at the former "
-        "and skips the latter.",
+        "What to do at a line that is not JSON, CSV or UTF-8, and at a row without a usable prompt "
+        "or answer. error: stop and name it. skip: drop and count it. auto: error for lines, skip "
+        "for rows.",
     )
     streaming: bool = flag(
         False,
-        "Read rows as training goes, for data larger than memory or disk; needs --max_steps.",
+        "Read rows during training, for data larger than memory or disk; needs --max_steps.",
     )
     shuffle_buffer_size: int = flag(
-        10_000, "Rows that --streaming holds to draw the next one from at random."
+        10_000, "Rows in the shuffle buffer of --streaming; 1: keep the order."
     )
 
     @property
@@ -61,7 +59,7 @@ class DataConfig:
         return parts  # type: ignore[return-value]
 
     def validate_data(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require(
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
@@ -72,7 +70,7 @@ class DataConfig:
             parts = ()
         require(
             len(parts) == 3 and min(parts) >= 0 and 0 < sum(parts) < float("inf"),
-            f"--data_split {self.data_split!r} is not three numbers, one a step, such as 2,4,4",
+            f"--data_split {self.data_split!r} is not three numbers, one per step, such as 2,4,4",
         )
         require(
             0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
@@ -85,22 +83,26 @@ class DataConfig:
         require(
             self.shuffle_buffer_size >= 1,
             f"--shuffle_buffer_size {self.shuffle_buffer_size} must be at least 1; "
-            "1 keeps the rows in their order",
+            "1 keeps the order of the rows",
         )
 
 
 @dataclass
 class ShowConfig(DataConfig):
-    """Show what data sets turn into: columns, splits, lengths, examples, and what is left out."""
+    """Show how data sets are read: columns, splits, lengths, examples, dropped rows."""
 
-    step: Optional[Literal["1", "2", "3"]] = flag(None, "One step alone; default: each that can.")
-    model: str = flag("builtin/tiny", "Whose tokenizer to use: a folder, a hub name, builtin/tiny.")
+    step: Optional[Literal["1", "2", "3"]] = flag(
+        None, "Show this step only; default: every step that can use the data."
+    )
+    model: str = flag(
+        "builtin/tiny", "Model whose tokenizer to use: a folder, a hub name or builtin/tiny."
+    )
     max_seq_len: int = flag(512, "Longest sequence of steps 1 and 2, in tokens.")
     max_prompt_seq_len: int = flag(256, "Longest prompt of step 3, in tokens.")
-    trust_remote_code: bool = flag(False, "Let a checkpoint bring and run its own Python code.")
+    trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
         self.validate_data()
         for name in ("max_seq_len", "max_prompt_seq_len"):

@@ -1,7 +1,8 @@
-"""The knobs of DeepSpeed that all three steps share, and what they say about each trained model.
+"""Flags of DeepSpeed: offload, loss scaling, and the user's own settings file.
 
-They are part of `dschat.config.CommonConfig`. A model is named by the prefix of its flags:
-``actor``, ``critic``, or nothing in steps 1 and 2. It must not know torch or DeepSpeed.
+Part of `dschat.config.CommonConfig`. Methods name a trained model by the prefix of its flags:
+``"actor"``, ``"critic"``, or ``""`` in steps 1 and 2. No torch or DeepSpeed here: ``--help``
+answers before either loads.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dschat.config import deepspeed_json
 from dschat.config.errors import require
 from dschat.config.fields import flag
 
-# DeepSpeed's names of the schedules that are transformers'.
+# --lr_scheduler_type -> DeepSpeed's name of the same schedule.
 _SCHEDULES = {
     "cosine": ("WarmupCosineLR",),
     "linear": ("WarmupDecayLR",),
@@ -22,48 +23,50 @@ _MEMORY = ("cpu", "nvme")
 
 @dataclass
 class DeepSpeedConfig:
-    """Where weights and optimizer states lie, loss scaling, and the user's own settings."""
+    """DeepSpeed flags of all three steps."""
 
     deepspeed_config: Optional[str] = flag(
         None,
-        "JSON file of DeepSpeed settings. What a flag decides (batch sizes, optimizer, schedule, "
-        'clipping, precision, ZeRO stage) must agree with the flag or be "auto", which means '
-        "dschat's value; everything else the file decides. --dtype auto follows the file.",
+        "JSON file of DeepSpeed settings. A setting that has a flag (batch sizes, optimizer, "
+        'schedule, clipping, precision, ZeRO stage) must agree with it or be "auto"; all others '
+        "are the file's. --dtype auto follows the file.",
     )
     deepspeed: Optional[str] = flag(
         None,
-        "Accepted from other scripts: alone it changes nothing, with a FILE it is "
-        "--deepspeed_config.",
+        "Accepted for compatibility: ignored without a value, --deepspeed_config with a FILE.",
         nargs="?",
         const="true",
     )
     offload: bool = flag(
-        False, "--offload_optimizer and, for a model under ZeRO-3, --offload_parameters."
+        False, "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters."
     )
     offload_optimizer: bool = flag(
         False,
-        "Keep optimizer states and fp32 master weights in CPU memory, and update them there; "
-        "ZeRO stages 0 and 1 become 2.",
+        "Keep optimizer states and fp32 master weights in CPU memory and update them there; raises "
+        "ZeRO stages 0 and 1 to 2.",
     )
     offload_parameters: bool = flag(
         False,
-        "Keep ZeRO-3's shards of trained models in CPU memory; each layer comes when it computes.",
+        "Keep ZeRO-3 shards of trained models in CPU memory, moved to the device layer by layer.",
         aliases=["--offload_params", "--offload_param"],
     )
     initial_scale_power: Optional[int] = flag(
-        None, "fp16: the loss scale starts at 2 to this power; default 16."
+        None, "fp16: log2 of the initial loss scale; default: 16."
     )
     loss_scale_window: Optional[int] = flag(
-        None, "fp16: steps without overflow before the loss scale doubles; default 100."
+        None, "fp16: steps without overflow before the loss scale doubles; default: 100."
     )
 
-    deepspeed_models = ("",)  # of this step, by the prefix of their flags; no annotation: no knob
+    # Flag prefixes of the models that this step trains. Not annotated, so not a dataclass field.
+    deepspeed_models = ("",)
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
-        """What replaces dschat's own DeepSpeed settings of ``model``: its file's, and loss scaling.
+        """Settings that override dschat's for ``model``: those of its file, and loss scaling.
 
-        Without ``world_size``, a ``train_batch_size`` in the file goes unchecked. Raises
-        ``UserError`` for a file that is missing, broken or contradicts a flag.
+        Without ``world_size``, a ``train_batch_size`` in the file is not checked.
+
+        Raises:
+            UserError: the file is missing, broken or contradicts a flag.
         """
         name, path = self._deepspeed_file(model)
         overrides: dict[str, Any] = {}
@@ -71,54 +74,58 @@ class DeepSpeedConfig:
             settings = deepspeed_json.read(path, f"--{name}")
             decided = self._decided(model, world_size)
             overrides = deepspeed_json.accepted(settings, f"--{name} {path}", decided)
-        for knob in ("initial_scale_power", "loss_scale_window"):
-            if getattr(self, knob) is not None:
-                scale = {"fp16": {knob: getattr(self, knob)}}
-                overrides = deepspeed_json.merged(overrides, scale)
+        for key in ("initial_scale_power", "loss_scale_window"):
+            if getattr(self, key) is not None:
+                overrides = deepspeed_json.merged(overrides, {"fp16": {key: getattr(self, key)}})
         return overrides
 
     def deepspeed_origin(self, model: str = "") -> str:
-        """``--deepspeed_config FILE``, to open a message with; empty where there is no file."""
+        """``--deepspeed_config FILE``, the start of an error message; empty without a file."""
         name, path = self._deepspeed_file(model)
         return f"--{name} {path}" if path else ""
 
     @property
     def training_dtype(self) -> str:
-        """``dtype``; where that is auto, what the DeepSpeed files ask for, if anything."""
+        """``dtype``; if that is auto, the precision of the DeepSpeed files, else auto."""
         if self.dtype != "auto":
             return self.dtype
-        asked = {
+        precisions = {
             deepspeed_json.precision(self.deepspeed_overrides(m)) for m in self.deepspeed_models
         }
-        asked.discard(None)
+        precisions.discard(None)
         require(
-            len(asked) < 2,
-            f"the DeepSpeed files ask for {' and '.join(sorted(map(str, asked)))}; all train in "
-            "one precision: set --dtype",
+            len(precisions) < 2,
+            f"the DeepSpeed files ask for {' and '.join(sorted(map(str, precisions)))}; all models "
+            "train in one precision: set --dtype",
         )
-        return asked.pop() if asked else "auto"
+        return precisions.pop() if precisions else "auto"
 
     def offloads_optimizer(self, model: str = "") -> bool:
-        """Whether the optimizer of ``model`` lives in CPU memory (or where its file says)."""
-        return self.offload or self.offload_optimizer or self._asks(model, "offload_optimizer")
+        """Whether the optimizer states of ``model`` are offloaded (to CPU, or as its file says)."""
+        return (
+            self.offload
+            or self.offload_optimizer
+            or self._file_offloads(model, "offload_optimizer")
+        )
 
     def offloads_parameters(self, model: str = "") -> bool:
-        """Whether the shards of ``model`` live in CPU memory; only ZeRO-3 has shards."""
-        asked = self.offload or self.offload_parameters or self._asks(model, "offload_param")
-        return asked and self._own(model, "zero_stage") == 3
+        """Whether the parameter shards of ``model`` are offloaded; ZeRO-3 only."""
+        offloaded = self.offload or self.offload_parameters
+        offloaded = offloaded or self._file_offloads(model, "offload_param")
+        return offloaded and self._flag(model, "zero_stage") == 3
 
     def validate_deepspeed(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         stages = [f"--{m}_zero_stage".replace("--_", "--") for m in self.deepspeed_models]
-        sharded = [m for m in self.deepspeed_models if self._own(m, "zero_stage") == 3]
+        sharded = [m for m in self.deepspeed_models if self._flag(m, "zero_stage") == 3]
         require(
             not self.offload_parameters or bool(sharded),
-            f"--offload_parameters needs {' or '.join(stages)} 3: below it every process computes "
-            "with whole parameters",
+            f"--offload_parameters needs {' or '.join(stages)} 3: lower stages do not shard "
+            "parameters",
         )
         for model in self.deepspeed_models:
             require(
-                not self._asks(model, "offload_param") or model in sharded,
+                not self._file_offloads(model, "offload_param") or model in sharded,
                 f"{self.deepspeed_origin(model)}: offload_param needs "
                 f"{'--' + model + '_zero_stage' if model else '--zero_stage'} 3",
             )
@@ -134,25 +141,25 @@ class DeepSpeedConfig:
             "--initial_scale_power and --loss_scale_window are for --dtype fp16",
         )
 
-    def _own(self, model: str, knob: str) -> Any:
-        return getattr(self, f"{model}_{knob}" if model else knob)
+    def _flag(self, model: str, name: str) -> Any:
+        return getattr(self, f"{model}_{name}" if model else name)
 
     def _deepspeed_file(self, model: str) -> tuple[str, str | None]:
-        """The flag and the file of ``model``."""
-        own = f"{model}_deepspeed_config"
-        if model and getattr(self, own):
-            return own, getattr(self, own)
+        """The name of the flag, and the file of ``model``."""
+        flag_of_model = f"{model}_deepspeed_config"
+        if model and getattr(self, flag_of_model):
+            return flag_of_model, getattr(self, flag_of_model)
         if self.deepspeed_config or (self.deepspeed or "true").lower() in ("true", "false"):
             return "deepspeed_config", self.deepspeed_config
         return "deepspeed", self.deepspeed
 
-    def _asks(self, model: str, section: str) -> bool:
-        """Whether the file of ``model`` turns this kind of offload on."""
+    def _file_offloads(self, model: str, section: str) -> bool:
+        """Whether the file of ``model`` turns on offload in this section."""
         zero = self.deepspeed_overrides(model).get("zero_optimization", {})
         return zero.get(section, {}).get("device") in _MEMORY
 
     def _decided(self, model: str, world_size: int | None) -> deepspeed_json.Decided:
-        """What flags say about DeepSpeed's settings of ``model``."""
+        """DeepSpeed settings of ``model`` that flags decide."""
         prefix = f"{model}_" if model else ""
         micro = "per_device_training_batch_size" if model else "per_device_train_batch_size"
         flags = {
@@ -182,21 +189,21 @@ class DeepSpeedConfig:
             f"--lr_scheduler_type {schedule}",
             _SCHEDULES.get(schedule, ()),
         )
-        if self._own(model, "zero_stage") == 3 and (
+        if self._flag(model, "zero_stage") == 3 and (
             model or getattr(self, "loads_reference", False)
         ):
-            # DeepSpeed makes these groups with the first model, and fails with the second.
-            several = "a step with several models (DeepSpeed can do this for one)"
-            decided["zero_optimization.zero_hpz_partition_size"] = (several, (1,))
+            # DeepSpeed creates these groups for the first model and fails at the second.
+            reason = "a step with several models (DeepSpeed supports one)"
+            decided["zero_optimization.zero_hpz_partition_size"] = (reason, (1,))
         decided["optimizer.type"] = ("dschat's optimizer, AdamW", ("AdamW", "Adam"))
         if self.dtype != "auto":
             for name in ("bf16", "fp16"):
                 decided[f"{name}.enabled"] = (f"--dtype {self.dtype}", (self.dtype == name,))
-        for section, knob in (
+        for section, name in (
             ("offload_optimizer", "offload_optimizer"),
             ("offload_param", "offload_parameters"),
         ):
-            if self.offload or getattr(self, knob):
-                name = "--offload" if self.offload else f"--{knob}"
-                decided[f"zero_optimization.{section}.device"] = (name, _MEMORY)
+            if self.offload or getattr(self, name):
+                origin = "--offload" if self.offload else f"--{name}"
+                decided[f"zero_optimization.{section}.device"] = (origin, _MEMORY)
         return decided

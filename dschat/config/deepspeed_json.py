@@ -1,17 +1,12 @@
-"""A user's own DeepSpeed settings: the JSON file of ``--deepspeed_config``, read and checked.
+"""Reads and checks the user's DeepSpeed JSON file (``--deepspeed_config``).
 
-A path and what dschat decides come in; the part of the file that DeepSpeed is to get goes out, as
-a nested dict, or one line that says what is wrong. The rule:
-
-1. What dschat decides (batch sizes, accumulation, optimizer, schedule, clipping, precision, ZeRO
-   stage) must agree with the flag that decides it: where both say something else, it is an error.
-2. ``"auto"`` means dschat's value; DeepSpeed's default where dschat has none.
-3. Everything else is the file's, and wins: ``zero_optimization``'s details, communication, aio,
-   loss scaling, profiling, ...
-4. What would make dschat's sums wrong or its weights unreadable, and parts of DeepSpeed that dschat
-   does not use, are errors.
-
-It must not know torch, DeepSpeed or which flags exist: what is decided is handed in.
+1. Settings that a flag decides (batch sizes, accumulation, optimizer, schedule, clipping,
+   precision, ZeRO stage) must agree with the flag; a contradiction is an error.
+2. ``"auto"`` means dschat's value, or DeepSpeed's default where dschat has none.
+3. The file decides everything else: details of ``zero_optimization``, communication, aio, loss
+   scaling, profiling, ...
+4. Settings that would break dschat's loss sums or make its weights unreadable, and parts of
+   DeepSpeed that dschat does not use, are errors.
 """
 
 import json
@@ -24,7 +19,7 @@ from dschat.config.text_file import read_text
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
 
-_OURS = {  # what the engine never hears from the file: dschat accumulates and updates itself
+_OURS = {  # checked but not passed to DeepSpeed: dschat accumulates and updates itself
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -65,7 +60,7 @@ _THE_FILES = {
     "log_level",
     "disable_python_gc",
 }
-_UNUSED = {  # DeepSpeed's, of this version or an older one; "enabled": false is let through
+_UNUSED = {  # parts of DeepSpeed, old or new, that dschat does not use; accepted if disabled
     "amp",
     "autotuning",
     "compile",
@@ -108,13 +103,13 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (accepted, why)
     "zero_force_ds_cpu_optimizer": ((False,), "its AdamW updates shards in CPU memory too"),
     "zero_optimization.offload_param.device": (("none", "cpu"), _READS),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _READS),
-    "zero_optimization.cpu_offload": ((False,), "it is offload_optimizer now"),
-    "zero_optimization.cpu_offload_param": ((False,), "it is offload_param now"),
+    "zero_optimization.cpu_offload": ((False,), "it was replaced by offload_optimizer"),
+    "zero_optimization.cpu_offload_param": ((False,), "it was replaced by offload_param"),
 }
 
 
 def read(path: str, flag: str) -> dict[str, Any]:
-    """The JSON object in ``path``; ``UserError`` names ``flag`` where there is none."""
+    """The JSON object in ``path``; ``flag`` is the start of every error message."""
     where = f"{flag} {path}"
     try:
         content = json.loads(read_text(path))
@@ -130,11 +125,14 @@ def read(path: str, flag: str) -> dict[str, Any]:
 
 
 def accepted(settings: Mapping[str, Any], where: str, decided: Decided) -> dict[str, Any]:
-    """The part of ``settings`` that DeepSpeed is to get: agreed with ``decided``, no "auto" left.
+    """The part of ``settings`` to pass to DeepSpeed, checked against ``decided``, without "auto".
 
-    ``where`` opens every message. Raises ``UserError`` for the first key that cannot be.
+    ``where`` is the start of every error message.
+
+    Raises:
+        UserError: a setting is unknown, unused, or contradicts ``decided``.
     """
-    kept: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in _THE_FILES | _OURS | _UNUSED:
             hint = did_you_mean(key, _THE_FILES | _OURS)
@@ -149,18 +147,18 @@ def accepted(settings: Mapping[str, Any], where: str, decided: Decided) -> dict[
             raise UserError(f"{where}: {name} must be an object, as {{...}}")
         _check(name, value, where, decided)
         if path[0] not in _OURS and name != "zero_optimization.stage":
-            kept = merged(kept, _nested(path, value))
-    if all(kept.get(name, {}).get("enabled") for name in ("fp16", "bf16")):
+            result = merged(result, _nested(path, value))
+    if all(result.get(name, {}).get("enabled") for name in ("fp16", "bf16")):
         raise UserError(f"{where}: fp16 and bf16 are both enabled; choose one")
-    zero = kept.get("zero_optimization", {})
+    zero = result.get("zero_optimization", {})
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("device") == "none":
-            del zero[section]  # so that "is there such a section" means "is it offloaded"
-    return kept
+            del zero[section]  # so that a section means offload
+    return result
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """``ours`` with every leaf of ``theirs`` in its place."""
+    """``ours`` with every leaf of ``theirs``."""
     result = dict(ours)
     for key, value in theirs.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -169,7 +167,7 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def precision(settings: Mapping[str, Any]) -> str | None:
-    """The dtype that a file asks for, by dschat's name; None where it says nothing."""
+    """The precision in a file: fp16, bf16, fp32; None if it sets none."""
     fp16, bf16 = (settings.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
     if fp16 or bf16:
         return "fp16" if fp16 else "bf16"
@@ -179,19 +177,19 @@ def precision(settings: Mapping[str, Any]) -> str | None:
 def _check(name: str, value: Any, where: str, decided: Decided) -> None:
     shown = f"{where}: {name} {json.dumps(value)}"
     if name in decided:
-        flag, right = decided[name]
-        if not any(_same(value, one) for one in right):
+        flag, allowed = decided[name]
+        if not any(_same(value, one) for one in allowed):
             raise UserError(
                 f'{shown} contradicts {flag}; make them agree, or write "auto" in the file'
             )
     elif name in _FIXED:
-        right, why = _FIXED[name]
-        if not any(_same(value, one) for one in right):
-            needed = " or ".join(map(json.dumps, right))
+        allowed, why = _FIXED[name]
+        if not any(_same(value, one) for one in allowed):
+            needed = " or ".join(map(json.dumps, allowed))
             raise UserError(f"{shown}: dschat needs {needed}, for {why}")
     elif name.partition(".")[0] in ("optimizer", "scheduler"):
         raise UserError(
-            f'{shown}: dschat makes its own AdamW and schedule; write "auto" or take it out'
+            f'{shown}: dschat creates its own AdamW and schedule; write "auto" or take it out'
         )
 
 

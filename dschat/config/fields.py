@@ -1,8 +1,4 @@
-"""What a knob is: a dataclass field with its type and help text; and the error for one that cannot
-work.
-
-It must not know any knob.
-"""
+"""Declares flags as dataclass fields with help texts, and checks the types of their values."""
 
 import functools
 import math
@@ -13,12 +9,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dschat.config.errors import UserError
 
-# What is larger is no setting but a slip, and infinite once fp32 multiplies it.
+# Larger values are typing errors, and overflow once multiplied in fp32.
 LARGEST = 1e6
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that carries its help text; mutable defaults are copied per instance."""
+    """A dataclass field with a help text; a list default is copied per instance."""
     metadata["help"] = help
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -26,10 +22,10 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
 
 
 def require_types(config: Any, prefix: str = "--") -> None:
-    """Raise ``UserError`` for the first field of a dataclass whose value is not of its type.
+    """Raise ``UserError`` for the first dataclass field whose value does not match its type.
 
-    Flags are typed already; fields that are set in Python, or by a YAML file's author, are not.
-    Whole numbers must fit in 64 bits, others lie within +-``LARGEST``.
+    The command line converts types; Python code and YAML files do not. Integers must fit in
+    64 bits, floats lie within +-``LARGEST``.
     """
     hints = _hints(type(config))
     for f in fields(config):
@@ -44,7 +40,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def _type_problem(value: Any, hint: Any) -> str:
-    """What keeps ``value`` from being one of ``hint``; empty where nothing does."""
+    """Why ``value`` is not a ``hint``, in a few words; empty if it is one."""
     kind, choices = get_origin(hint), get_args(hint)
     if kind is Union:
         return "" if value is None else _type_problem(value, choices[0])
@@ -66,27 +62,27 @@ def _type_problem(value: Any, hint: Any) -> str:
             return "is not a finite number"
         if abs(value) > LARGEST:
             return f"is out of range; it must be between -{LARGEST:.0f} and {LARGEST:.0f}"
-        # What is read from a flag is a float, and would be another number.
+        # Read back from a flag it would be a float, and a different number.
         is_exact = not isinstance(value, Integral) or float(value) == value
         return "" if is_exact else "has more digits than a float"
     if not isinstance(value, (str, os.PathLike)):
         return "is not text"
-    if str(value) == "--":  # which command lines read as the end of flags
-        return "is no name"
-    return "holds a null character" if "\0" in str(value) else ""
+    if str(value) == "--":  # the end of flags on a command line
+        return "is not a name"
+    return "has a null character" if "\0" in str(value) else ""
 
 
 def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:
     if not isinstance(value, (list, tuple)):
         return "is not a list"
     if not value and not may_be_empty:
-        return "is empty; leave it out, or name at least one"
+        return "is empty; leave it out, or give at least one item"
     for item in value:
         problem = _type_problem(item, hint)
         if problem:
-            return f"holds what {problem}"
+            return f"has an item that {problem}"
         if hint is str and str(item).startswith("-"):
-            return f"holds {item}, which a command line takes for a flag; a file is ./{item}"
+            return f"has {item}, which looks like a flag; write a file name as ./{item}"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""Turns flags and ``--config file.yaml`` into a validated config dataclass, and back into an argv.
+"""Parses flags and ``--config file.yaml`` into a validated config dataclass, and back to an argv.
 
-No torch here: ``--help`` answers before anything heavy loads.
+No torch here: ``--help`` must answer at once.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dschat.config.errors import did_you_mean
 from dschat.config.text_file import read_text
 
 Config = TypeVar("Config")
-# What argparse says -> what we say, after the flag's name.
+# argparse's message -> ours, after the name of the flag.
 _REWORDINGS = (
     (r"invalid int value: (.*)", r"\1 is not a whole number"),
     (r"invalid float value: (.*)", r"\1 is not a number"),
@@ -35,12 +35,12 @@ def parse(
 ) -> Config:
     """The validated ``config_class`` from ``argv`` (default: the command line).
 
-    A flag wins over the same key in ``--config``'s YAML file, and that over the field's default;
-    without ``takes_file`` there is no ``--config``.
+    Flags override the YAML file of ``--config``, which overrides defaults. ``takes_file``: whether
+    to accept ``--config``.
 
     Raises:
-        UserError: unknown flag or key (with the nearest name), a wrong type or choice, or what
-            ``validate()`` finds.
+        UserError: an unknown flag or key (with the closest name), a wrong type or choice, or an
+            error from ``validate()``.
     """
     config = config_class(**given(config_class, argv, takes_file))
     config.validate()
@@ -50,7 +50,7 @@ def parse(
 def given(
     config_class: type, argv: Sequence[str] | None = None, takes_file: bool = True
 ) -> dict[str, Any]:
-    """The fields that ``argv`` or its ``--config`` file sets, with their types; no defaults."""
+    """The fields set in ``argv`` or its ``--config`` file, with their types; no defaults."""
     flags = _Parser(config_class, takes_file).values(sys.argv[1:] if argv is None else argv)
     path = flags.pop("config", None)
     if path is None:
@@ -59,7 +59,7 @@ def given(
 
 
 def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``mapping`` (YAML's keys and values) as typed fields; ``where`` opens every message."""
+    """``mapping`` (from YAML) as typed fields; ``where`` is the start of every error message."""
     names = {f.name for f in fields(config_class)}
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
     for key, value in values.items():
@@ -80,7 +80,7 @@ def _takes_list(config_class: type, name: str) -> bool:
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """The argv that sets ``values``, the inverse of ``given``; None ("not set") is left out."""
+    """The argv that sets ``values``: the inverse of ``given``. None means not set."""
     argv = []
     for name, value in values.items():
         if value is None:
@@ -90,7 +90,7 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, (list, tuple)):
             argv += [f"--{name}", *map(str, value)]
         elif str(value).startswith("-") or value == "":
-            argv.append(f"--{name}={value}")  # else argparse takes -1e-5 for a flag
+            argv.append(f"--{name}={value}")  # argparse would read -1e-5 as a flag
         else:
             argv += [f"--{name}", str(value).lower() if value is False else str(value)]
     return argv
@@ -106,8 +106,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        UserError: no such file, broken YAML (with its line), a key twice, or something other than a
-            mapping.
+        UserError: no such file, broken YAML (with its line), a duplicate key, or not a mapping.
     """
     try:
         content = yaml.load(read_text(path), _Loader)
@@ -127,23 +126,22 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which YAML's own takes the last in silence."""
+    """Refuses duplicate keys; PyYAML silently keeps the last one."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            # as everywhere, a dash in a name is an underscore
             name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
             if name in lines and name != "<<":
-                what = f"{key.value} is there twice, at line {lines[name]} too; leave one out"
-                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+                problem = f"duplicate key {key.value}, also at line {lines[name]}; leave one out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             lines[name] = line
         return node
 
 
 def underscored(token: str) -> str:
-    """``--some-flag=a-b`` as ``--some_flag=a-b``; anything but a long flag unchanged."""
+    """``--some-flag=a-b`` as ``--some_flag=a-b``; only long flags are changed."""
     if not token.startswith("--"):
         return token
     name, equals, value = token[2:].partition("=")
@@ -151,25 +149,27 @@ def underscored(token: str) -> str:
 
 
 class _Parser(HfArgumentParser):
-    """HfArgumentParser that raises ``UserError`` and returns what was given, without defaults."""
+    """HfArgumentParser that raises ``UserError`` and returns given values only, no defaults."""
 
     def __init__(self, config_class: type, takes_file: bool = False):
         description = (config_class.__doc__ or "").strip().splitlines()[0]
         super().__init__(config_class, description=description, allow_abbrev=False)
         if takes_file:
-            self.add_argument("--config", help="YAML file with these names as keys; flags win.")
+            self.add_argument(
+                "--config", help="YAML file with flag names as keys; flags override it."
+            )
         for f in fields(config_class):
-            if f.type == Optional[bool]:  # HfArgumentParser wants a value for it
+            if f.type == Optional[bool]:  # HfArgumentParser would require a value
                 action = self._option_string_actions[f"--{f.name}"]
                 action.nargs, action.const = "?", True
-            # It gives --no_x to True defaults only.
+            # HfArgumentParser adds --no_x only where the default is True.
             if f.default is False or f.type == Optional[bool]:
                 self.add_argument(
                     f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS
                 )
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        if "-h" not in argv and "--help" not in argv:  # the help text alone shows the defaults
+        if "-h" not in argv and "--help" not in argv:  # only --help needs the defaults
             for action in self._actions:
                 action.default = argparse.SUPPRESS
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])

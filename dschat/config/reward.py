@@ -1,6 +1,6 @@
-"""The knobs of rewards: which sources an answer's score is the sum of, and how they are called.
+"""Flags of the reward sources: reward model, Python functions, HTTP endpoint, and their weights.
 
-They are part of `dschat.config.RLHFConfig`. It must not know models or how a source is called.
+Part of `dschat.config.RLHFConfig`. The score of an answer is the weighted sum of its sources.
 """
 
 from dataclasses import dataclass
@@ -12,73 +12,75 @@ from dschat.config.fields import flag
 
 @dataclass
 class RewardSourcesConfig:
-    """Where the scores of step 3 come from."""
+    """Reward sources of step 3."""
 
     reward_model_name_or_path: str = flag(
         "",
-        "The reward model (step 2's folder); default: --critic_model_name_or_path, unless "
-        "--reward_fn or --reward_url scores: then it scores only if it is named here. With another "
-        "tokenizer than the actor's it reads the text anew, and the critic starts as the actor.",
+        "Reward model (step 2's folder); default: --critic_model_name_or_path, or none with "
+        "--reward_fn or --reward_url. If its tokenizer is not the actor's, answers are "
+        "retokenized and the critic starts from the actor.",
     )
-    reward_model_weight: float = flag(1.0, "What the reward model's score is multiplied by.")
+    reward_model_weight: float = flag(1.0, "Weight of the reward model's score.")
     reward_fn: Optional[list[str]] = flag(
         None,
-        "Python functions that score, as file.py:name, pkg.mod:name or a ready-made name, each "
-        "with :WEIGHT if not 1 (0: only logged). Ready-made: exact_match, math_equal, regex_match, "
-        "length, json_schema, format_tags.",
+        "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
+        "math_equal, regex_match, length, json_schema, format_tags); append :WEIGHT if not 1 "
+        "(0: only log the score).",
     )
     reward_args: Optional[list[str]] = flag(
         None,
-        "Arguments of those functions, as NAME.KEY=VALUE (as in YAML): length.target=64; or "
+        "Arguments of --reward_fn: NAME.KEY=VALUE in YAML syntax (length.target=64), or "
         "NAME.KEY=@COLUMN for a column of the data.",
     )
     reward_url: Optional[str] = flag(
-        None, "HTTP endpoint that scores: POST of JSON with prompts and answers; docs/rewards.md."
+        None, "HTTP endpoint that scores prompts and answers, POST of JSON; see docs/rewards.md."
     )
-    reward_url_weight: float = flag(1.0, "What the endpoint's score is multiplied by.")
-    reward_url_batch_size: int = flag(64, "Samples per request.")
-    reward_retries: int = flag(3, "Requests repeated after a failure, with growing pauses.")
-    reward_timeout_s: float = flag(60.0, "Seconds that one call of a function or request may take.")
+    reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.")
+    reward_url_batch_size: int = flag(64, "Samples per request to --reward_url.")
+    reward_retries: int = flag(3, "Retries of a failed request, with exponential backoff.")
+    reward_timeout_s: float = flag(60.0, "Timeout of one function call or request, in seconds.")
     reward_pool: Literal["none", "thread", "process"] = flag(
         "none",
-        "Where functions run: in turn, or beside generation and scoring in threads (for those that "
-        "wait) or processes (for those that compute). Coroutines and requests are always beside.",
+        "Run functions in the training process (none), or concurrently with generation in threads "
+        "(I/O bound) or processes (CPU bound). Coroutines and requests are always concurrent.",
     )
-    reward_workers: int = flag(4, "Threads or processes of --reward_pool, per process.")
+    reward_workers: int = flag(4, "Workers of --reward_pool per process.")
     on_reward_error: Literal["error", "skip"] = flag(
         "error",
-        "What fails ends the run, or is asked again for one sample at a time, and costs those that "
-        "fail then (counted).",
+        "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "
+        "rollout/unscored).",
     )
     normalize_reward: bool = flag(
-        False, "Shift and scale each source by its running mean and standard deviation."
+        False, "Normalize each source by its running mean and standard deviation."
     )
     clip_reward: Optional[float] = flag(
         None,
-        "Clip the weighted sum of the scores to +- this, before penalties and KL; default: 5 where "
-        "a reward model alone scores, else as it is.",
+        "Clip the weighted sum of scores to +- this, before penalties and KL; default: 5 with a "
+        "reward model alone, else none.",
         aliases=["--clip_reward_value"],
     )
-    eval_pass_score: float = flag(1.0, "An answer passes that scores so much, before clipping.")
+    eval_pass_score: float = flag(
+        1.0, "Score at which an answer counts as passed in evaluation, before clipping."
+    )
     eval_pass_source: Optional[str] = flag(
         None,
-        "The source by whose own score an answer passes: a function's name, http or reward_model; "
-        "default: the weighted sum.",
+        "Source whose score decides passing: a function's name, http or reward_model; default: the "
+        "weighted sum.",
     )
 
     @property
     def has_reward_programs(self) -> bool:
-        """Whether anything but a reward model scores."""
+        """Whether functions or an endpoint score."""
         return bool(self.reward_fn or self.reward_url)
 
     def clip_where(self, model_alone: bool) -> Optional[float]:
-        """What bounds the weighted sum, None where nothing does. ``model_alone``: all other sources
-        have no weight. Functions given in Python are none of these knobs, so the caller says it.
+        """The bound of the weighted sum; None: unbounded. ``model_alone``: all other sources have
+        weight 0. The caller passes it because reward functions can also be given in Python.
         """
         return 5.0 if self.clip_reward is None and model_alone else self.clip_reward
 
     def validate_rewards(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         for name in ("reward_workers", "reward_url_batch_size"):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")

@@ -1,6 +1,6 @@
-"""The knobs of a rollout: how answers are sampled, and how the hybrid engine generates them.
+"""Flags of the rollout: batch sizes, sampling, and the hybrid engine.
 
-They are part of `dschat.config.RLHFConfig`. It must not know training.
+Part of `dschat.config.RLHFConfig`.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Literal, Optional
 from dschat.config.errors import require
 from dschat.config.fields import flag
 
-# Sampling: logits / T, and their gradients, stay within fp32.
+# Within these bounds logits / T and their gradients stay finite in fp32.
 TEMPERATURES = (0.01, 100.0)
 
 
 def temperature_problem(temperature: float) -> str:
-    """What keeps it from being one, in one line; empty where nothing does."""
+    """Why ``temperature`` is invalid, in one line; empty if it is valid."""
     low, high = TEMPERATURES
     if temperature == 0 or low <= temperature <= high:
         return ""
@@ -23,59 +23,61 @@ def temperature_problem(temperature: float) -> str:
 
 @dataclass
 class RolloutConfig:
-    """Rollouts of step 3. Counts are of the whole rollout, unless the name says per_device."""
+    """Rollouts of step 3. Counts are global unless the name says per_device."""
 
     max_prompt_seq_len: int = flag(
-        256, "Longest prompt in tokens; longer ones are dropped and counted."
+        256, "Maximum prompt length in tokens; longer prompts are dropped and counted."
     )
-    max_answer_seq_len: int = flag(256, "Longest answer in tokens.")
-    per_device_generation_batch_size: int = flag(16, "Prompts per rollout batch and process.")
-    generation_batches: int = flag(1, "Rollout batches per update; they form one experience.")
-    num_samples_per_prompt: int = flag(1, "Answers sampled for each prompt.")
-    temperature: float = flag(1.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.")
-    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
-    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
-    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
-    min_answer_seq_len: int = flag(0, "No EOS before an answer has this many tokens.")
+    max_answer_seq_len: int = flag(256, "Maximum answer length in tokens.")
+    per_device_generation_batch_size: int = flag(16, "Prompts per generation batch and process.")
+    generation_batches: int = flag(1, "Generation batches per rollout.")
+    num_samples_per_prompt: int = flag(1, "Answers per prompt.")
+    temperature: float = flag(1.0, "Sampling temperature: 0 (greedy) or 0.01 to 100.")
+    top_p: float = flag(
+        1.0, "Nucleus sampling: keep the smallest set of tokens with this probability."
+    )
+    top_k: int = flag(0, "Keep the k most likely tokens; 0: all.")
+    min_p: float = flag(0.0, "Drop tokens below this fraction of the top token's probability.")
+    min_answer_seq_len: int = flag(0, "Minimum answer length in tokens: no EOS before.")
     # the hybrid engine
     enable_hybrid_engine: bool = flag(
-        True, "Generate with the inference engine; without it, with the Hugging Face module."
+        True, "Generate with the inference engine, not with the Hugging Face model."
     )
-    inference_tp_size: int = flag(1, "Processes that share the actor while it generates.")
+    inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.")
     rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
-        "auto", "Weights of the rollout: a copy laid out for speed, or training's own, in place."
+        "auto", "Rollout weights: a copy in the engine's layout, or the training weights in place."
     )
     rollout_lora: Literal["auto", "merge", "side"] = flag(
-        "auto", "LoRA in the rollout: merged into the copy, or beside the frozen base."
+        "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
     )
-    cuda_graphs: bool = flag(True, "On CUDA, capture decode steps once and replay them.")
-    release_inference_cache: bool = flag(False, "Free the key-value cache after every rollout.")
+    cuda_graphs: bool = flag(True, "Run decode steps as CUDA graphs.")
+    release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
-    tp_gather_partition_size: int = flag(8, "Layers gathered at once when weights are refreshed.")
+    tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.")
     offload_training_states: bool = flag(
         False, "Keep optimizer states in CPU memory while the actor generates."
     )
-    max_num_seqs: int = flag(256, "Sequences that decode together, per tensor-parallel group.")
+    max_num_seqs: int = flag(256, "Maximum concurrent sequences per tensor-parallel group.")
     max_num_batched_tokens: Optional[int] = flag(
-        None, "Tokens computed in one step; longer prompts come in pieces."
+        None, "Maximum tokens per engine step; longer prompts are prefilled in chunks."
     )
     kv_cache_gib: Optional[float] = flag(
-        None, "Size of the key-value cache; default: what max_num_seqs need, within free memory."
+        None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory."
     )
     kv_page_size: Optional[int] = flag(
-        None, "Tokens of a page of the cache; default: a whole sequence."
+        None, "Tokens per KV cache page; default: one page per sequence."
     )
 
     def rollout_prompts(self, world_size: int) -> int:
-        """Prompts in one experience, over all processes."""
+        """Prompts in one rollout, over all processes."""
         return self.per_device_generation_batch_size * self.generation_batches * world_size
 
     def rollout_samples(self, world_size: int) -> int:
-        """Sequences in one experience, over all processes."""
+        """Sequences in one rollout, over all processes."""
         return self.rollout_prompts(world_size) * self.num_samples_per_prompt
 
     def validate_rollout(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         for name in (
             "max_prompt_seq_len",
             "max_answer_seq_len",

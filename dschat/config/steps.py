@@ -1,11 +1,6 @@
-"""Every knob of the three steps, declared once: name, type, default, help, and what makes it valid.
+"""The flags of the three steps: one dataclass per step, with ``validate()``.
 
-Comes in: keyword arguments, or any namespace that has some of the fields. Goes out: dataclasses
-whose ``validate()`` raises ``UserError`` with the flag and the remedy. This module must not know
-torch, argparse or the file system: the standard library is all it imports.
-
-Names are DeepSpeed-Chat's where DeepSpeed-Chat has one. Batch sizes are derived here and nowhere
-else.
+Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here and nowhere else.
 """
 
 from dataclasses import dataclass, fields
@@ -23,78 +18,78 @@ from dschat.config.rollout import RolloutConfig
 
 @dataclass
 class CommonConfig(DeepSpeedConfig, DataConfig):
-    """What all three steps share: data, numerics, DeepSpeed, logging."""
+    """Flags of all three steps: data, optimization, checkpoints, DeepSpeed, logging."""
 
-    # where
-    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log of this step.")
+    # output
+    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log.")
     overwrite_output_dir: bool = flag(
         False,
-        "Write into an output folder that already holds a finished step, or an unfinished one's "
-        "checkpoints, and remove those.",
+        "Start over in a folder with a finished step or with checkpoints; deletes the checkpoints.",
     )
-    # going on
+    # checkpoints
     save_steps: int = flag(
         50,
-        "Write a checkpoint every N optimizer steps, to go on from; 0: never, and a signal then "
-        "ends the step at once.",
+        "Save a checkpoint every N optimizer steps; 0: never, and a signal then stops the step "
+        "without saving.",
     )
-    save_total_limit: int = flag(2, "Keep the newest K checkpoints; 0: all.")
+    save_total_limit: int = flag(2, "Number of checkpoints to keep; 0: all.")
     resume: Optional[str] = flag(
         None,
-        "Go on from OUTPUT_DIR's newest whole checkpoint (latest, the default where no value is "
-        "given; without any, begin) or from the folder of one; changed settings are named and "
-        "hold. train.py says so by itself.",
+        "Resume from a checkpoint folder, or from the latest complete checkpoint in OUTPUT_DIR "
+        "(latest, or no value; start fresh if there is none). Changed settings are logged and "
+        "apply. train.py sets this itself.",
         nargs="?",
         const="latest",
     )
-    # numerics and DeepSpeed
+    # optimization
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
-        "auto", "Training precision; auto is bf16 on an accelerator and fp32 on a CPU."
+        "auto",
+        "Training precision; auto: the DeepSpeed file's, else bf16 on an accelerator and fp32 on a "
+        "CPU.",
     )
-    max_grad_norm: float = flag(1.0, "Clip the gradient's global 2-norm to this; 0 turns it off.")
+    max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
-        "cosine", "Learning-rate schedule, by optimizer step."
+        "cosine", "Learning-rate schedule over optimizer steps."
     )
-    num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up.")
-    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's two decay rates.")
+    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.")
+    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
     gradient_accumulation_steps: int = flag(
         1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
     )
-    num_train_epochs: int = flag(1, "Passes over this step's part of the data.")
-    max_steps: int = flag(
-        0, "Optimizer steps (step 3: iterations) in place of --num_train_epochs; 0: by epochs."
-    )
+    num_train_epochs: int = flag(1, "Passes over this step's share of the data.")
+    max_steps: int = flag(0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.")
     max_bad_steps: int = flag(
-        20, "Stop with an error after this many steps in a row with a non-finite loss or gradient."
+        20, "Stop with an error after N consecutive steps with a non-finite loss or gradient."
     )
     attn_implementation: Optional[str] = flag(
         None,
-        "Attention of the training form: sdpa, eager or flash_attention_2; transformers chooses.",
+        "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
+        "choice.",
     )
-    trust_remote_code: bool = flag(False, "Let a checkpoint bring and run its own Python code.")
+    trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
     add_eot_token: bool = flag(
-        False, "End answers with --eot_token, added to the tokenizer (and embedding) if missing."
+        False, "End answers with --eot_token; add it to tokenizer and embedding if missing."
     )
-    eot_token: str = flag("<|endoftext|>", "The token that --add_eot_token ends answers with.")
+    eot_token: str = flag("<|endoftext|>", "End-of-turn token of --add_eot_token.")
     chat_template: Optional[str] = flag(
-        None, "File with a Jinja chat template, in place of the tokenizer's own."
+        None, "File with a Jinja chat template; default: the tokenizer's."
     )
     # logging
-    logging_steps: int = flag(1, "Print and record metrics every N steps.")
-    enable_tensorboard: bool = flag(True, "Write TensorBoard events into OUTPUT_DIR/tensorboard.")
-    enable_wandb: bool = flag(False, "Report to Weights & Biases (needs the [wandb] extra).")
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Verbosity of the log.")
-    disable_tqdm: bool = flag(False, "No progress bars, even on a terminal.")
-    local_rank: int = flag(-1, "Set by the launcher; not read.")
+    logging_steps: int = flag(1, "Log metrics every N steps.")
+    enable_tensorboard: bool = flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
+    enable_wandb: bool = flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log level.")
+    disable_tqdm: bool = flag(False, "Disable progress bars.")
+    local_rank: int = flag(-1, "Set by the launcher; ignored.")
 
     def validate(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
         self.validate_data()
         require(
             not self.streaming or self.max_steps > 0,
-            "--streaming needs --max_steps: how many steps to train, since rows are not counted",
+            "--streaming needs --max_steps: the length of an epoch is not known",
         )
         require(
             len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
@@ -119,7 +114,7 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
             require(value >= 0, f"--{name} {value} must not be negative")
         require(
             not (self.resume and self.overwrite_output_dir),
-            "--resume goes on with a run and --overwrite_output_dir begins it anew; leave one out",
+            "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
         )
         require(
             not self.add_eot_token or bool(self.eot_token.strip()),
@@ -135,7 +130,7 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
             if f.name.endswith(("learning_rate", "weight_decay", "lora_dim", "lora_alpha")):
                 require(value >= 0, f"--{f.name} {value} must not be negative")
             if f.name.endswith(("learning_rate", "weight_decay")):
-                # AdamW moves a weight by about the rate: beyond this nothing is left of a model.
+                # An AdamW step moves each weight by about the rate: more destroys any model.
                 require(value <= 10, f"--{f.name} {value} must be between 0 and 10")
             if f.name.endswith("dropout"):
                 require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
@@ -143,18 +138,19 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
 
     @property
     def end_of_turn(self) -> Optional[str]:
-        """What ends an answer in place of the tokenizer's own EOS; None: nothing does."""
+        """The token that ends an answer in place of EOS; None: EOS."""
         return self.eot_token if self.add_eot_token else None
 
     @classmethod
     def from_namespace(cls, args: Any):
-        """This dataclass from ``args``: ours, a dict, or any object with some of the fields.
+        """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
 
-        Raises ``UserError`` for a value of the wrong type.
+        Raises:
+            UserError: a value of the wrong type.
         """
         if not isinstance(args, cls):
             given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
-            require(given is not None, f"args {args!r} is no {cls.__name__}, dict or namespace")
+            require(given is not None, f"args {args!r} is not a {cls.__name__}, dict or namespace")
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         require_types(args)
         return args
@@ -162,41 +158,37 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
 
 @dataclass
 class SupervisedConfig(CommonConfig):
-    """What steps 1 and 2 share. Global batch = micro-batch x accumulation x processes."""
+    """Flags of steps 1 and 2. Global batch size = micro-batch size x accumulation x processes."""
 
     model_name_or_path: str = flag(
         "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny."
     )
     tokenizer_name_or_path: Optional[str] = flag(
-        None, "Tokenizer, where it is not the model's own."
+        None, "Tokenizer: a folder or a hub name; default: the model's."
     )
     max_seq_len: int = flag(
-        512, "Longest sequence in tokens; longer ones lose the prompt's beginning."
+        512, "Maximum sequence length in tokens; longer sequences lose the start of the prompt."
     )
     per_device_train_batch_size: int = flag(16, "Examples per micro-batch and process.")
     per_device_eval_batch_size: int = flag(16, "Examples per evaluation micro-batch and process.")
     learning_rate: float = flag(1e-5, "Peak learning rate.")
-    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay (not on biases and norms).")
-    dropout: Optional[float] = flag(
-        None, "Dropout everywhere in the model; default: the model's own."
-    )
+    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms.")
+    dropout: Optional[float] = flag(None, "Dropout rate; default: the model's.")
     eval_steps: int = flag(
         0,
-        "Evaluate every N optimizer steps, besides before and after.",
+        "Evaluate every N optimizer steps, and before and after training; 0: only these two.",
         aliases=["--eval_interval"],
     )
     zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.")
     gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
-    lora_dim: int = flag(0, "Rank of LoRA adapters; 0: train the whole model.")
-    lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.")
+    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.")
     lora_modules: list[str] = flag(
         ["all-linear"],
-        "Modules that get adapters: names as PEFT takes them, or all-linear.",
+        "Modules with LoRA adapters: names as in PEFT, or all-linear.",
         aliases=["--lora_module_name"],
     )
-    only_optimize_lora: bool = flag(
-        True, "Freeze everything but the adapters (and the score head)."
-    )
+    only_optimize_lora: bool = flag(True, "Train LoRA adapters (and the score head) only.")
 
     def global_batch_size(self, world_size: int) -> int:
         """Examples per optimizer step, over all processes."""
@@ -212,27 +204,27 @@ class SupervisedConfig(CommonConfig):
 
 @dataclass
 class SFTConfig(SupervisedConfig):
-    """Step 1."""
+    """Step 1: supervised fine-tuning."""
 
-    train_on_prompt: bool = flag(False, "Put the loss on prompt tokens too, not on answers only.")
+    train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
 
 
 @dataclass
 class RewardConfig(PreferenceConfig, SupervisedConfig):
-    """Step 2."""
+    """Step 2: a reward model, or the policy on preference pairs."""
 
     num_padding_at_beginning: Optional[int] = flag(
-        None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
+        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     shuffle_labels: bool = flag(
         False,
-        "Swap chosen and rejected at random in training: the control that must learn nothing.",
+        "Swap chosen and rejected at random in training; a control experiment.",
     )
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a frozen copy of the policy is loaded beside it. Under LoRA on a frozen base the
-        policy without its adapters is the reference.
+        """Whether a frozen reference model is loaded. Not with LoRA on frozen base weights: there
+        the policy without its adapters is the reference.
         """
         is_its_own = self.lora_dim > 0 and self.only_optimize_lora
         return self.trains_policy and not is_its_own and not self.precompute_ref_logprobs
@@ -244,28 +236,25 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 @dataclass
 class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConfig):
-    """Step 3. Counts are of the whole rollout, unless the name says per_device."""
+    """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
 
-    actor_model_name_or_path: str = flag(
-        "", "The policy to start from: step 1's folder, or any causal LM."
-    )
+    actor_model_name_or_path: str = flag("", "Initial actor: step 1's folder, or any causal LM.")
     critic_model_name_or_path: str = flag(
         "",
-        "What the critic starts from; default: --reward_model_name_or_path, or the actor where no "
-        "reward model scores. Without a critic (--advantage_estimator): the reward model, where "
-        "neither that is named nor programs score.",
+        "Initial critic, and the reward model if there is no other reward source; default: "
+        "--reward_model_name_or_path, else the actor.",
     )
     num_padding_at_beginning: Optional[int] = flag(
-        None, "Accepted from DeepSpeed-Chat's scripts; not needed, nothing stands before a prompt."
+        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     save_steps: int = flag(
         10,
-        "Write a checkpoint every N iterations, to go on from; 0: never, and a signal then ends "
-        "the step at once.",
+        "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
+        "without saving.",
     )
-    # learning
+    # optimization
     per_device_training_batch_size: int = flag(
         16, "Sequences per training micro-batch and process."
     )
@@ -274,68 +263,76 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
     actor_weight_decay: float = flag(0.0, "Weight decay of the actor.")
     critic_weight_decay: float = flag(0.0, "Weight decay of the critic.")
     actor_dropout: Optional[float] = flag(
-        None, "Dropout of the actor; default 0. Above 0, the first ratio is no longer 1."
+        None, "Dropout rate of the actor; default: 0. Above 0, the first ratio is not 1."
     )
-    critic_dropout: Optional[float] = flag(None, "Dropout of the critic; default 0.")
+    critic_dropout: Optional[float] = flag(None, "Dropout rate of the critic; default: 0.")
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
-    ema_decay: float = flag(0.992, "Decay of the moving average, per optimizer step.")
+    ema_decay: float = flag(0.992, "Decay of --enable_ema per optimizer step.")
     unsupervised_dataset_name: Optional[str] = flag(
-        None, "Text for the pretraining loss (ptx): a hub name or a local file."
+        None, "Text of the pretraining loss (ptx): a hub name or a local file."
     )
     unsupervised_dataset_config_name: Optional[str] = flag(
-        None, "Configuration of that hub data set."
+        None, "Configuration of --unsupervised_dataset_name on the hub."
     )
-    unsup_column: str = flag("text", "Its text column.")
+    unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
     unsup_coef: float = flag(27.8, "Weight of the pretraining loss.")
     # DeepSpeed and memory
-    actor_zero_stage: int = flag(0, "ZeRO stage of the actor (and of the reference).")
-    critic_zero_stage: int = flag(0, "ZeRO stage of the critic (and of the reward model).")
+    actor_zero_stage: int = flag(0, "ZeRO stage of the actor and the reference model.")
+    critic_zero_stage: int = flag(0, "ZeRO stage of the critic and the reward model.")
     actor_deepspeed_config: Optional[str] = flag(
-        None, "The actor's own file in place of --deepspeed_config."
+        None, "DeepSpeed file of the actor; default: --deepspeed_config."
     )
     critic_deepspeed_config: Optional[str] = flag(
-        None, "The critic's own file in place of --deepspeed_config."
+        None, "DeepSpeed file of the critic; default: --deepspeed_config."
     )
-    offload_reference_model: bool = flag(False, "Keep the reference model's weights in CPU memory.")
-    offload_reward_model: bool = flag(False, "Keep the reward model's weights in CPU memory.")
+    offload_reference_model: bool = flag(
+        False, "Keep the weights of the reference model in CPU memory."
+    )
+    offload_reward_model: bool = flag(False, "Keep the weights of the reward model in CPU memory.")
     align_overflow: bool = flag(
-        False, "Skip a step of actor and critic together where either's gradient is not finite."
+        False, "If the gradient of actor or critic is not finite, skip the step of both."
     )
-    actor_gradient_checkpointing: bool = flag(False, "Recompute the actor's activations.")
-    critic_gradient_checkpointing: bool = flag(False, "Recompute the critic's activations.")
+    actor_gradient_checkpointing: bool = flag(
+        False, "Recompute the actor's activations in the backward pass."
+    )
+    critic_gradient_checkpointing: bool = flag(
+        False, "Recompute the critic's activations in the backward pass."
+    )
     # LoRA
-    actor_lora_dim: int = flag(0, "Rank of the actor's LoRA adapters; 0: train the whole actor.")
-    critic_lora_dim: int = flag(0, "Rank of the critic's LoRA adapters; 0: train the whole critic.")
-    lora_alpha: float = flag(0.0, "LoRA's alpha; 0: twice the rank.")
+    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.")
+    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0: full fine-tuning.")
+    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.")
     actor_lora_modules: list[str] = flag(
         ["all-linear"],
-        "Modules of the actor that get adapters.",
+        "Modules of the actor with LoRA adapters.",
         aliases=["--actor_lora_module_name"],
     )
     critic_lora_modules: list[str] = flag(
         ["all-linear"],
-        "Modules of the critic that get adapters.",
+        "Modules of the critic with LoRA adapters.",
         aliases=["--critic_lora_module_name"],
     )
-    only_optimize_lora: bool = flag(
-        True, "Freeze everything but the adapters (and the score head)."
-    )
+    only_optimize_lora: bool = flag(True, "Train LoRA adapters (and the score head) only.")
     # evaluation and printing
-    eval_steps: int = flag(0, "Evaluate every N iterations, besides before and after.")
+    eval_steps: int = flag(
+        0, "Evaluate every N iterations, and before and after training; 0: only these two."
+    )
     eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
-    eval_num_samples: int = flag(1, "Answers sampled for each held-out prompt; k of pass@k.")
-    keep_best: bool = flag(False, "Keep the actor of the best evaluation as OUTPUT_DIR/actor_best.")
-    best_metric: str = flag("eval/score", "Which evaluation is best: of the highest such metric.")
-    print_answers: bool = flag(False, "Log a few sampled answers every --print_answers_interval.")
-    print_answers_interval: int = flag(10, "Iterations between printed answers.")
+    eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.")
+    keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
+    best_metric: str = flag("eval/score", "Metric of --keep_best; higher is better.")
+    print_answers: bool = flag(
+        False, "Log some sampled answers every --print_answers_interval iterations."
+    )
+    print_answers_interval: int = flag(10, "Iterations between logged answers.")
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
         if not reward and not self.has_reward_programs:
             self.reward_model_name_or_path = critic
         if not critic:
-            alone = self.actor_model_name_or_path if self.has_reward_programs else ""
-            self.critic_model_name_or_path = reward or alone
+            actor = self.actor_model_name_or_path if self.has_reward_programs else ""
+            self.critic_model_name_or_path = reward or actor
 
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""
@@ -347,7 +344,7 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         return self.rollout_samples(1) // self.mini_batch_size(1)
 
     def validate(self) -> None:
-        """`validate_models`, and that something scores the answers."""
+        """`validate_models`, and require a reward source."""
         self.validate_models()
         require(
             bool(self.reward_model_name_or_path) or self.has_reward_programs,
@@ -356,10 +353,10 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         )
 
     def validate_models(self) -> None:
-        """Raise ``UserError`` for the first knob that cannot work, whatever scores the answers."""
+        """Raise ``UserError`` for the first invalid flag, whatever the reward source."""
         super().validate()
         self.validate_rollout()
-        self.validate_learning(self.num_samples_per_prompt, self.max_answer_seq_len)
+        self.validate_algorithm(self.num_samples_per_prompt, self.max_answer_seq_len)
         self.validate_rewards()
         require(
             bool(self.actor_model_name_or_path),
@@ -379,7 +376,7 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
         require(
             self.best_metric.startswith("eval/"),
-            f"--best_metric {self.best_metric} is no metric of an evaluation, such as eval/score",
+            f"--best_metric {self.best_metric} is not an evaluation metric such as eval/score",
         )
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
         require(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8; ``~`` is the home folder.
+    """The text of a UTF-8 file; ``~`` is the home folder.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, whose end may never come.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: the file cannot be read, or is a pipe or a device, which may block forever.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     path = Path(os.path.expanduser(path))  # Path.expanduser raises for ~nobody
     if path.exists() and not (path.is_file() or path.is_dir()):

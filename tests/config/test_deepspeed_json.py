@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed file: what wins, what "auto" means, and which files are refused."""
+"""The user's DeepSpeed file: precedence, "auto", and files that are refused."""
 
 import json
 from dataclasses import replace
@@ -213,7 +213,7 @@ def zero(**section):
         ({"checkpoint": 5}, {}, "no attribute"),
         ({"optimizer": {"type": "Lamb"}}, {}, 'optimizer.type "Lamb" contradicts'),
         ({"optimizer": {"params": {"lr": 1}}}, {}, "optimizer.params.lr 1 .*--learning_rate 1e-05"),
-        ({"optimizer": {"params": {"eps": 1}}}, {}, "dschat makes its own AdamW"),
+        ({"optimizer": {"params": {"eps": 1}}}, {}, "dschat creates its own AdamW"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, "contradicts --lr_scheduler_type cosine"),
         ({"prescale_gradients": True}, {}, "prescale_gradients true: dschat needs false"),
         ({"hybrid_engine": {"enabled": True}}, {}, "--enable_hybrid_engine"),

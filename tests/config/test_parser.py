@@ -1,4 +1,4 @@
-"""Flags, YAML and mistakes: what a dataclass's command line accepts, and how it refuses."""
+"""Flags and YAML files into dataclasses, error messages, and exit codes of the entry point."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
 
-# Words that a shell passes on as they are; the empty one and one that opens with a dash included.
+# Words that a shell passes unchanged; scalars add the empty one and one that starts with a dash.
 words = st.text("abc1.:/-_= {}", min_size=1, max_size=8).filter(lambda s: not s.startswith("-"))
 scalars = {
     str: st.one_of(words, st.just(""), st.just("-x"), st.just("true")),
@@ -49,7 +49,7 @@ def values_for(hint):
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_flags_round_trip(config_class, data):
-    """Any values of any fields survive the way through an argv, types included."""
+    """Any values of any fields survive a round trip through an argv, with their types."""
     hints = get_type_hints(config_class)
     names = data.draw(st.sets(st.sampled_from(sorted(hints)), max_size=6))
     values = {name: data.draw(values_for(hints[name]), label=name) for name in names}
@@ -152,8 +152,8 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
         ("seed: 2020-13-01", "broken YAML: month must be in 1..12"),
         ("seed: {a: 1}", "seed takes a value, not a mapping"),
         ("a: 1\nb: [", "broken YAML at line"),
-        ("seed: 1\n\nseed: 2", "line 3: seed is there twice, at line 1 too; leave one out"),
-        ("x:\n  a-b: 1\n  a_b: 2", "line 3: a_b is there twice, at line 2 too; leave one out"),
+        ("seed: 1\n\nseed: 2", "line 3: duplicate key seed, also at line 1; leave one out"),
+        ("x:\n  a-b: 1\n  a_b: 2", "line 3: duplicate key a_b, also at line 2; leave one out"),
         ("- a", "must be a mapping"),
     ],
 )

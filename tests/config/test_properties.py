@@ -1,4 +1,4 @@
-"""Whatever is typed or set: a configuration that validates and survives its own flags, or one line.
+"""Any input gives a valid configuration that survives its own flags, or an error of one line.
 
 Random argvs, random YAML trees as ``--config`` and as a recipe, and random values of fields, over
 every dataclass of arguments. conftest's profile says how many; they are the same each time.

@@ -1,4 +1,4 @@
-"""The knobs: batch sizes derived in one place, and what is refused, with the flag in the line."""
+"""Step configs: derived batch sizes and clip ranges, and errors that name the flag."""
 
 import argparse
 
@@ -30,7 +30,7 @@ def test_batch_size_of_steps_1_and_2():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("values", "words"),
     [
         ({"zero_stage": 9}, ["--zero_stage 9", "0, 1, 2 and 3"]),
         ({"data_split": "2,4"}, ["--data_split", "three"]),
@@ -41,15 +41,15 @@ def test_batch_size_of_steps_1_and_2():
     ],
 )
 @pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig])
-def test_refused_in_steps_1_and_2(config_class, knobs, words):
+def test_refused_in_steps_1_and_2(config_class, values, words):
     with pytest.raises(UserError) as caught:
-        config_class(**knobs).validate()
+        config_class(**values).validate()
     assert all(word in str(caught.value) for word in words)
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("values", "words"),
     [
         ({"critic_zero_stage": 4}, ["--critic_zero_stage 4"]),
         ({"kl_target": 0.0}, ["--kl_target", "positive"]),
@@ -61,13 +61,13 @@ def test_refused_in_steps_1_and_2(config_class, knobs, words):
         ({"policy_loss": "cispo", "cliprange": 0.2}, ["--cliprange 0.2", "--cliprange_high"]),
     ],
 )
-def test_refused_in_step_3(knobs, words):
+def test_refused_in_step_3(values, words):
     with pytest.raises(UserError) as caught:
-        RLHFConfig(**(MODELS | knobs)).validate()
+        RLHFConfig(**(MODELS | values)).validate()
     assert all(word in str(caught.value) for word in words)
 
 
-def test_any_namespace_with_some_of_the_fields_will_do():
+def test_from_a_namespace_with_some_of_the_fields():
     args = RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1))
     assert args.kl_coef == 0.3
     assert args.gamma == RLHFConfig().gamma
@@ -76,7 +76,7 @@ def test_any_namespace_with_some_of_the_fields_will_do():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sides"),
+    ("values", "sides"),
     [
         ({}, (0.2, 0.2)),
         ({"cliprange": 0.1}, (0.1, 0.1)),
@@ -85,7 +85,7 @@ def test_any_namespace_with_some_of_the_fields_will_do():
         ({"policy_loss": "cispo", "cliprange_high": 5.0}, (1.0, 5.0)),
     ],
 )
-def test_the_ratio_is_clipped_on_both_sides(knobs, sides):
-    args = RLHFConfig(**MODELS, **knobs)
+def test_the_ratio_is_clipped_on_both_sides(values, sides):
+    args = RLHFConfig(**MODELS, **values)
     args.validate()
     assert args.cliprange_sides == sides

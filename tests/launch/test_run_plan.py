@@ -468,7 +468,7 @@ def test_a_step_does_not_go_on_from_another_model(tree):
     ("argv", "message"),
     [
         ("--restart --resume", "--restart begins anew and --resume goes on; leave one out"),
-        ("--resume --overwrite-output-dir", "--resume goes on with a run and --overwrite_output"),
+        ("--resume --overwrite-output-dir", "--resume continues a run and --overwrite_output"),
         ("--resume out/x", "--resume out/x is a checkpoint of one step; name that: --step3.resume"),
         ("--save-steps -1", "--save_steps -1 must not be negative"),
         ("--save-total-limit -1", "--save_total_limit -1 must not be negative"),
@@ -528,8 +528,8 @@ def test_the_policy_starts_from_what_is_trained(tree):
         ("--loss dpo --step 3", "--step 3 has nothing to do with --loss dpo"),
         ("--loss dpo --reward-model hub/r", "--reward_model hub/r has no use with --loss dpo"),
         ("--loss dop", "--loss 'dop'"),
-        ("--beta 0.5", "--beta is no part of --loss pairwise"),
-        ("--loss kto --streaming --max_steps 5", "--loss kto looks at all pairs"),
+        ("--beta 0.5", "--beta is not used by --loss pairwise"),
+        ("--loss kto --streaming --max_steps 5", "--loss kto reads all pairs"),
     ],
 )
 def test_mistakes_of_a_policy_on_pairs(tree, argv, message):
