@@ -7,6 +7,11 @@ On a terminal a conversation, streamed. Through a pipe every line is a prompt of
 answer a line (its line breaks as \\n).
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import signal
 import sys
 from codecs import lookup
@@ -59,6 +64,8 @@ def converse(chat: Chat) -> None:
     """Prompts from the terminal, answers to it as they come, until /quit."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history in input()
+    # NOTE: `entrypoint`'s handler exits inside an import, also one that an answer needs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("Say something, or /help.")
     while True:
         try:

@@ -12,6 +12,11 @@ Ctrl-C, SIGTERM and SIGUSR1 stop training after its current step, with exit code
 same command goes on from there.
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import os
 import shlex
 import sys

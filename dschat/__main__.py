@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dschat import __version__
+from dschat.interrupts import exit_on_interrupt
 
 PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "scripts"
@@ -36,6 +37,7 @@ With a launcher: deepspeed --num_gpus 8 --module dschat rlhf ..., torchrun -m ds
 
 
 def main() -> int:
+    exit_on_interrupt()
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank="):  # DeepSpeed's launcher puts it first
         words = [*words[1:], words[0]]
@@ -53,7 +55,7 @@ def main() -> int:
     from dschat.distributed.entrypoint import run
 
     sys.argv = [f"dschat {command}", *flags]
-    run(main_of(command))
+    run(lambda: main_of(command)())
 
 
 def main_of(command: str) -> Callable[[], int | None]:

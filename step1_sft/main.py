@@ -4,6 +4,11 @@ deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 
 python step1_sft/main.py --help
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import dschat.distributed as dist
 from dschat.config import SFTConfig, parser
 from dschat.distributed import entrypoint

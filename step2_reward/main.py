@@ -6,6 +6,11 @@
     python step2_reward/main.py --help
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 from functools import partial
 
 import dschat.distributed as dist

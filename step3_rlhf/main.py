@@ -9,6 +9,11 @@
 The loop below is the one the README shows for notebooks.
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, parser
 from dschat.distributed import entrypoint

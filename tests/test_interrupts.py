@@ -1,18 +1,24 @@
-"""Ctrl-C and SIGTERM, at whatever moment: one line, 130 or 143, no process and no model left.
+"""Ctrl-C and SIGTERM at any moment: one line, 130 or 143, no process and no partial model left.
 
-In a loop that saves they stop it: one line that says how to go on, 75, and a whole checkpoint.
+In a loop that saves checkpoints they stop training: one line that says how to resume, 75, and a
+complete checkpoint.
 
-The commands are real, each in a fork (``forked.py``); train.py, which starts processes itself, has
-its own such tests in ``test_launch.py``.
+The commands are real, each in a fork (``forked.py``), or in a process of its own while it imports.
+train.py starts processes itself and has such tests of its own, in ``faults/``.
 """
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import forked
 import pytest
+
+from dschat.interrupts import exit_on_interrupt
 
 ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 STEP1 = "step1_sft/main.py --output_dir out --max_seq_len 64 --model_name_or_path {f}/llama"
@@ -106,3 +112,65 @@ def test_one_line_and_nothing_half(outcomes, moment, signum):
     assert "out/COMPLETE" not in outcome.left
     if moment == "loading":
         assert (before, outcome.left) == ([], [])
+
+
+# Sends a signal to its own process when the import of a module begins.
+SITECUSTOMIZE = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["SIGNAL_AT"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), int(os.environ["SIGNUM"]))
+
+sys.meta_path.insert(0, Finder())
+"""
+LOSSY = """
+from dschat.distributed import entrypoint
+
+def main():
+    try:
+        import json.tool
+    except BaseException:
+        print("swallowed")
+
+entrypoint.run(main)
+"""
+SCRIPTS = ("chat.py", "train.py", "step1_sft/main.py", "step2_reward/main.py", "step3_rlhf/main.py")
+IMPORTS = [
+    *((script, "dschat.config", signal.SIGINT) for script in SCRIPTS),
+    ("-m dschat chat", "dschat.distributed", signal.SIGINT),
+    ("-m dschat chat", "dschat.chat", signal.SIGINT),
+    ("{f}/lossy.py", "json.tool", signal.SIGINT),
+    ("{f}/lossy.py", "json.tool", signal.SIGTERM),
+]
+
+
+@pytest.mark.parametrize(("command", "module", "signum"), IMPORTS)
+def test_one_line_while_modules_load(tmp_path, command, module, signum):
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "lossy.py").write_text(LOSSY)
+    variables = forked.environment(tmp_path)
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
+    variables |= {"SIGNAL_AT": module, "SIGNUM": str(int(signum))}
+    done = subprocess.run(
+        [sys.executable, *command.format(f=tmp_path).split()],
+        cwd=forked.ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    code, word = ENDS[signum]
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{word}\n")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_only_the_default_handler_is_replaced(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        exit_on_interrupt()
+        replaced = signal.getsignal(signal.SIGINT) is not handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert replaced == (handler is signal.default_int_handler)

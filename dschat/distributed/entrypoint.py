@@ -9,13 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Optional
+from types import FrameType
+from typing import NoReturn, Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.disk_space import is_full
 from dschat.distributed import host_checks, stop_signals
 from dschat.distributed.stop_signals import LAUNCHED_BY
+from dschat.interrupts import is_importing
 
 REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
 FAILED_TOO_S = 1.0  # what the news of a failed process may take to the others
@@ -38,11 +40,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:  # this process has no number by which to be silent
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    before = signal.getsignal(signal.SIGTERM)
-    # One of several may wait in a collective, where no Python runs: SIGTERM ends it as it is.
+    before = {}
+    if (handler := signal.getsignal(signal.SIGINT)) is not signal.SIG_IGN:
+        before[signal.SIGINT] = handler
+    # One of several ranks may wait in a collective, where no Python runs: its SIGTERM stays.
     if dist.world_size() == 1:
-        signal.signal(signal.SIGTERM, _terminate)
+        before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
     try:
+        for signum in before:
+            signal.signal(signum, _raise_or_exit)
         code = main() or 0
     except UserError as error:
         _refuse(" ".join(str(error).splitlines()))
@@ -59,12 +65,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as ended:  # --help
         code = ended.code or 0
     except KeyboardInterrupt:
-        _say("interrupted")
-        code = 130
+        code = _interrupted(signal.SIGINT)
     except _Terminated:
-        if os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # it speaks for us
-            _say("terminated")
-        code = 143
+        code = _interrupted(signal.SIGTERM)
     except Exception as error:
         shortage = host_checks.shortage(error)
         if shortage is None and is_full(error):
@@ -76,7 +79,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         else:
             code = _fail_among_others(shortage)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            if signal.getsignal(signum) in (_raise_or_exit, signal.SIG_DFL):
+                signal.signal(signum, handler)
     if code == 0 and (failure := host_checks.output_failure()):
         sys.stderr.write(f"error: {failure}\n")
         code = 1
@@ -111,12 +116,27 @@ def _fail_among_others(shortage: Optional[str]) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come."""
+    """SIGTERM arrived."""
 
 
-def _terminate(*_: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whoever repeats it will not wait for us
-    raise _Terminated
+def _raise_or_exit(signum: int, frame: FrameType | None) -> NoReturn:
+    """Raise in `main`; inside an import, where exceptions may be lost, exit at once."""
+    if signum == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
+    if is_importing(frame):
+        code = _interrupted(signum)
+        dist.announce_exit(code)
+        os._exit(code)
+    raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
+
+
+def _interrupted(signum: int) -> int:
+    """Print the line for SIGINT or SIGTERM; returns the exit code."""
+    if signum == signal.SIGINT:
+        _say("interrupted")
+    elif os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # else train.py prints it
+        _say("terminated")
+    return 128 + signum
 
 
 def _say(line: str) -> None:
