@@ -42,6 +42,7 @@ def text_ids(folder, tokenizer):
     [
         (dialogue_ids, "data/segments.py", segments, "_through_eos", lambda ids, eos: [7]),
         (dialogue_ids, "models/chat_template.py", segments, "default_template", lambda _: XES),
+        (dialogue_ids, "data/sources/turns.py", segments, "default_template", lambda _: XES),
         (text_ids, "data/pretraining_text.py", pretraining_text, "require_eos", lambda _: 7),
     ],
 )
@@ -56,7 +57,8 @@ def test_tables_do_not_outlive_the_code_that_made_them(
     monkeypatch.setattr(table_cache, "CODE", code)
     monkeypatch.setattr(module, name, edited)
     assert make(tmp_path, tokenizer) == first  # the same code by its digest: from the cache
-    with (code / file).open("a") as source:
+    with (code / file).open("r+") as source:  # the file exists
+        source.seek(0, 2)
         source.write("# edited")
     assert make(tmp_path, tokenizer) != first
 

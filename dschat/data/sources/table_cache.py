@@ -23,8 +23,8 @@ from dschat.config import UserError
 from dschat.data.sources.resolve import quiet
 
 CODE = Path(__file__).parents[2]  # the package
-_MADE_BY = ("data/**/*.py", "models/chat_template.py")
-_LIBRARIES = ("transformers", "tokenizers")  # which render and tokenise for it
+_MADE_BY = ("data/**/*.py", "models/chat_template.py")  # reads, normalises, renders, tokenises
+_LIBRARIES = ("transformers", "tokenizers")  # called by these modules
 
 
 def kept_on_disk(
