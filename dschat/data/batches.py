@@ -131,7 +131,7 @@ class StepBatches:
         return [self.dataset[i] for i in indices]
 
 
-class Prompts(list):
+class TokenizedPrompts(list):
     """Id lists of prompts, and beside each what it was made of and came with.
 
     ``sources``: text or messages; ``texts``: the text, or what the user said last; None where
@@ -183,7 +183,7 @@ class Endless(Iterator[Any]):
 
 class PromptBatches:
     """Step 3's data loader: every iteration yields this rank's prompts of one rollout, as id lists
-    (`Prompts`).
+    (`TokenizedPrompts`).
 
     Each pass over it is the next epoch; over a stream, it goes on. A last rollout that is not full
     is left out, unless it is the only one.
@@ -224,7 +224,7 @@ class PromptBatches:
         """Rows of the data set; None for a stream."""
         return self._batches.num_rows
 
-    def __iter__(self) -> Iterator[Prompts]:
+    def __iter__(self) -> Iterator[TokenizedPrompts]:
         if self._rollouts is not None:
             for rows in self._rollouts:
                 yield prompts_of(_share(rows, *self._place), self._columns)
@@ -237,7 +237,7 @@ class PromptBatches:
         """Rollout after rollout, epoch after epoch."""
         return Endless(self._from)
 
-    def _from(self, taken: int) -> Iterator[Prompts]:
+    def _from(self, taken: int) -> Iterator[TokenizedPrompts]:
         batches = self._batches
         if self._rollouts is None:
             for (rows,) in _steps(batches, taken):
@@ -247,7 +247,7 @@ class PromptBatches:
             yield prompts_of(_share(rows, *self._place), self._columns)
 
 
-def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> Prompts:
+def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedPrompts:
     """The prompts in rows of ``prompt_dataset``; sources and texts where all of them have one.
 
     ``columns``: see ``prompt_columns``; default: those of the first row.
@@ -256,7 +256,7 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> Prompts:
         columns = prompt_columns(rows)
     sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
     texts = [row["prompt_text"] for row in rows if "prompt_text" in row]
-    return Prompts(
+    return TokenizedPrompts(
         [row["prompt_ids"] for row in rows],
         sources if len(sources) == len(rows) else None,
         texts if len(texts) == len(rows) else None,

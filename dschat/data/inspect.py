@@ -20,7 +20,7 @@ from dschat.config.data import DataConfig, ShowConfig
 from dschat.data.batches import RowStream, prompt_columns, prompts_of
 from dschat.data.report import DataReport, read_report
 from dschat.data.sources.adapters import PURPOSES, Purpose, listed
-from dschat.data.sources.splits import Source, open_source
+from dschat.data.sources.splits import DataSource, open_source
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 logger = logging.getLogger("dschat")
@@ -82,7 +82,7 @@ def show(config: ShowConfig, tokenizer: Any) -> Iterator[str]:
             yield from _wrapped(f"not with this data: {error}", indent=2)
 
 
-def _source_lines(source: Source) -> Iterator[str]:
+def _source_lines(source: DataSource) -> Iterator[str]:
     yield source.name + (f", weight {source.weight:g}" if source.weight != 1 else "")
     roles = ", ".join(f"{role} <- {column}" for role, column in source.adapter.roles.items())
     chat = " (as a chat)" if source.adapter.as_chat else ""

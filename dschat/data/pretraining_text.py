@@ -17,7 +17,7 @@ from dschat.config.data import DataConfig
 from dschat.data.batches import RowStream
 from dschat.data.report import read_report
 from dschat.data.segments import require_eos
-from dschat.data.sources.resolve import Rows, broken_line, read_source
+from dschat.data.sources.resolve import RawRows, broken_line, read_source
 from dschat.data.sources.stream import shuffled
 from dschat.data.sources.table_cache import kept_on_disk, mapped
 from dschat.data.sources.turns import storable
@@ -77,7 +77,7 @@ def text_dataset(
     return blocks
 
 
-def _texts(rows: Rows, column: str, flag: str, skip: bool) -> Iterator[dict[str, str]]:
+def _texts(rows: RawRows, column: str, flag: str, skip: bool) -> Iterator[dict[str, str]]:
     """The documents in a column that are not blank."""
     for line in rows:
         if line.row is None and not skip:

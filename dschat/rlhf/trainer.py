@@ -144,9 +144,9 @@ class DeepSpeedPPOTrainer:
         """Collective. Answer this rank's prompts and score the answers.
 
         ``prompt_batch``: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
-        (padded on either side). Ranks may bring different numbers of prompts, none included. A
-        batch's ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.Prompts`) are what
-        reward models with another tokenizer and reward functions get.
+        (padded on either side). Ranks may bring different numbers of prompts, none included. Reward
+        models with another tokenizer and reward functions get the batch's ``sources``, ``texts``
+        and ``columns`` (see `dschat.data.batches.TokenizedPrompts`).
 
         NaN or infinity in a score, a log-prob or a value, on any rank, is the ``problem`` of what
         is returned, which `train_rlhf` then passes over. Raises ``RewardError`` where a reward

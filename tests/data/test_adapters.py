@@ -3,7 +3,7 @@
 import pytest
 
 from dschat.data.sources.adapters import Example, normalise
-from dschat.data.sources.known_datasets import Adapter
+from dschat.data.sources.known_datasets import ColumnAdapter
 
 USER, REPLY, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text}
@@ -35,7 +35,7 @@ USER, REPLY, SYSTEM = (
     ],
 )
 def test_messages(dialogue, sft, asked):
-    adapter, row = Adapter(messages="messages"), {"messages": dialogue}
+    adapter, row = ColumnAdapter(messages="messages"), {"messages": dialogue}
     learned = normalise(row, adapter, "sft")
     assert bool(learned["problem"]) == (sft is None)
     if sft:
@@ -64,7 +64,7 @@ def test_messages(dialogue, sft, asked):
     ],
 )
 def test_what_is_no_dialogue_has_no_prompt_and_says_why(value, why):
-    row = normalise({"messages": value}, Adapter(messages="messages"), "rlhf")
+    row = normalise({"messages": value}, ColumnAdapter(messages="messages"), "rlhf")
     assert row["key"] == ""
     assert row["problem"].startswith("no usable prompt")
     assert why in row["problem"]

@@ -7,7 +7,7 @@ from program_cases import parity, sums_of, trainer_of
 from step_cases import PROMPTS, Case, build_trainer, ppo_config
 
 from dschat.config import UserError
-from dschat.data.batches import Prompts
+from dschat.data.batches import TokenizedPrompts
 from dschat.rlhf.experience import mini_batch_of
 
 
@@ -59,7 +59,7 @@ def test_what_a_function_gets(models_folder):
         return [0.0] * len(prompts)
 
     trainer = trainer_of(models_folder, reward_fns=[record])
-    batch = Prompts(PROMPTS[:3], texts=["a", "b", "c"], columns={"difficulty": [1, 2, 3]})
+    batch = TokenizedPrompts(PROMPTS[:3], texts=["a", "b", "c"], columns={"difficulty": [1, 2, 3]})
     e = trainer.generate_experience(batch)
     ((prompts, answers, prompt_ids, answer_ids, reasons, difficulty),) = seen
     assert prompts == ["a", "a", "b", "b", "c", "c"]

@@ -15,7 +15,7 @@ from typing import Any, Literal, Optional, Union
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
-from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, Adapter
+from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, ColumnAdapter
 from dschat.data.sources.turns import (
     Content,
     Turn,
@@ -59,7 +59,7 @@ class Example:
 
 def choose_adapter(
     name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
-) -> Adapter:
+) -> ColumnAdapter:
     """A source's own adapter, or the first generic one that fits; column flags override.
 
     Raises:
@@ -74,7 +74,7 @@ def choose_adapter(
         if column is not None:
             given[role] = column
     if "messages" in given:
-        return Adapter(messages=given["messages"])
+        return ColumnAdapter(messages=given["messages"])
     own = known_adapter(name)
     for row in (own,) if own else GENERIC:
         # a dialogue row has no columns for these flags to stand in for
@@ -91,14 +91,14 @@ def choose_adapter(
     )
 
 
-def known_adapter(name: str) -> Optional[Adapter]:
+def known_adapter(name: str) -> Optional[ColumnAdapter]:
     """The row of the table for a hub name, NAME:CONFIG, or a local copy at .../OWNER/NAME."""
     copy = "/".join(name.rstrip("/").split("/")[-2:])
     return ADAPTERS.get(name.partition(":")[0]) or ADAPTERS.get(copy)
 
 
 def require_answers(
-    name: str, adapter: Adapter, purpose: Purpose, columns: Sequence[str], flag: str
+    name: str, adapter: ColumnAdapter, purpose: Purpose, columns: Sequence[str], flag: str
 ) -> None:
     """Refuse a source that has no column at all for the answers that ``purpose`` learns from."""
     needs = {
@@ -115,7 +115,7 @@ def require_answers(
             )
 
 
-def normalise(row: dict[str, Any], adapter: Adapter, purpose: Purpose) -> dict[str, str]:
+def normalise(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> dict[str, str]:
     """One raw row as an ``Example`` row with its ``key`` and ``problem``.
 
     ``problem`` says why ``purpose`` cannot use the row, "" if it can.
@@ -175,7 +175,7 @@ def _is_answer(found: Found) -> bool:
     return bool(found) and not isinstance(found, Unusable)
 
 
-def _read_row(row: dict[str, Any], adapter: Adapter) -> tuple[Found, Found, Found, Found]:
+def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Found, Found, Found, Found]:
     """Prompt, chosen, rejected and SFT's answer: all text or all messages, where usable."""
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
@@ -209,7 +209,7 @@ def _agreed(prompts: Sequence[Found], answers: Sequence[Found]) -> tuple[Found, 
     return prompt, *(other if _is_answer(a) and p != prompt else a for p, a in pairs)
 
 
-def _asked(row: dict[str, Any], adapter: Adapter, prompt: str) -> Optional[list[Turn]]:
+def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
     """A text prompt as the turns of a chat, with the context and the system's words of its row."""
     if not prompt.strip():
         return None

@@ -10,12 +10,12 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
-from dschat.data.sources.known_datasets import Adapter
+from dschat.data.sources.known_datasets import ColumnAdapter
 
 _MARK = "column: "
 
 
-def packed_names(columns: Iterable[str], adapter: Adapter) -> list[str]:
+def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
     """The tables' names for a source's own ``columns``: all but the one that is the prompt.
 
     A dialogue goes along whole, since it holds the answer too.

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Adapter:
+class ColumnAdapter:
     """Which column holds what. Answers may be text or message lists, whole dialogues included."""
 
     prompt: Optional[str] = None
@@ -43,7 +43,7 @@ class Adapter:
     def columns(self) -> list[str]:
         return [*dict.fromkeys([*self.roles.values(), *self.reads])]
 
-    def spelled(self, columns: Sequence[str]) -> "Adapter":
+    def spelled(self, columns: Sequence[str]) -> "ColumnAdapter":
         """With columns spelled as they are there: case does not matter."""
         there = {column.lower(): column for column in columns}
         spelling = {
@@ -98,16 +98,16 @@ def _vicuna(row: Row) -> Row:
     return {"prompt": vicuna_turns(row.get("prompt")), "label": label}
 
 
-_PAIRS = Adapter("prompt", "chosen", "rejected")
-_MIRACL = Adapter(
+_PAIRS = ColumnAdapter("prompt", "chosen", "rejected")
+_MIRACL = ColumnAdapter(
     "query",
     "positive_passages.0.text",
     "negative_passages.0.text",
     as_chat=True,
     eval_split="dev",
 )
-_MKQA = Adapter("queries.zh_cn", "answers.zh_cn.0.text", as_chat=True, source="apple/mkqa")
-_WEBGPT = Adapter(
+_MKQA = ColumnAdapter("queries.zh_cn", "answers.zh_cn.0.text", as_chat=True, source="apple/mkqa")
+_WEBGPT = ColumnAdapter(
     "question.full_text",
     "answer_0",
     "answer_1",
@@ -115,7 +115,7 @@ _WEBGPT = Adapter(
     rewrite=_by_score,
     reads=("score_0", "score_1"),
 )
-_SHP = Adapter(
+_SHP = ColumnAdapter(
     "history",
     "human_ref_A",
     "human_ref_B",
@@ -124,13 +124,17 @@ _SHP = Adapter(
     reads=("labels",),
     eval_split="validation",
 )
-_HC3 = Adapter("question", "human_answers.0", as_chat=True, source="Hello-SimpleAI/HC3-Chinese:all")
-_ORCA_PAIRS = Adapter("question", "chosen", "rejected", as_chat=True, system="system")
-_ALPACA = Adapter("instruction", "output", as_chat=True, context="input")
+_HC3 = ColumnAdapter(
+    "question", "human_answers.0", as_chat=True, source="Hello-SimpleAI/HC3-Chinese:all"
+)
+_ORCA_PAIRS = ColumnAdapter("question", "chosen", "rejected", as_chat=True, system="system")
+_ALPACA = ColumnAdapter("instruction", "output", as_chat=True, context="input")
 
 ADAPTERS = {
-    "builtin/chat": Adapter("prompt", "chosen", "rejected", sft="demonstration", as_chat=True),
-    "builtin/arithmetic": Adapter("prompt", sft="demonstration", as_chat=True),
+    "builtin/chat": ColumnAdapter(
+        "prompt", "chosen", "rejected", sft="demonstration", as_chat=True
+    ),
+    "builtin/arithmetic": ColumnAdapter("prompt", sft="demonstration", as_chat=True),
     # the sets that DeepSpeed-Chat knows
     "Dahoas/rm-static": _PAIRS,
     "Dahoas/full-hh-rlhf": _PAIRS,
@@ -138,17 +142,19 @@ ADAPTERS = {
     "yitingxie/rlhf-reward-datasets": replace(_PAIRS, rewrite=_name_at_prompt),
     "openai/webgpt_comparisons": _WEBGPT,
     "stanfordnlp/SHP": _SHP,
-    "pvduy/sharegpt_alpaca_oa_vicuna_format": Adapter(
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": ColumnAdapter(
         "prompt", "label", as_chat=True, rewrite=_vicuna
     ),
-    "wangrui6/Zhihu-KOL": Adapter("INSTRUCTION", "RESPONSE", as_chat=True),
+    "wangrui6/Zhihu-KOL": ColumnAdapter("INSTRUCTION", "RESPONSE", as_chat=True),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
     "Hello-SimpleAI/HC3-Chinese": _HC3,
     "mkqa-Chinese": _MKQA,
     "mkqa-Japanese": replace(_MKQA, prompt="queries.ja", chosen="answers.ja.0.text"),
-    "lmqg/qg_jaquad": Adapter("question", "sentence", as_chat=True, eval_split="validation"),
-    "lmqg/qag_jaquad": Adapter("questions.0", "paragraph", as_chat=True, eval_split="validation"),
+    "lmqg/qg_jaquad": ColumnAdapter("question", "sentence", as_chat=True, eval_split="validation"),
+    "lmqg/qag_jaquad": ColumnAdapter(
+        "questions.0", "paragraph", as_chat=True, eval_split="validation"
+    ),
     "local/jsonfile": replace(_PAIRS, source="./data"),  # ./data/train.json, ./data/eval.json
     # today's, where their columns alone do not say it
     "Intel/orca_dpo_pairs": _ORCA_PAIRS,
@@ -162,37 +168,37 @@ GENERIC = (
     _ORCA_PAIRS,
     # answers of two kinds
     _PAIRS,
-    Adapter("instruction", "chosen_response", "rejected_response", as_chat=True),
-    Adapter(chosen="chosen", rejected="rejected"),  # two dialogues that differ in the last turn
+    ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
+    ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ at the end
     # one answer
-    Adapter("prompt", "chosen"),
-    Adapter("prompt", "completion"),
-    Adapter("prompt", "response"),
-    Adapter("prompt", "answer"),
-    Adapter("prompt", "output"),
+    ColumnAdapter("prompt", "chosen"),
+    ColumnAdapter("prompt", "completion"),
+    ColumnAdapter("prompt", "response"),
+    ColumnAdapter("prompt", "answer"),
+    ColumnAdapter("prompt", "output"),
     _ALPACA,
-    Adapter("instruction", "response", as_chat=True, context="context"),
-    Adapter("instruction", "output", as_chat=True),
-    Adapter("instruction", "response", as_chat=True),
-    Adapter("question", "response", as_chat=True, system="system_prompt"),
+    ColumnAdapter("instruction", "response", as_chat=True, context="context"),
+    ColumnAdapter("instruction", "output", as_chat=True),
+    ColumnAdapter("instruction", "response", as_chat=True),
+    ColumnAdapter("question", "response", as_chat=True, system="system_prompt"),
     _HC3,
-    Adapter("question", "answer", as_chat=True),
-    Adapter("question", "response", as_chat=True),
-    Adapter("problem", "solution", as_chat=True),
-    Adapter("problem", "answer", as_chat=True),
-    Adapter("query", "response", as_chat=True),
-    Adapter("query", "answer", as_chat=True),
-    Adapter("input", "output", as_chat=True),
+    ColumnAdapter("question", "answer", as_chat=True),
+    ColumnAdapter("question", "response", as_chat=True),
+    ColumnAdapter("problem", "solution", as_chat=True),
+    ColumnAdapter("problem", "answer", as_chat=True),
+    ColumnAdapter("query", "response", as_chat=True),
+    ColumnAdapter("query", "answer", as_chat=True),
+    ColumnAdapter("input", "output", as_chat=True),
     # whole dialogues
-    Adapter(messages="messages"),
-    Adapter(messages="conversations"),
-    Adapter(messages="conversation"),
-    Adapter(messages="dialogue"),
+    ColumnAdapter(messages="messages"),
+    ColumnAdapter(messages="conversations"),
+    ColumnAdapter(messages="conversation"),
+    ColumnAdapter(messages="dialogue"),
     # prompts alone, for step 3
-    Adapter("prompt"),
-    Adapter("question", as_chat=True),
-    Adapter("problem", as_chat=True),
-    Adapter("instruction", as_chat=True),
-    Adapter("query", as_chat=True),
-    Adapter(messages="text"),  # a dialogue written out, as Human: ... Assistant: ...
+    ColumnAdapter("prompt"),
+    ColumnAdapter("question", as_chat=True),
+    ColumnAdapter("problem", as_chat=True),
+    ColumnAdapter("instruction", as_chat=True),
+    ColumnAdapter("query", as_chat=True),
+    ColumnAdapter(messages="text"),  # a dialogue written out, as Human: ... Assistant: ...
 )

@@ -1,8 +1,7 @@
-"""From raw rows to rows of ``Example``s: one by one, or as a table kept on disk.
+"""Normalises raw rows to ``Example`` rows, one by one or as a table cached on disk.
 
-Comes in: a ``Rows`` and its adapter. Goes out: for every line one row of ``SCHEMA``, usable or not,
-in step 3 with the line's own columns; and what is said, or raised, about those that are not usable
-(``--on_bad_row``). Must not know splits, blends or steps' shares.
+Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not; in step 3 it also carries
+the source's other columns. Unusable rows are logged, or raise ``UserError`` (``--on_bad_row``).
 """
 
 import logging
@@ -16,8 +15,8 @@ from datasets import Dataset, Features, Value
 from dschat.config import UserError
 from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalise
 from dschat.data.sources.columns import pack, packed_names
-from dschat.data.sources.known_datasets import Adapter
-from dschat.data.sources.resolve import Rows, broken_line
+from dschat.data.sources.known_datasets import ColumnAdapter
+from dschat.data.sources.resolve import RawRows, broken_line
 from dschat.data.sources.table_cache import kept_on_disk
 
 logger = logging.getLogger("dschat")
@@ -30,13 +29,13 @@ NUM_LISTED = 10  # bad rows that the log names one by one
 BROKEN = "a line that cannot be read"
 
 
-def own_columns(rows: Rows, adapter: Adapter, purpose: Purpose) -> list[str]:
+def own_columns(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> list[str]:
     """The names of what rows carry beside ``SCHEMA``: reward functions, in step 3, want it."""
     return packed_names(rows.columns, adapter) if purpose == "rlhf" else []
 
 
 def normalised_rows(
-    rows: Rows, adapter: Adapter, purpose: Purpose
+    rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
 ) -> Iterator[dict[str, Optional[str]]]:
     """A row of ``SCHEMA``, and of ``own_columns``, for every line, in order.
 
@@ -59,7 +58,7 @@ def normalised_rows(
         yield {**pack(line.row, own), **row, "fault": "", "where": where}
 
 
-def normalised_table(rows: Rows, adapter: Adapter, purpose: Purpose) -> Dataset:
+def normalised_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
     """``normalised_rows`` as a table: on disk and made once, or in memory where the source is."""
     own = own_columns(rows, adapter, purpose)
     schema = Features({**SCHEMA, **dict.fromkeys(own, Value("string"))})

@@ -1,8 +1,7 @@
-"""Find what a name means: a file, a folder, several files, a saved data set, a hub name.
+"""Resolves a name to its splits: file, folder, glob pattern, saved data set or hub name.
 
-Comes in: one name of ``--data_path``. Goes out: its splits, each a ``Rows`` that can be read from
-the start as often as one likes, a row at a time; or one line that says why it cannot be read. Must
-not know what the columns mean.
+Each split is a ``RawRows``: every iteration reads the source again from its first row, one row at a
+time. A name that cannot be read raises a one-line ``UserError``.
 """
 
 import glob
@@ -43,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass
-class Rows:
+class RawRows:
     """One split of a source, unread. Iterating it reads it from the start.
 
     ``stamp`` tells other content apart: it changes with a file's size or time, or is None where
@@ -64,8 +63,8 @@ class Rows:
 class Splits:
     """The training rows of a source, and its own held-out rows, if it has any."""
 
-    train: Rows
-    eval: Optional[Rows] = None
+    train: RawRows
+    eval: Optional[RawRows] = None
 
 
 def looks_like_file(name: str) -> bool:
@@ -125,8 +124,8 @@ def read_hub(
     return _table_splits(name, splits, flag, eval_split)
 
 
-def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> Rows:
-    """A table of the ``datasets`` library as ``Rows``."""
+def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
+    """A table of the ``datasets`` library as ``RawRows``."""
 
     def lines() -> Iterator[Line]:
         row = 0
@@ -138,7 +137,7 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> Rows:
     columns = table.column_names or list(next(iter(table), {}))
     is_table = isinstance(table, Dataset)
     stamp = table._fingerprint if is_table else None
-    return Rows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
+    return RawRows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
 
 
 def _load(name: str, config_name: Optional[str], streaming: bool) -> Any:
@@ -229,8 +228,8 @@ def _read_folder(
     )
 
 
-def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Rows:
-    """Files as one ``Rows``; its columns are those of the first rows, of all together.
+def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> RawRows:
+    """Files as one ``RawRows``; its columns are those of the first rows, of all together.
 
     Raises:
         UserError: a file that cannot be opened, no row in any, a broken one among the first.
@@ -258,7 +257,7 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Row
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     stamp = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
-    return Rows(name, list(columns), stamp, lines)
+    return RawRows(name, list(columns), stamp, lines)
 
 
 def _table_splits(name: str, splits: Any, flag: str, eval_split: Optional[str]) -> Splits:

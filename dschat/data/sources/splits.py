@@ -32,12 +32,20 @@ from dschat.data.sources.adapters import (
     listed,
     require_answers,
 )
-from dschat.data.sources.known_datasets import Adapter
+from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.normalize import NOTES, flags_of, iterate, judge, normalised_table
-from dschat.data.sources.resolve import Rows, Splits, read_source, table_rows
+from dschat.data.sources.resolve import RawRows, Splits, read_source, table_rows
 from dschat.memory import available_memory
 
-__all__ = ["Example", "Source", "cut", "load_examples", "load_source", "open_source", "parse_spec"]
+__all__ = [
+    "Example",
+    "DataSource",
+    "cut",
+    "load_examples",
+    "load_source",
+    "open_source",
+    "parse_spec",
+]
 
 logger = logging.getLogger("dschat")
 
@@ -46,16 +54,16 @@ _BUILTIN = {"builtin/chat": builtin_rows, "builtin/arithmetic": arithmetic_rows}
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One source, found and understood, but not read: its weight, splits and columns."""
 
     name: str
     weight: float
     splits: Splits
-    adapter: Adapter
+    adapter: ColumnAdapter
     flag: str
 
-    def table(self, rows: Rows, purpose: Purpose, on_bad_row: str) -> Dataset:
+    def table(self, rows: RawRows, purpose: Purpose, on_bad_row: str) -> Dataset:
         """The rows that have a usable prompt, normalised for ``purpose``: a table of ``SCHEMA``.
 
         Rows that only ``purpose`` cannot use keep their place (``problem`` says why), so that the
@@ -118,7 +126,7 @@ def no_rows(data_split: str, step: int, which: str) -> UserError:
 
 def load_source(
     spec: str, config: DataConfig, purpose: Purpose, flag: str = "--data_path"
-) -> Source:
+) -> DataSource:
     """Find one ``NAME[:WEIGHT]``, choose its columns and see that ``purpose`` can use them.
 
     Raises:
@@ -130,7 +138,7 @@ def load_source(
     return source
 
 
-def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Source:
+def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> DataSource:
     """``load_source`` for no step in particular: it may lack the answers that one needs."""
     name, weight = parse_spec(spec, flag)
     if name.startswith("builtin/"):
@@ -147,7 +155,7 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Sou
             skip_broken=config.on_bad_row == "skip",
         )
     adapter = choose_adapter(name, splits.train.columns, config, flag)
-    return Source(name, weight, splits, adapter, flag)
+    return DataSource(name, weight, splits, adapter, flag)
 
 
 def parse_spec(spec: str, flag: str = "--data_path") -> tuple[str, float]:
@@ -204,7 +212,7 @@ def _builtin(name: str, flag: str) -> Splits:
     return Splits(table_rows(name, tables["train"]), table_rows(name, tables["eval"]))
 
 
-def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[Source, Rows]]:
+def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSource, RawRows]]:
     """The sources of ``--eval_data_path``, each with the split that is meant: its own held-out one,
     or all it has.
     """
@@ -214,7 +222,11 @@ def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[Source, R
 
 
 def _hold_out(
-    config: DataConfig, sources: list[Source], tables: list[Dataset], purpose: Purpose, seed: int
+    config: DataConfig,
+    sources: list[DataSource],
+    tables: list[Dataset],
+    purpose: Purpose,
+    seed: int,
 ) -> tuple[Dataset, Optional[np.ndarray]]:
     """The held-out rows of all sources, and the hashes of keys that training must leave to them."""
     policy = config.on_bad_row
@@ -236,7 +248,7 @@ def _hold_out(
 
 
 def _weighted(
-    source: Source, table: Dataset, held_keys: Optional[np.ndarray], seed: int
+    source: DataSource, table: Dataset, held_keys: Optional[np.ndarray], seed: int
 ) -> Dataset:
     """A source's training rows, each as often as its weight says.
 

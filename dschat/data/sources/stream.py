@@ -23,12 +23,12 @@ from datasets import Dataset, Features, Value
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import CONTENT_FIELDS, PURPOSES, Purpose
 from dschat.data.sources.normalize import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
-from dschat.data.sources.resolve import Rows
-from dschat.data.sources.splits import Source, key_hash, load_source, named_held_out, no_rows
+from dschat.data.sources.resolve import RawRows
+from dschat.data.sources.splits import DataSource, key_hash, load_source, named_held_out, no_rows
 
 logger = logging.getLogger("dschat")
 
-Row = dict[str, Optional[str]]
+ExampleRow = dict[str, Optional[str]]
 _HELD_OUT = -1  # beside the steps, 0 to 2
 
 
@@ -80,10 +80,10 @@ class ExampleStream:
         own = (name for s in filled for name in own_columns(s.splits.train, s.adapter, purpose))
         self.columns = [*CONTENT_FIELDS, *dict.fromkeys(own)]  # of every row
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ExampleRow]:
         return self.rows()
 
-    def rows(self, quiet: bool = False) -> Iterator[Row]:
+    def rows(self, quiet: bool = False) -> Iterator[ExampleRow]:
         """The stream, from its start; ``quiet``: nothing is said of the rows that are left out."""
         rng = np.random.default_rng([self._seed, 0])
         weights = np.array([source.weight for source in self._sources])
@@ -113,7 +113,7 @@ class ExampleStream:
         columns = {name: [row.get(name) for row in rows] for name in names}
         return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
 
-    def _endless(self, number: int, quiet: bool) -> Iterator[Row]:
+    def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
         source = self._sources[number]
         size = max(1, self._config.shuffle_buffer_size // len(self._sources))
         step, turn = PURPOSES.index(self._purpose), 0
@@ -130,8 +130,12 @@ class ExampleStream:
             turn += 1
 
     def _part(
-        self, source: Source, rows: Rows, part: Optional[int] = None, tally: Optional[Tally] = None
-    ) -> Iterator[Row]:
+        self,
+        source: DataSource,
+        rows: RawRows,
+        part: Optional[int] = None,
+        tally: Optional[Tally] = None,
+    ) -> Iterator[ExampleRow]:
         """The usable rows of one pass that belong to a part; without ``part``, to any.
 
         Raises:
