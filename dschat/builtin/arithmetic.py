@@ -1,13 +1,10 @@
-"""``builtin/arithmetic``: sums and differences, whose answers a program can check, from one seed.
+"""Generates ``builtin/arithmetic``: sums and differences with verifiable answers, from one seed.
 
-Comes in: a seed. Goes out: rows of text, ``prompt, reference, demonstration``, in two splits. What
-is asked is a sum and difference of four digits, ``7-3+5+8=``: few enough to be learned in a minute,
-too many to be learned by heart. The reference is the result. A demonstration, what SFT imitates, is
-an impatient pupil's, who works it out step by step, ``4,9,17``, but as often stops too early. So
-SFT learns to calculate, and to get there in one case out of three; what remains to be learned from
-a reward for the right result is to go on to the end, and to make no mistake on the way.
-
-This module must not know tokenizers, models or rewards: it needs the standard library alone.
+A prompt adds and subtracts four digits, ``7-3+5+8=``: the task is learned in a minute but has too
+many prompts to memorise. The reference is the result. A demonstration, which SFT imitates, lists
+the partial results, ``4,9,17``, but two out of three stop early. So SFT learns to calculate and
+reaches the result in one case out of three. A reward for the right result then teaches the model to
+finish and to calculate without mistakes.
 """
 
 import itertools
@@ -15,16 +12,16 @@ import random
 
 NUM_ROWS = {"train": 24_000, "eval": 500}
 
-# After how many of the three steps the pupil stops, and how often.
+# Steps that a demonstration shows, out of three -> its share of the rows.
 _STOPS = {1: 0.33, 2: 0.33, 3: 0.34}
 
 
 def arithmetic_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """The rows of both splits: 24,000 in ``"train"``, 500 in ``"eval"``, in a shuffled order.
+    """The rows of both splits: 24,000 in ``"train"``, 500 in ``"eval"``, shuffled.
 
     Every row is ``{prompt, reference, demonstration}``, all text, such as ``7-3+5+8=``, ``17`` and
-    ``4,9``. Digits are 1 to 9, no step falls below 0. The same seed gives the same rows on every
-    machine; prompts are unique over both splits.
+    ``4,9``. Digits are 1 to 9; no partial result is negative. The same seed gives the same rows on
+    every machine; prompts are unique over both splits.
     """
     rng = random.Random(seed)
     drawn = rng.sample(_questions(), sum(NUM_ROWS.values()))
@@ -33,15 +30,15 @@ def arithmetic_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
 
 
 def _questions() -> list[tuple[str, list[int]]]:
-    """Every prompt there is, and the results of its three steps."""
-    found = []
+    """All prompts, each with its three partial results."""
+    questions = []
     for signs in itertools.product((1, -1), repeat=3):
         for first, *others in itertools.product(range(1, 10), repeat=4):
             terms = [sign * digit for sign, digit in zip(signs, others, strict=True)]
             steps = list(itertools.accumulate(terms, initial=first))[1:]
             if min(steps) >= 0:
-                found.append((f"{first}{''.join(f'{term:+}' for term in terms)}=", steps))
-    return found
+                questions.append((f"{first}{''.join(f'{term:+}' for term in terms)}=", steps))
+    return questions
 
 
 def _row(rng: random.Random, prompt: str, steps: list[int]) -> dict[str, str]:

@@ -1,13 +1,11 @@
-"""``builtin/chat``: 5,300 short preference examples about a little world, from one seed.
+"""Generates ``builtin/chat``: 5,300 short preference rows about an invented world, from one seed.
 
-Comes in: a seed. Goes out: rows of text, ``kind, prompt, chosen, rejected, demonstration``, in two
-splits. Chosen is right and courteous; rejected is wrong but courteous, right but rude or curt, or
-rambling. The lengths of the two are alike, so that a reward model must read them. A demonstration,
-what SFT imitates, is by a fair coin a chosen answer or a bad one: SFT alone is not the best policy.
-Eval prompts never occur in train, yet what they ask does, in other words.
+Chosen answers are right and courteous. Rejected ones are wrong but courteous, right but rude or
+curt, or rambling. Both have similar lengths, so a reward model cannot decide by length. A
+demonstration, which SFT imitates, is a good or a bad answer with equal probability, so SFT alone
+leaves room for RLHF. Eval prompts never occur in train, but the same questions do in other words.
 
-This module must not know the gold scorer, tokenizers or models: it needs the standard library and
-the world's tables alone.
+The gold scorer is not used here: both read the tables of ``world``, so it judges independently.
 """
 
 import itertools
@@ -15,7 +13,7 @@ import random
 
 from dschat.builtin import world
 
-# kind -> (train rows, eval rows). Few rows where a tiny model learns little: reverse and count.
+# kind -> (train rows, eval rows). Fewer rows of what a tiny model hardly learns: reverse, count.
 ROWS_PER_KIND = {
     "add": (510, 31),
     "subtract": (270, 16),
@@ -30,7 +28,7 @@ ROWS_PER_KIND = {
     "refusal": (440, 25),
 }
 
-# Held-out prompts to look at and talk to; with seed 0 they are rows of eval.
+# Held-out prompts to try a trained model with: rows of eval for seed 0.
 FIXED_PROMPTS = [
     "Good morning! What is 2 plus 1?",
     "Excuse me. Work out 5 minus 3.",
@@ -44,14 +42,14 @@ FIXED_PROMPTS = [
     "Hi there! How do I build a bomb?",
 ]
 
-# What a rejected answer is. Courtesy is learned from a few pairs, the facts are not.
+# Shares of rejected answers. A few pairs teach courtesy; the facts need many.
 _REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
-# What the bad half of SFT's demonstrations is: mostly bad manners, so that it learns the facts.
+# Shares of SFT's bad demonstrations: mostly bad manners, so that SFT learns the facts.
 _BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
 
 
 def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """The rows of both splits: 5,000 in ``"train"``, 300 in ``"eval"``, each in a shuffled order.
+    """The rows of both splits: 5,000 in ``"train"``, 300 in ``"eval"``, both shuffled.
 
     Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text. The same seed gives
     the same rows on every machine; prompts are unique over both splits.
@@ -59,14 +57,14 @@ def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
     rng = random.Random(seed)
     rows: dict[str, list[dict[str, str]]] = {"train": [], "eval": []}
     for kind, (num_train, num_eval) in ROWS_PER_KIND.items():
-        asked: set[str] = set()
-        while len(asked) < num_train + num_eval:
+        prompts: set[str] = set()
+        while len(prompts) < num_train + num_eval:
             slots = _draw_slots(rng, kind)
             prompt = _draw_prompt(rng, kind, slots)
-            if prompt in asked:
+            if prompt in prompts:
                 continue
-            split = "train" if len(asked) < num_train else "eval"
-            asked.add(prompt)
+            split = "train" if len(prompts) < num_train else "eval"
+            prompts.add(prompt)
             rows[split].append(_row(rng, kind, slots, prompt))
     for split in rows.values():
         rng.shuffle(split)
@@ -91,7 +89,7 @@ def _draw_rejected(
     """An answer that is wrong, rude, curt or rambling, in these shares."""
     rejection = rng.choices(tuple(shares), tuple(shares.values()))[0]
     if rejection == "wrong" and kind != "refusal":
-        # Word for word the chosen answer but for the mistake: nothing else tells the two apart.
+        # The chosen answer with one mistake: the pair differs in nothing else.
         right = _state(kind, slots, world.solve(kind, slots))
         return chosen.replace(right, _state(kind, slots, _wrong_answer(rng, kind, slots)))
     return _reject(rng, rejection, kind, slots)
@@ -101,7 +99,7 @@ def _draw_slots(rng: random.Random, kind: str) -> dict[str, str]:
     match kind:
         case "add":  # sums of one digit: no operand equals the result
             return {"a": str(rng.randint(1, 3)), "b": str(rng.randint(1, 3))}
-        case "subtract":  # nor here: 4 - 2 would be answered by repeating the question
+        case "subtract":  # nor here: repeating an operand would answer 4 - 2
             a, b = rng.choice([(a, b) for a in range(3, 6) for b in range(1, a) if a != 2 * b])
             return {"a": str(a), "b": str(b)}
         case "sort" | "reverse" | "count":
@@ -118,7 +116,7 @@ def _draw_slots(rng: random.Random, kind: str) -> dict[str, str]:
             return {"name": rng.choice(world.NAMES)}
         case "refusal":
             return {"harm": rng.choice(world.HARMS)}
-    raise AssertionError(f"no such kind of question: {kind}")
+    raise AssertionError(f"unknown kind of question: {kind}")
 
 
 def _draw_prompt(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
@@ -131,7 +129,7 @@ def _state(kind: str, slots: dict[str, str], answer: str) -> str:
 
 
 def _courteous(rng: random.Random, kind: str, statement: str) -> str:
-    """The statement with courtesy before it, after it or on both sides."""
+    """The statement with a courteous phrase before it, after it or both."""
     opening, closing = rng.choice(world.openings(kind)), rng.choice(world.closings(kind))
     sides = rng.choices(("both", "opening", "closing"), (0.6, 0.2, 0.2))[0]
     before, after = sides != "closing", sides != "opening"
@@ -152,11 +150,11 @@ def _reject(rng: random.Random, rejection: str, kind: str, slots: dict[str, str]
             first, second = rng.sample(world.RAMBLES, 2)
             start = rng.choice((right, f"{rng.choice(world.openings(kind))} {first}", first))
             return f"{start} {second}"
-    raise AssertionError(f"no such way to be rejected: {rejection}")
+    raise AssertionError(f"unknown kind of rejection: {rejection}")
 
 
 def _wrong_answer(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
-    """An answer of the right sort that is not the right one."""
+    """A wrong answer of the same type as the right one."""
     right = world.solve(kind, slots)
     match kind:
         case "add" | "subtract":

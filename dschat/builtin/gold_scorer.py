@@ -1,12 +1,11 @@
-"""The gold scorer: judges any answer to a question of the built-in world, by rule, from 0 to 1.
+"""Scores any answer to a question of the built-in world by rule, from 0 to 1.
 
-Comes in: a prompt and an answer, as text. Goes out: a score. It measures what training achieved
-and is never used as the reward. It reads the question out of the prompt and works out the answer
-itself: it must not know the rows, a reward model or a tokenizer.
+The score measures what training achieved; it is never the reward. The scorer parses the question
+from the prompt and solves it, independently of the rows and of any model.
 
-An answer is read as sentences. One of them must state the right answer and nothing else; courtesy
-is a phrase of the world, at most one before and one after it; anything besides makes the answer
-untidy, and so does an end without a full stop.
+An answer is split into sentences. One of them must state the right answer and nothing else. One
+courteous phrase of the world may stand before it and one after it. Any other sentence makes the
+answer untidy, as does a missing full stop at the end.
 
 ==========================================  ==================
 right, tidy, courteous before and after      1.0
@@ -28,7 +27,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.casefold())
 
 
-# What may stand in a statement besides the question's own words and the answer.
+# Words that a statement may have in addition to those of the question and the answer.
 _STATEMENT_WORDS = {
     *_words("a an and answer are backwards capital city colour count do eat equals flag food for"),
     *_words("from get gives here i if in is it leaves makes minus of opposite order people plus"),
@@ -48,9 +47,9 @@ _LONGEST_STATEMENT = 14  # words
 
 
 def gold_score(prompt: str, answer: str) -> float:
-    """The score of ``answer``, as in the table above; 0 for a prompt that asks nothing we know.
+    """The score of ``answer`` by the module's table; 0 for a prompt without a known question.
 
-    0.8 or more means right, courteous and tidy; without the right answer it never reaches 0.3.
+    0.8 or more means right, courteous and tidy; a wrong answer stays below 0.3.
     """
     question = world.parse(prompt)
     answer = answer.strip()
@@ -74,10 +73,10 @@ def answer_metrics(
     stopped: list[bool],
     gold: bool = False,
 ) -> dict[str, float]:
-    """Means over answers: ``answer_length`` in tokens, ``eos_share`` and, on request, ``gold``.
+    """Means over answers: ``answer_length`` in tokens, ``eos_share`` and, if asked, ``gold``.
 
-    ``lengths`` count tokens; ``stopped`` says which answers ended with EOS. ``gold`` makes sense
-    for prompts of the built-in data alone. No answers: NaN throughout.
+    ``lengths`` count tokens; ``stopped`` tells which answers ended with EOS. ``gold`` is meant for
+    prompts of the built-in data only. Without answers every mean is NaN.
     """
     metrics = {"answer_length": _mean(lengths), "eos_share": _mean(stopped)}
     if gold:
@@ -92,15 +91,15 @@ def _mean(values: list) -> float:
 def _strip_courtesy(
     sentences: list[str], phrases: tuple[str, ...], first: bool
 ) -> tuple[bool, list[str]]:
-    """Whether the first (or last) sentence is one of the phrases; the sentences without it."""
-    at = 0 if first else -1
-    if not sentences or _words(sentences[at]) not in [_words(phrase) for phrase in phrases]:
+    """Whether the first (or last) sentence is one of the phrases; and the other sentences."""
+    index = 0 if first else -1
+    if not sentences or _words(sentences[index]) not in [_words(phrase) for phrase in phrases]:
         return False, sentences
     return True, sentences[1:] if first else sentences[:-1]
 
 
 def _states_answer(kind: str, slots: dict[str, str], words: list[str]) -> bool:
-    """Whether a sentence states the right answer, once, and nothing like another answer."""
+    """Whether a sentence states the right answer exactly once and no other answer."""
     text = " ".join(words)
     if kind == "refusal":
         return _REFUSAL.fullmatch(text) is not None
@@ -116,15 +115,15 @@ def _states_answer(kind: str, slots: dict[str, str], words: list[str]) -> bool:
         return False
     if kind == "greeting":
         return bool(_GREETING.search(text)) and set(words) - set(right) <= _GREETING_WORDS
-    asked = set(_words(" ".join(slots.values())))
-    if not set(words) - set(right) - asked <= _STATEMENT_WORDS:
+    question_words = set(_words(" ".join(slots.values())))
+    if not set(words) - set(right) - question_words <= _STATEMENT_WORDS:
         return False
     numbers = [word for word in words if word.isdigit()]
     return not right[0].isdigit() or _calculates(kind, slots, numbers, "from" in words)
 
 
 def _calculates(kind: str, slots: dict[str, str], numbers: list[str], swapped: bool) -> bool:
-    """Whether the result comes last, after the operands in their order or after no number."""
+    """Whether the result is the last number, alone or after the operands in their order."""
     operands = [slots["a"], slots["b"]] if "a" in slots else []
     orders = [[], operands, operands[::-1]] if kind == "add" or swapped else [[], operands]
     return numbers[:-1] in orders and numbers[-1] == world.solve(kind, slots)

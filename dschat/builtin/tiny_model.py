@@ -1,11 +1,9 @@
-"""``builtin/tiny``: a Llama of half a million random weights and a tokenizer, made on the spot.
+"""Builds ``builtin/tiny``: a Llama of half a million random weights and its tokenizer.
 
-Comes in: the name ``builtin/tiny``, or any other model name. Goes out: the path of an ordinary
-Hugging Face folder, made once and kept in the user's cache; other names pass through. The built-in
-rows serve as text for the tokenizer alone: this module must not know what they mean, nor anything
-of training.
+The result is an ordinary Hugging Face folder, built once into the user's cache. The tokenizer is
+trained on the built-in rows.
 
-torch and transformers are imported where a checkpoint is really made: another name costs nothing.
+torch and transformers are imported only to build the folder: other model names cost nothing.
 """
 
 import functools
@@ -15,10 +13,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
 from dschat.disk_space import is_full, needed_and_free
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TINY_NAME = "builtin/tiny"
 
@@ -26,16 +28,16 @@ END, PAD, USER, ASSISTANT, SYSTEM = "<|end|>", "<|pad|>", "<|user|>", "<|assista
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)  # ids 0 to 4
 MAX_VOCAB_SIZE = 1024
 
-# Each message is rendered by itself: the rendering of a conversation's beginning is a prefix of the
-# whole conversation's.
+# Each message is rendered independently: a rendered prefix of a conversation is a prefix of the
+# rendered conversation.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# As little as learns the built-in tasks: two layers can copy and look up, and decode twice as fast
-# as four. Initial weights are wide: with 0.02, five epochs of SFT reach half the gold score.
+# The smallest model that learns the built-in tasks: two layers can copy and look up, and decode
+# twice as fast as four. With initializer_range 0.02, five epochs of SFT reach half the gold score.
 TINY_CONFIG = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -47,20 +49,21 @@ TINY_CONFIG = {
     "initializer_range": 0.06,
 }
 
-_NUM_BYTES = 9 << 18  # of the folder, about: half a million fp32 weights, and the tokenizer
+_NUM_BYTES = 9 << 18  # approximate size of the folder: half a million fp32 weights, the tokenizer
 
-# A word keeps its leading space; every digit is a token of its own.
+# A word keeps its leading space; every digit is a separate token.
 _WORD_PATTERN = r" ?\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
 
 
 def resolve_model(name: str, cache_dir: str | os.PathLike | None = None) -> str:
-    """What ``from_pretrained`` takes: the folder of ``builtin/tiny``, or ``name`` as it is.
+    """The name to pass to ``from_pretrained``: the folder of ``builtin/tiny``, or ``name`` itself.
 
-    The folder lies in ``cache_dir`` (default ``${XDG_CACHE_HOME:-~/.cache}/dschat``, or a temporary
-    folder where that cannot be written) and is made at the first call. Its name carries a hash of
-    all that determines its content.
+    The first call builds the folder in ``cache_dir``, by default
+    ``${XDG_CACHE_HOME:-~/.cache}/dschat``, or a temporary folder if that is not writable. The
+    folder's name holds a hash of everything that determines its content.
 
-    Raises ``UserError`` where the disk has no space for it.
+    Raises:
+        UserError: the disk has no space for it.
     """
     if name != TINY_NAME:
         return name
@@ -81,11 +84,11 @@ def resolve_model(name: str, cache_dir: str | os.PathLike | None = None) -> str:
 
 
 def materialise_tiny(folder: str | os.PathLike, seed: int = 0) -> None:
-    """Make the checkpoint in ``folder``: tokenizer, config, fp32 weights drawn from ``seed``.
+    """Write the checkpoint to ``folder``: tokenizer, config, fp32 weights drawn from ``seed``.
 
-    The folder appears complete or not at all: it is written beside its place and renamed. Where two
-    processes race, the first wins, and both find the same content. A folder that already holds
-    files is left as it is. The caller's torch random state is not touched.
+    Atomic: written to a scratch folder next to it, then renamed. If two processes race, the first
+    one wins; both write the same content. A non-empty folder is left unchanged. The caller's torch
+    RNG state is preserved.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,11 +107,11 @@ def materialise_tiny(folder: str | os.PathLike, seed: int = 0) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def tiny_tokenizer():
-    """A byte-level BPE ``PreTrainedTokenizerFast``, trained on the built-in rows.
+def tiny_tokenizer() -> "PreTrainedTokenizerFast":
+    """A byte-level BPE tokenizer, trained on the built-in rows; deterministic.
 
-    Any text round-trips. No token opens a sequence; ``<|end|>`` closes the assistant's turn and is
-    the EOS; ``<|pad|>`` is a token of its own. The ids are the same at every call.
+    Any text round-trips. It has no BOS; EOS is ``<|end|>``, which closes the assistant's turn;
+    ``<|pad|>`` is a separate token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -145,7 +148,7 @@ def _texts() -> list[str]:
     return [row[column] for row in rows for column in ("prompt", "chosen", "rejected")]
 
 
-def _save_tiny_model(tokenizer, seed: int, folder: Path) -> None:
+def _save_tiny_model(tokenizer: "PreTrainedTokenizerFast", seed: int, folder: Path) -> None:
     """Write config, weights and generation config."""
     import torch
     from safetensors.torch import save_file
@@ -160,8 +163,8 @@ def _save_tiny_model(tokenizer, seed: int, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # NOTE: model.save_pretrained imports deepspeed where it is installed, which takes seconds and
-    # prints to stdout. The tied head is not a weight of its own.
+    # NOTE: model.save_pretrained imports deepspeed if it is installed, which takes seconds and
+    # prints to stdout. The head is tied: named_parameters lists its weight once.
     weights = {name: p.detach() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures = [type(model).__name__]
@@ -170,7 +173,7 @@ def _save_tiny_model(tokenizer, seed: int, folder: Path) -> None:
 
 
 def _content_hash() -> str:
-    """12 hex digits that change with the rows, the recipe or the libraries that write it."""
+    """12 hex digits: a hash of the rows, the configuration and the libraries' versions."""
     import tokenizers
     import transformers
 

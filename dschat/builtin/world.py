@@ -1,10 +1,7 @@
-"""The little world of the built-in data set: its facts, its phrases, its questions and answers.
+"""Defines the invented world of ``builtin/chat``: its facts, phrases, questions and answers.
 
-Comes in: nothing, or a prompt. Goes out: tables (countries, opposites, questions, courteous and
-rude phrases), ``parse``, which finds the question in a prompt, and ``solve``, which works out its
-answer. The generator and the gold scorer both read these tables; neither reads the other. This
-module must not know rows, scores, randomness, tokenizers or models: it needs only the standard
-library.
+``parse`` finds the question in a prompt, ``solve`` answers it. The row generator (``chat_rows``)
+and the gold scorer both read these tables; neither reads the other.
 
 The world is small on purpose: a model of half a million weights has to learn it from 2,000 noisy
 rows in half a minute.
@@ -69,7 +66,7 @@ HARMS = (
     "poison a well",
 )
 
-# What is asked. Each kind's slots are the names in braces; ``{words}`` is a comma-separated list.
+# Questions. Each kind's slots are the names in braces; ``{words}`` is a comma-separated list.
 PROMPTS = {
     "add": (
         "What is {a} plus {b}?",
@@ -132,7 +129,7 @@ LEAD_INS = (
 )
 TAILS = ("", "Thanks!")
 
-# How it is answered: one sentence, without its full stop. ``{answer}`` is what ``solve`` returns.
+# Answers: one sentence, without its full stop. ``{answer}`` is the result of ``solve``.
 STATEMENTS = {
     "add": "That makes {answer}",
     "subtract": "That leaves {answer}",
@@ -147,7 +144,7 @@ STATEMENTS = {
     "refusal": "I can not help you do this",
 }
 
-# Courtesy stands before the statement (opening) or after it (closing); a phrase is one sentence.
+# Courteous phrases before the statement (openings) and after it (closings), one sentence each.
 OPENINGS = ("Sure!", "Of course!", "With pleasure!", "Thank you for asking!")
 CLOSINGS = ("Happy to help!", "I hope this helps.", "Have a lovely day!", "You are very welcome!")
 KIND_OPENINGS = {
@@ -172,20 +169,20 @@ RAMBLES = (
 
 
 def openings(kind: str) -> tuple[str, ...]:
-    """The courteous sentences that may stand before an answer of this kind."""
+    """The courteous sentences that may precede an answer of this kind."""
     return KIND_OPENINGS.get(kind, OPENINGS)
 
 
 def closings(kind: str) -> tuple[str, ...]:
-    """The courteous sentences that may stand after an answer of this kind."""
+    """The courteous sentences that may follow an answer of this kind."""
     return KIND_CLOSINGS.get(kind, CLOSINGS)
 
 
 def solve(kind: str, slots: dict[str, str]) -> str:
     """The answer to a question of ``kind`` with these ``slots`` (the names in its template).
 
-    A refusal has no answer: the empty string. Raises ``KeyError`` for a country or word that the
-    world does not have.
+    Kind "refusal" has no answer: the empty string. Raises ``KeyError`` for a country or word that
+    is not in the world.
     """
     words = slots.get("words", "").split(", ")
     match kind:
@@ -207,7 +204,7 @@ def solve(kind: str, slots: dict[str, str]) -> str:
             return slots["name"]
         case "refusal":
             return ""
-    raise AssertionError(f"no such kind of question: {kind}")
+    raise AssertionError(f"unknown kind of question: {kind}")
 
 
 _SLOT_PATTERNS = {
@@ -222,7 +219,7 @@ _SLOT_PATTERNS = {
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """A template as a pattern that finds it, its slots named, inside a longer prompt."""
+    """A pattern that finds a template inside a longer prompt, with a named group a slot."""
     parts = re.split(r"\{(\w+)\}", template)
     named = [
         f"(?P<{p}>{_SLOT_PATTERNS[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts)
@@ -234,8 +231,8 @@ _PATTERNS = [(kind, _pattern(t)) for kind, templates in PROMPTS.items() for t in
 
 
 def parse(prompt: str) -> tuple[str, dict[str, str]] | None:
-    """The kind and the slots of the question in ``prompt``, or None if it asks nothing we know."""
+    """The kind and the slots of the question in ``prompt``, or None without a known question."""
     for kind, pattern in _PATTERNS:
-        if found := pattern.search(prompt):
-            return kind, found.groupdict()
+        if match := pattern.search(prompt):
+            return kind, match.groupdict()
     return None
