@@ -1,24 +1,23 @@
-"""Data: from a file or a hub name to the batches of a training step.
+"""From files and hub names to the batches of a training step.
 
-    files       a path                     -> its rows, one by one, with the place of every fault
-    read        a name: file, folder, hub  -> its splits, or one line that says what is wrong
-    turns       a value of a row           -> text, a chat's turns, or why it is neither
-    table       -                          -> the table of known data sets: which column is what
-    adapters    a raw row                  -> an `Example`'s fields, by a row of that table
-    columns     a raw row                  -> its other columns, for reward functions
-    normalised  raw rows                   -> a table of `Example`s on disk; what of the bad rows
-    sources     --data_path                -> `Example`s, blended and parted for the three steps
-    stream      the same, --streaming      -> an endless stream of them
-    segments    a prompt, an answer        -> token ids, segment by segment
-    tokenize    a config and a tokenizer   -> tables or streams of ids and loss masks
-    text        plain text                 -> blocks of ids for the pretraining loss
-    report      a tokenised table          -> what is kept, cut and dropped, and how long
-    show        data flags                 -> all of that for people: `python -m dschat.data`
-    batches     tokenised rows             -> each rank's micro-batches of every optimizer step
-    collate     a micro-batch              -> right-padded tensors
-    builtin     a seed                     -> a built-in data set, about the little `world`
-    arithmetic  a seed                     -> another, whose answers a program can check
-    gold        a prompt and an answer     -> how good it really is (built-in data only)
+sources/             files, folders and hub names -> ``Example`` rows of a step
+    resolve          name of --data_path -> splits of raw rows, or a one-line error
+    readers          local file -> its rows, one at a time, with the place of every fault
+    known_datasets   table of known data sets: which column is what
+    adapters         raw row -> an ``Example``'s fields, by a row of that table
+    turns            value of a row -> text, chat turns, or why it is unusable
+    columns          raw row -> its other columns, for reward functions
+    normalize        raw rows -> ``Example`` rows, cached on disk; reports bad rows
+    table_cache      tables in the cache of ``datasets``, keyed by content and code
+    splits           --data_path -> blended ``Example`` rows, split over the three steps
+    stream           the same as an endless stream (--streaming)
+segments             prompt and answer -> token ids, segment by segment
+tokenize             config and tokenizer -> tables or streams of ids and loss masks
+pretraining_text     plain text -> blocks of ids for the pretraining loss (ptx)
+report               tokenised table -> counts of kept, cut and dropped rows, and lengths
+inspect              data flags -> the report of ``python -m dschat.data``
+batches              tokenised rows -> each rank's micro-batches of every optimizer step
+collate              micro-batch -> right-padded tensors
 
-Nothing here knows models, DeepSpeed or processes: rank and world size come in as numbers.
+Rank and world size are plain numbers here; no model, DeepSpeed or process group is needed.
 """

@@ -1,7 +1,6 @@
-"""``python -m dschat.data PATH...``: show what data turns into, before a step is run on it.
+"""``python -m dschat.data PATH...``: prints what each training step would make of some data.
 
-Comes in: paths and data flags. Goes out: a report on standard output, at most 100 columns wide. It
-must not know what the report says.
+The report goes to standard output, at most 100 columns wide; see ``inspect.py``.
 """
 
 import os
@@ -13,7 +12,7 @@ from dschat.distributed import entrypoint
 
 
 def main() -> None:
-    # Parse. Only then does torch load: --help and typing errors answer at once.
+    # Parse before torch loads: --help and mistyped flags answer at once.
     config = parser.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
 
     from dschat.builtin.tiny_model import resolve_model
@@ -23,16 +22,16 @@ def main() -> None:
 
     console.setup("error")
     tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
-    report = "\n".join(show(config, tokenizer))  # all of it, or the mistake alone
+    report = "\n".join(show(config, tokenizer))  # raises before any output
     try:
         sys.stdout.write(report + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_flag(argv: list[str]) -> list[str]:
-    """Paths may stand first, without their ``--data_path``."""
+    """Adds ``--data_path`` if paths come first without it."""
     return ["--data_path", *argv] if argv and not argv[0].startswith("-") else argv
 
 

@@ -1,13 +1,10 @@
-"""Which rows make which optimizer step, and which of them are this rank's.
+"""Splits rows into optimizer steps, and each step's rows over ranks and micro-batches.
 
-Comes in: any sequence of rows (a ``datasets.Dataset``, a list) or a ``RowStream``, the global batch
-size, and this rank's place as two numbers. Goes out: for every optimizer step a list of
-micro-batches. Must not know tensors or process groups: ranks agree because each computes the same
-permutation or reads the same stream, not because they talk.
+Ranks do not communicate: each computes the same permutation, or reads the same stream, and takes
+its own share.
 
-Global batch k of epoch e is one set of rows, however it is cut: it depends on (seed, e, global
-batch size) alone. So runs with other numbers of ranks or micro-batches, but the same global batch
-size, take the same optimizer steps.
+The rows of global batch k of epoch e depend on (seed, e, global batch size) alone. So runs with the
+same global batch size take the same optimizer steps, for any number of ranks and micro-batches.
 """
 
 import json
@@ -25,11 +22,11 @@ Rows = list[Any]
 
 @dataclass
 class RowStream:
-    """Rows without end, in a random order that is the same on every rank.
+    """Endless rows, in a random order that is the same on every rank.
 
-    ``examples`` starts the stream; ``encode`` makes rows of some of its examples and leaves out
-    those that cannot be used. Encoding is the costly part: a rank does it for its own share alone.
-    ``column_names``: those of every row, where they are told before the first one.
+    ``examples`` starts the stream; ``encode`` turns examples into rows and drops unusable ones.
+    Encoding is the expensive part: each rank encodes its own share only. ``column_names``: the
+    columns of every row, if they are known before the first one.
     """
 
     examples: Callable[[], Iterator[Any]]
@@ -38,19 +35,19 @@ class RowStream:
 
 
 class StepBatches:
-    """A data set as optimizer steps, for one rank.
+    """One rank's view of a data set as optimizer steps.
 
-    Of a stream every global batch has ``global_batch_size`` examples; those that cannot be used
-    leave it smaller, on whichever rank they fall. It has one epoch, without end.
+    A stream has a single endless epoch. Each of its global batches takes ``global_batch_size``
+    examples; unusable ones make the batch smaller, on the rank whose share has them.
 
     Args:
-        dataset: the rows; something with ``len`` and integer indexing, or a ``RowStream``.
+        dataset: the rows; a sequence with ``len`` and integer indexing, or a ``RowStream``.
         global_batch_size: rows of one optimizer step, over all ranks and micro-batches.
-        micro_batch_size: most rows of a micro-batch.
-        rank, world_size: which share of every global batch to take.
-        seed: of the permutation, together with the epoch.
+        micro_batch_size: maximum rows of a micro-batch.
+        rank, world_size: the share of every global batch to take.
+        seed: seeds the permutation, together with the epoch.
         shuffle: False keeps the order of the rows (evaluation: each row once, over all ranks).
-        drop_last: leave out a last global batch that is not full.
+        drop_last: drop a last global batch that is not full.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class StepBatches:
         self.drop_last = drop_last
 
     def __len__(self) -> int:
-        """Optimizer steps an epoch; a stream has no length."""
+        """Optimizer steps per epoch; a stream has no length."""
         assert not isinstance(self.dataset, RowStream), "a stream runs for --max_steps"
         full, rest = divmod(len(self.dataset), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
@@ -88,15 +85,14 @@ class StepBatches:
         return None if isinstance(self.dataset, RowStream) else len(self.dataset)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch of the step after so many."""
+        """The epoch that optimizer step number ``step`` (from 0) belongs to."""
         return 0 if isinstance(self.dataset, RowStream) else step // max(1, len(self))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Rows]]:
-        """The micro-batches of each optimizer step of an epoch, from ``first_step`` on (to resume).
+        """Each optimizer step of an epoch as micro-batches; ``first_step`` > 0 resumes.
 
-        Every rank gets the same number of micro-batches in a step; where it has fewer rows than
-        another, its last ones are short or empty. Ranks' shares of a global batch differ by at most
-        one row.
+        Every rank gets the same number of micro-batches in a step; a rank with fewer rows gets
+        short or empty ones at the end. Shares of a global batch differ by at most one row.
         """
         if isinstance(self.dataset, RowStream):
             yield from self._stream(self.dataset, first_step)
@@ -121,7 +117,7 @@ class StepBatches:
             yield self._micro_batches(rows, len(step))
 
     def _micro_batches(self, share: list[Any], num_rows: int) -> list[list[Any]]:
-        """A rank's share in as many micro-batches as the largest share of ``num_rows`` makes."""
+        """A rank's share, in the number of micro-batches that the largest share needs."""
         largest_share = -(-num_rows // self.world_size)
         num_micro_batches = -(-largest_share // self.micro_batch_size)
         starts = range(0, num_micro_batches * self.micro_batch_size, self.micro_batch_size)
@@ -132,10 +128,10 @@ class StepBatches:
 
 
 class TokenizedPrompts(list):
-    """Id lists of prompts, and beside each what it was made of and came with.
+    """A list of the prompts' token id lists, with parallel lists of where the ids come from.
 
-    ``sources``: text or messages; ``texts``: the text, or what the user said last; None where
-    nobody knows. ``columns``: the other columns of the prompts' rows, name -> a value a prompt.
+    ``sources``: text or chat messages; ``texts``: the text, or the last user turn; each None if
+    unknown. ``columns``: the other columns of the prompts' rows, name -> one value per prompt.
     """
 
     def __init__(
@@ -152,16 +148,16 @@ class TokenizedPrompts(list):
 
 
 class Endless(Iterator[Any]):
-    """Items without end, and the place in them: a run that was cut short goes on there.
+    """An endless iterator with a position, so that a run can resume in the data.
 
     Args:
-        from_place: starts anew, behind so many items.
+        start_at: returns an iterator that skips the first n items.
 
-    Attributes: ``taken``, how many were; setting it is going there.
+    Attributes: ``taken``, the number of items taken so far; assign it to seek.
     """
 
-    def __init__(self, from_place: Callable[[int], Iterator[Any]]) -> None:
-        self._from_place = from_place
+    def __init__(self, start_at: Callable[[int], Iterator[Any]]) -> None:
+        self._start_at = start_at
         self._items: Iterator[Any] | None = None
         self._taken = 0
 
@@ -170,23 +166,22 @@ class Endless(Iterator[Any]):
         return self._taken
 
     @taken.setter
-    def taken(self, place: int) -> None:
-        self._taken, self._items = place, None
+    def taken(self, position: int) -> None:
+        self._taken, self._items = position, None
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._items = self._from_place(self._taken)
+            self._items = self._start_at(self._taken)
         item = next(self._items)
         self._taken += 1
         return item
 
 
 class PromptBatches:
-    """Step 3's data loader: every iteration yields this rank's prompts of one rollout, as id lists
-    (`TokenizedPrompts`).
+    """Step 3's data loader: yields this rank's prompts of each rollout as `TokenizedPrompts`.
 
-    Each pass over it is the next epoch; over a stream, it goes on. A last rollout that is not full
-    is left out, unless it is the only one.
+    Each pass is the next epoch; a stream continues where the last pass stopped. A last rollout that
+    is not full is dropped, unless it is the only one.
 
     Args:
         dataset: rows of ``prompt_dataset``, a table or a stream.
@@ -234,7 +229,7 @@ class PromptBatches:
             yield prompts_of(rows, self._columns)
 
     def endless(self) -> Endless:
-        """Rollout after rollout, epoch after epoch."""
+        """The rollouts of all epochs, one after the other."""
         return Endless(self._from)
 
     def _from(self, taken: int) -> Iterator[TokenizedPrompts]:
@@ -248,7 +243,7 @@ class PromptBatches:
 
 
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedPrompts:
-    """The prompts in rows of ``prompt_dataset``; sources and texts where all of them have one.
+    """Rows of ``prompt_dataset`` as prompts; ``sources`` and ``texts`` if all rows have one.
 
     ``columns``: see ``prompt_columns``; default: those of the first row.
     """
@@ -265,8 +260,8 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedP
 
 
 def prompt_columns(dataset: Union[Sequence[Any], RowStream]) -> set[str]:
-    """What rows of ``prompt_dataset``, a table or a stream, carry for reward functions: the names
-    of their source's own columns, but for the one that is the prompt.
+    """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
+    of their source except the prompt.
     """
     names = getattr(dataset, "column_names", None)
     if names is None:
@@ -276,15 +271,15 @@ def prompt_columns(dataset: Union[Sequence[Any], RowStream]) -> set[str]:
 
 def _share(rows: Any, rank: int, world_size: int) -> Any:
     """A rank's part of a global batch: contiguous, so that a row's number in the batch follows from
-    its rank and place.
+    its rank and its index there.
     """
     first, last = (len(rows) * r // world_size for r in (rank, rank + 1))
     return rows[first:last]
 
 
 def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
-    """Every rollout of a stream. Each rank encodes all of it: prompts are short, and one that is
-    too long must not leave a rollout smaller.
+    """Every rollout of a stream. Each rank encodes all prompts: they are short, and one that is too
+    long must not make a rollout smaller.
     """
     examples, rows = stream.examples(), []
     while True:
@@ -295,7 +290,7 @@ def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
 
 
 def endless(batches: StepBatches) -> Endless:
-    """The optimizer steps of epoch 0, 1, 2, ... without end."""
+    """The optimizer steps of epoch 0, 1, 2, ..., endlessly."""
     return Endless(lambda taken: _steps(batches, taken))
 
 

@@ -1,25 +1,27 @@
-"""Lists of token ids to right-padded tensors.
+"""Collates rows of token ids into right-padded tensors.
 
-Comes in: the rows of a micro-batch, possibly none. Goes out: a batch whose masks and lengths come
-from the rows' own lengths. Must not know tokenizers: the pad id is only a filler, and may be the
-EOS id.
+Masks and lengths come from the rows' own lengths: the pad id is only a filler and may be the EOS
+id.
 
-A micro-batch without rows becomes one dummy row that counts for nothing (``num_real`` 0): under
-ZeRO-3 a rank that has run out of rows must still take part in every forward and backward.
+An empty micro-batch becomes one dummy row without weight (``num_real`` 0): under ZeRO-3 a rank that
+has run out of rows must still take part in every forward and backward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class _OnDevice:
-    """``to`` for a dataclass of tensors."""
+    """Adds ``to`` to a dataclass of tensors."""
 
-    def to(self, device: Union[str, torch.device]):
+    def to(self, device: Union[str, torch.device]) -> "Self":
         """A copy with every tensor on ``device``."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return type(self)(
@@ -47,16 +49,16 @@ class PairBatch(_OnDevice):
 
 @dataclass
 class PreferenceBatch(_OnDevice):
-    """Step 2's micro-batch where it trains the policy. K blocks of B sequences in the same order:
-    chosen ones, rejected ones, and with KTO mismatched ones.
+    """Step 2's micro-batch for losses that train the policy: K blocks of B sequences in the same
+    order, chosen, rejected and, for KTO, mismatched ones.
     """
 
     input_ids: Tensor  # (KB, T) int64
     prompt_lengths: Tensor  # (KB,) int64, tokens before the answer
     lengths: Tensor  # (KB,) int64, tokens before the padding
-    ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not known yet
+    ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not computed yet
     num_real: int  # pairs that are not dummies
-    kl: float = 0.0  # KTO's reference point, of the whole optimizer step
+    kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
 
 def pad_right(
@@ -65,7 +67,7 @@ def pad_right(
     length: Optional[int] = None,
     multiple_of: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Pad to the longest sequence or to ``length``, the longer one, rounded up to ``multiple_of``.
+    """Pad to the longest sequence, at least to ``length``, rounded up to ``multiple_of``.
 
     Returns:
         ids (B, T) int64, and mask (B, T) bool, True on the tokens of the sequences.
@@ -80,7 +82,7 @@ def pad_right(
 
 
 def collate_sft(rows: Sequence[dict[str, Any]], pad_id: int, multiple_of: int = 1) -> SFTBatch:
-    """Rows of ``sft_dataset`` to a batch. A dummy has no target, and two tokens for the shift."""
+    """Rows of ``sft_dataset`` to a batch. A dummy has no targets and two tokens, for the shift."""
     if not rows:
         dummy = torch.full((1, max(2, multiple_of)), pad_id)
         return SFTBatch(dummy, torch.zeros_like(dummy, dtype=torch.bool), num_real=0)
@@ -101,8 +103,8 @@ def collate_pairs(rows: Sequence[dict[str, Any]], pad_id: int, multiple_of: int 
 def collate_preferences(
     rows: Sequence[dict[str, Any]], blocks: Sequence[str], pad_id: int
 ) -> PreferenceBatch:
-    """Rows of ``preference_dataset`` to a batch of the columns that ``blocks`` names; they may have
-    ``ref_logps`` already, a number a block. A dummy pair is sequences without an answer.
+    """Rows of ``preference_dataset`` to a batch of the columns named in ``blocks``. Rows may carry
+    ``ref_logps``, one number per block. A dummy's sequences have no answer.
     """
     sequences = [row[block] for block in blocks for row in rows] or [[pad_id]] * len(blocks)
     ids, mask = pad_right(sequences, pad_id)

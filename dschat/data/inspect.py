@@ -1,9 +1,7 @@
-"""What data turns into, for people to read: ``python -m dschat.data``'s report.
+"""Writes the report of ``python -m dschat.data``: what each step would train on.
 
-Comes in: data flags and a tokenizer. Goes out: lines of text, at most 100 columns wide: each
-source's columns, and for each step how its rows are parted, how long they are, a few of them as the
-model will see them, and what was left out and why. Must not know models, nor where a tokenizer
-comes from.
+Its lines, at most 100 columns wide, show each source's columns, and for each step its share of the
+rows, their lengths, a few rows as the model will see them, and what was left out and why.
 """
 
 import logging
@@ -14,6 +12,7 @@ from itertools import islice
 from typing import Any, Union
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.data import DataConfig, ShowConfig
@@ -28,14 +27,14 @@ logger = logging.getLogger("dschat")
 WIDTH = 100
 NUM_EXAMPLES = 3
 _MAX_LINES = 12  # of one example
-_NUM_STREAMED = 1000  # rows of a stream that are looked at
+_NUM_STREAMED = 1000  # rows of a stream that the report covers
 _TITLES = {"sft": "supervised fine-tuning", "reward": "reward model", "rlhf": "prompts for PPO"}
 _IDS = {"sft": "input_ids", "reward": "chosen_ids", "rlhf": "prompt_ids"}
 _DATA_FLAGS = frozenset(DataConfig.__dataclass_fields__)
 
 
-class _Heard(logging.Handler):
-    """Keeps what the data's code would tell a step's log."""
+class _LogRecords(logging.Handler):
+    """Collects the records that a training step would log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,29 +45,29 @@ class _Heard(logging.Handler):
 
 
 @contextmanager
-def _listening() -> Iterator[_Heard]:
-    """What would go to the log goes to ``_Heard`` alone."""
-    heard = _Heard()
+def _captured_log() -> Iterator[_LogRecords]:
+    """Redirects the log to ``_LogRecords``."""
+    captured = _LogRecords()
     before = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers[:], logger.propagate = [heard], False
+    logger.handlers[:], logger.propagate = [captured], False
     logger.setLevel(logging.INFO)
     try:
-        yield heard
+        yield captured
     finally:
         logger.handlers[:], level, logger.propagate = before
         logger.setLevel(level)
 
 
-def show(config: ShowConfig, tokenizer: Any) -> Iterator[str]:
+def show(config: ShowConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """The report, line by line.
 
     Raises:
-        UserError: data that no step can use, or that ``--step`` can not.
+        UserError: no step can use the data, or the one named by ``--step`` cannot.
     """
     for spec in config.data_path:
         yield from _source_lines(open_source(spec, config))
     yield ""
-    yield "> marks tokens with loss (step 2: where two answers part), | tokens that are only read"
+    yield "> marks tokens with loss (step 2: tokens after the shared prefix), | tokens without loss"
     steps = [int(config.step)] if config.step else [1, 2, 3]
     num_refused = 0
     for step in steps:
@@ -79,7 +78,7 @@ def show(config: ShowConfig, tokenizer: Any) -> Iterator[str]:
             num_refused += 1
             if num_refused == len(steps):
                 raise
-            yield from _wrapped(f"not with this data: {error}", indent=2)
+            yield from _wrapped(f"cannot use this data: {error}", indent=2)
 
 
 def _source_lines(source: DataSource) -> Iterator[str]:
@@ -88,13 +87,15 @@ def _source_lines(source: DataSource) -> Iterator[str]:
     chat = " (as a chat)" if source.adapter.as_chat else ""
     yield from _wrapped(f"uses {roles}{chat}", indent=2)
     yield from _wrapped(f"has the columns {listed(source.splits.train.columns)}", indent=2)
-    held = "its own" if source.splits.eval else "none of its own: a share is held out"
-    yield f"  evaluation rows: {held}"
+    held_out = "its own split" if source.splits.eval else "no split of its own: a share is held out"
+    yield f"  evaluation rows: {held_out}"
 
 
-def _step_lines(step: int, purpose: Purpose, config: ShowConfig, tokenizer: Any) -> Iterator[str]:
+def _step_lines(
+    step: int, purpose: Purpose, config: ShowConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     yield f"step {step} ({_TITLES[purpose]})"
-    with _listening() as heard:
+    with _captured_log() as captured:
         train, held_out = _tables(purpose, config, tokenizer)
         if isinstance(train, RowStream):
             rows = train.encode(list(islice(train.examples(), _NUM_STREAMED)))
@@ -103,22 +104,22 @@ def _step_lines(step: int, purpose: Purpose, config: ShowConfig, tokenizer: Any)
                 f"the first {_NUM_STREAMED:,} of a stream", train, _IDS[purpose]
             )
             logger.info("%s", report)
-    for record in heard.records:
+    for record in captured.records:
         if record.args and isinstance(record.args[0], DataReport):
             yield from _lengths(record.args[0])
         else:
             yield from _wrapped(record.getMessage(), indent=2)
     if purpose == "rlhf":
-        columns = listed(sorted(prompt_columns(train))) or "nothing: prompts have no other columns"
+        columns = listed(sorted(prompt_columns(train))) or "none: prompts have no other columns"
         yield from _wrapped(f"for reward functions: {columns}", indent=2)
     for number, row in enumerate(islice(train, NUM_EXAMPLES), start=1):
         yield from _example(number, purpose, row, tokenizer)
 
 
 def _tables(
-    purpose: Purpose, config: ShowConfig, tokenizer: Any
+    purpose: Purpose, config: ShowConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Union[Dataset, RowStream], Dataset]:
-    """The very tables that the step would train on."""
+    """The tables that the step would train on."""
     shared = {name: value for name, value in vars(config).items() if name in _DATA_FLAGS}
     if purpose == "sft":
         step_config = SFTConfig(max_seq_len=config.max_seq_len, **shared)
@@ -131,21 +132,23 @@ def _tables(
 
 
 def _lengths(report: DataReport) -> Iterator[str]:
-    """Rows, lengths and shares of one table."""
+    """Row counts, lengths and shares of one table."""
     total = report.rows + report.dropped.total()
     lengths = (
         f"mean {report.mean_len:.0f}, p50 {report.p50_len}, p95 {report.p95_len}, "
         f"longest {report.max_len} tokens"
     )
     yield from _wrapped(f"{report.name}: {report.rows:,} rows; {lengths}", indent=2)
-    for what, count in report.dropped.items():
-        yield from _wrapped(f"dropped {count:,} ({count / total:.1%}): {what}", indent=4)
-    for what, count in report.cut.items():
-        yield from _wrapped(f"{count:,} ({count / total:.1%}) {what}", indent=4)
+    for reason, count in report.dropped.items():
+        yield from _wrapped(f"dropped {count:,} ({count / total:.1%}): {reason}", indent=4)
+    for part, count in report.cut.items():
+        yield from _wrapped(f"{count:,} ({count / total:.1%}) {part}", indent=4)
 
 
-def _example(number: int, purpose: Purpose, row: dict[str, Any], tokenizer: Any) -> Iterator[str]:
-    """One row, as pieces of text that carry loss or do not."""
+def _example(
+    number: int, purpose: Purpose, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """One row, as pieces of text with and without loss."""
     if purpose == "sft":
         ids, mask = row["input_ids"], row["loss_mask"]
         yield f"  example {number}: {len(ids)} tokens, {sum(mask)} with loss"
@@ -156,7 +159,7 @@ def _example(number: int, purpose: Purpose, row: dict[str, Any], tokenizer: Any)
             (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
             min(len(chosen), len(rejected)),
         )
-        yield f"  example {number}: {len(chosen)} and {len(rejected)} tokens, {shared} alike"
+        yield f"  example {number}: {len(chosen)} and {len(rejected)} tokens, {shared} shared"
         yield from _pieces(chosen[:shared], [False] * shared, tokenizer)
         for side, ids in (("chosen", chosen), ("rejected", rejected)):
             yield f"    {side}:"
@@ -170,8 +173,10 @@ def _example(number: int, purpose: Purpose, row: dict[str, Any], tokenizer: Any)
             yield shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 4]} ..."
 
 
-def _pieces(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> Iterator[str]:
-    """Runs of tokens that carry loss, or do not, decoded with their special tokens."""
+def _pieces(
+    ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Runs of tokens with and without loss, decoded with their special tokens."""
     runs: list[tuple[bool, list[int]]] = []
     for token, target in zip(ids, mask, strict=True):
         if not runs or runs[-1][0] != target:

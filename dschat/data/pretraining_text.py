@@ -1,16 +1,13 @@
-"""Plain text for the pretraining loss of step 3 (ptx), in blocks of one length.
-
-Comes in: a name and a tokenizer. Goes out: blocks of token ids, as a table or as an endless stream.
-Must not know examples, models or ranks.
-"""
+"""Packs plain text into blocks of equal length for the pretraining loss of step 3 (ptx)."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
-from typing import Any, Optional, Union
+from itertools import count, islice
+from typing import Optional, Union
 
 from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
@@ -31,17 +28,16 @@ def text_dataset(
     name: str,
     config_name: Optional[str],
     column: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     block_len: int,
     flag: str = "--unsupervised_dataset_name",
     config: Optional[DataConfig] = None,
 ) -> Union[Dataset, RowStream]:
-    """Plain text for ptx: ``input_ids`` of exactly ``block_len`` tokens, documents joined by EOS.
+    """Plain text for ptx: ``input_ids`` of ``block_len`` tokens, documents joined by EOS.
 
-    ``name`` is whatever ``--data_path`` may name, or a .txt file (a document is a paragraph).
-    Documents are joined a thousand at a time; a last block that is not full is kept only where it
-    is the only one of its thousand. ``config`` says whether to stream, and what to do about lines
-    that cannot be read.
+    ``name`` is a source as in ``--data_path``, or a .txt file (each paragraph is a document).
+    Documents are joined a thousand at a time; a last block that is not full is kept only if it is
+    the only one of its thousand. ``config`` decides about streaming and unreadable lines.
 
     Raises:
         UserError: unreadable data, no column ``column``, or no text in it.
@@ -78,7 +74,7 @@ def text_dataset(
 
 
 def _texts(rows: RawRows, column: str, flag: str, skip: bool) -> Iterator[dict[str, str]]:
-    """The documents in a column that are not blank."""
+    """The non-blank documents in a column."""
     for line in rows:
         if line.row is None and not skip:
             raise broken_line(flag, line.where, line.fault)
@@ -87,7 +83,9 @@ def _texts(rows: RawRows, column: str, flag: str, skip: bool) -> Iterator[dict[s
             yield {"text": storable(text)}
 
 
-def _blocks(batch: dict[str, list], tokenizer: Any, block_len: int) -> dict[str, list]:
+def _blocks(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, block_len: int
+) -> dict[str, list]:
     eos = require_eos(tokenizer)
     documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
     stream = [token for ids in documents for token in (*ids, eos)]
@@ -96,17 +94,20 @@ def _blocks(batch: dict[str, list], tokenizer: Any, block_len: int) -> dict[str,
 
 
 def _endless_blocks(
-    texts: Any, tokenizer: Any, block_len: int, config: DataConfig
+    texts: Callable[[], Iterator[dict[str, str]]],
+    tokenizer: PreTrainedTokenizerBase,
+    block_len: int,
+    config: DataConfig,
 ) -> Iterator[dict[str, list[int]]]:
-    """The blocks of one pass after another, shuffled in a buffer; every rank makes all of them."""
-    turn = 0
-    while True:
+    """The blocks of endless passes, shuffled in a buffer; every rank makes all of them."""
+    for turn in count():
         blocks = _one_pass(texts(), tokenizer, block_len)
         yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, turn])
-        turn += 1
 
 
-def _one_pass(texts: Iterator[dict], tokenizer: Any, block_len: int) -> Iterator[dict]:
+def _one_pass(
+    texts: Iterator[dict], tokenizer: PreTrainedTokenizerBase, block_len: int
+) -> Iterator[dict]:
     while batch := [row["text"] for row in islice(texts, _DOCUMENTS)]:
         for ids in _blocks({"text": batch}, tokenizer, block_len)["input_ids"]:
             yield {"input_ids": ids}

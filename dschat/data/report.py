@@ -1,7 +1,6 @@
-"""What became of a step's data: how many rows are kept, cut and dropped, and how long they are.
+"""Counts the rows of a tokenised table that are kept, cut and dropped, and their lengths.
 
-Comes in: a tokenised table with its notes (columns ``problem`` and ``cut``). Goes out: a
-``DataReport``, and which rows are kept. Must not know tokenizers or how rows were made.
+The columns ``problem`` and ``cut`` of the table say what happened to each row.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ from datasets import Dataset
 
 @dataclass
 class DataReport:
-    """What became of a table: rows kept, rows dropped and cut (by reason), lengths in tokens."""
+    """Rows kept, rows dropped and cut (by reason), lengths in tokens."""
 
     name: str
     rows: int
@@ -30,15 +29,15 @@ class DataReport:
             f"{self.name}: {self.rows} rows of {self.mean_len:.0f} tokens (longest {self.max_len})"
         ]
         parts += [f"{count} dropped ({why})" for why, count in self.dropped.items()]
-        parts += [f"{count} {what}" for what, count in self.cut.items()]
+        parts += [f"{count} {part}" for part, count in self.cut.items()]
         return "; ".join(parts)
 
 
 def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport, np.ndarray]:
-    """The report of a table whose rows may have notes, and the numbers of the rows that are kept.
+    """The report of a table, and the indices of the rows that are kept.
 
-    ``problem`` says why a row is dropped, ``cut`` what it lost (several, parted by "; "). Columns
-    are read a batch at a time.
+    Column ``problem`` says why a row is dropped, ``cut`` what it lost (joined by "; "); both are
+    optional. Columns are read one batch at a time.
     """
     notes = [column for column in ("problem", "cut") if column in table.column_names]
     dropped, cut, lengths, kept = Counter(), Counter(), [], []
@@ -51,10 +50,10 @@ def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport,
         keep = np.array([not problem for problem in problems])
         dropped.update(problem for problem in problems if problem)
         cut.update(
-            what
-            for note, k in zip(cuts, keep, strict=True)
-            if note and k
-            for what in note.split("; ")
+            part
+            for note, is_kept in zip(cuts, keep, strict=True)
+            if note and is_kept
+            for part in note.split("; ")
         )
         lengths.append(pyarrow.compute.list_value_length(batch[ids_column]).to_numpy()[keep])
         kept.append(keep)

@@ -1,23 +1,19 @@
-"""What the text of an example is to a model: segments, each tokenised by itself.
+"""Tokenises prompts and answers as separate segments, and marks the assistant's tokens.
 
-Comes in: prompts and answers (text or chat messages) and a tokenizer. Goes out: token ids, and
-which of them are an assistant's. Must not know where examples come from or how long a sequence may
-be.
-
-Why segments: at generation the model reads the prompt's tokens and then writes its own. Tokenising
-prompt + answer as one string could merge tokens across the seam, so that training would see prompts
-that generation never does. So the prompt is tokenised the same way in both, and an answer apart
-from it, special tokens off. In a dialogue each assistant turn is a segment: what rendering the chat
-template with that turn adds to the rendering that asks for it.
+Why segments: at generation the model reads the prompt's tokens and then samples its own. Tokenising
+prompt + answer as one string could merge tokens across their border, so training would see prompt
+ids that generation never does. So the prompt is tokenised the same way for both, and the answer
+separately, without special tokens. In a dialogue each assistant turn is a segment: the text that
+the chat template adds for this turn to the rendered generation prompt.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
@@ -27,16 +23,16 @@ logger = logging.getLogger("dschat")
 
 
 class RefusedChat(UserError):
-    """A chat that the template refuses, by an exception of its own: its row is left out."""
+    """A chat for which the template calls ``raise_exception``: its row is dropped."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text that is tokenised by itself."""
+    """A piece of text that is tokenised separately."""
 
     text: str
     is_answer: bool = False  # an assistant's turn
-    add_special: bool = False  # let the tokenizer add its BOS: nothing in the text renders one
+    add_special: bool = False  # let the tokenizer add its BOS: the text has none
 
 
 @dataclass
@@ -49,8 +45,8 @@ class Encoded:
     problem: str = ""
 
 
-def prompt_text_ids(tokenizer: Any, prompt: Content) -> list[int]:
-    """The ids of a prompt (text or messages) to be answered: the very ones training has.
+def prompt_text_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list[int]:
+    """The ids of a prompt (text or messages) for generation, identical to those in training.
 
     Raises:
         UserError: the tokenizer's chat template refuses these messages, or fails.
@@ -60,9 +56,9 @@ def prompt_text_ids(tokenizer: Any, prompt: Content) -> list[int]:
 
 
 def encode_examples(
-    tokenizer: Any, examples: Sequence[Example], fields: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], fields: Sequence[str]
 ) -> list[Encoded]:
-    """Tokenise prompts and the answers in ``fields`` ("chosen", "rejected"), all in one go.
+    """Tokenise prompts and the answers in ``fields`` ("chosen", "rejected") as one batch.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
@@ -89,53 +85,53 @@ def encode_examples(
     ]
 
 
-def prompt_segments(tokenizer: Any, prompt: Content) -> list[Segment]:
-    """A prompt's segments: earlier assistant turns, and what the template puts between them."""
+def prompt_segments(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list[Segment]:
+    """A prompt's segments: its assistant turns, and the text that the template puts around them."""
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
-    pieces, done = [], ""
+    pieces, rendered = [], ""
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
-            asked = render_chat(tokenizer, prompt[:i], ask=True)
-            answered = render_chat(tokenizer, prompt[: i + 1], ask=False)
-            pieces += [(asked, done, False), (answered, asked, True)]
-            done = answered
-    pieces.append((render_chat(tokenizer, prompt, ask=True), done, False))
+            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True)
+            answered = render_chat(tokenizer, prompt[: i + 1])
+            pieces += [(asked, rendered, False), (answered, asked, True)]
+            rendered = answered
+    pieces.append((render_chat(tokenizer, prompt, add_generation_prompt=True), rendered, False))
     if not all(text.startswith(before) for text, before, _ in pieces):
         _warn_once(
-            "the chat template rewrites earlier turns of a dialogue when it goes on: "
-            "only last answers are trained"
+            "the chat template rewrites earlier turns of a dialogue as it grows: "
+            "only the last answer of each dialogue is trained"
         )
         pieces = [(pieces[-1][0], "", False)]
     return [Segment(text[len(before) :], is_answer) for text, before, is_answer in pieces]
 
 
-def answer_segment(tokenizer: Any, prompt: Content, answer: Content) -> Segment:
-    """The answer's segment: its text, or what the template adds to the prompt for it."""
+def answer_segment(tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: Content) -> Segment:
+    """The answer's segment: its text, or the text that the template adds to the prompt for it."""
     if isinstance(answer, str):
         return Segment(answer, is_answer=True)
-    asked = render_chat(tokenizer, prompt, ask=True)
-    answered = render_chat(tokenizer, [*prompt, *answer], ask=False)
+    asked = render_chat(tokenizer, prompt, add_generation_prompt=True)
+    answered = render_chat(tokenizer, [*prompt, *answer])
     if answered.startswith(asked):
         return Segment(answered[len(asked) :], is_answer=True)
     _warn_once(
-        "the chat template renders an answer otherwise than it asks for one: "
-        "answers stand as they are"
+        "the chat template does not render an answer as a continuation of its generation prompt: "
+        "answers are trained as plain text"
     )
     return Segment(answer[-1]["content"], is_answer=True)
 
 
-def encode(tokenizer: Any, segments: Sequence[Segment]) -> list[list[int]]:
-    """Token ids of each segment; an EOS that the tokenizer adds to a prompt is taken off again."""
+def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
+    """Token ids of each segment, without the EOS that some tokenizers append to a prompt."""
     out: list[list[int]] = [[] for _ in segments]
     for special in (False, True):
-        where = [i for i, s in enumerate(segments) if s.add_special == special and s.text]
-        if not where:
+        indices = [i for i, s in enumerate(segments) if s.add_special == special and s.text]
+        if not indices:
             continue
-        texts = [segments[i].text for i in where]
-        # verbose off: that a text is longer than the model's limit is ours to handle, and handled
+        texts = [segments[i].text for i in indices]
+        # verbose=False: no warning about texts beyond the model's limit; tokenize.py cuts them
         batch = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        for i, ids in zip(where, batch, strict=True):
+        for i, ids in zip(indices, batch, strict=True):
             out[i] = list(ids)
             ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
             if special and ends and not segments[i].text.endswith(tokenizer.eos_token):
@@ -143,15 +139,15 @@ def encode(tokenizer: Any, segments: Sequence[Segment]) -> list[list[int]]:
     return out
 
 
-def require_eos(tokenizer: Any) -> int:
-    """The id of EOS; without one no answer could end.
+def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of EOS, which ends every answer.
 
     Raises:
         UserError: the tokenizer has none.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
-            "the tokenizer has no EOS token, so no answer could end; set eos_token in its "
+            "the tokenizer has no EOS token to end an answer with; set eos_token in its "
             "tokenizer_config.json, or choose another --tokenizer_name_or_path"
         )
     return tokenizer.eos_token_id
@@ -161,7 +157,7 @@ def _assemble(pieces: list[tuple[Segment, list[int]]], num_answers: int, eos: in
     prompt_ids: list[int] = []
     targets: list[bool] = []
     for segment, ids in pieces[: len(pieces) - num_answers]:
-        # what a template renders behind an answer's EOS (a line break) is not the assistant's
+        # text that the template adds after an answer's EOS (a line break) carries no loss
         num_targets = len(_through_eos(ids, eos)) if segment.is_answer else 0
         prompt_ids += ids
         targets += [i < num_targets for i in range(len(ids))]
@@ -175,31 +171,36 @@ def _assemble(pieces: list[tuple[Segment, list[int]]], num_answers: int, eos: in
 
 
 def _through_eos(ids: list[int], eos: int) -> list[int]:
-    """``ids`` up to and with the first EOS; all of them if there is none."""
+    """``ids`` up to and including the first EOS; all of them without one."""
     return ids[: ids.index(eos) + 1] if eos in ids else ids
 
 
 def render_chat(
-    tokenizer: Any, messages: list[dict[str, str]], ask: bool, template: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool = False,
+    template: str | None = None,
 ) -> str:
-    """The template's text of ``messages``; with ``ask``, up to the assistant's next words.
+    """``messages`` as text, rendered by the tokenizer's chat template or by ``template``.
 
-    It brings all special tokens along: tokenise it without adding any. ``template`` stands in for
-    the tokenizer's own.
+    The text has all special tokens: tokenise it without adding any.
 
     Raises:
-        RefusedChat: the tokenizer's chat template refuses these messages.
-        UserError: it fails.
+        RefusedChat: the chat template refuses these messages.
+        UserError: the chat template fails.
     """
     if template is None and not tokenizer.chat_template:
         template = default_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=ask
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
-    except (TemplateError, ValueError) as error:  # ValueError: named templates, none the default
+    except (TemplateError, ValueError) as error:  # ValueError: named templates without a default
         raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
-    except Exception as error:  # a template is a program: it may raise anything
+    except Exception as error:  # a template is a program: it may raise any exception
         raise UserError(
             f"the tokenizer's chat template fails ({failure(error)}) on the chat that ends with "
             f"{messages[-1]['content'][-40:]!r}; fix the template"

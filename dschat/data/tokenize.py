@@ -1,10 +1,7 @@
-"""Turn examples into token ids, one table for each kind of training.
+"""Tokenises examples into one table per training step, or a stream of the same rows.
 
-Comes in: a config, a tokenizer. Goes out: ``datasets.Dataset``s of ids, made through
-``datasets.map``, and a ``DataReport`` of each in the log; or streams of the same rows. Must not
-know models, ranks or how rows become batches.
-
-How a text becomes tokens, and why training sees the ones that generation sees: ``segments.py``.
+Tables are made by ``datasets.map``, which caches them, and a ``DataReport`` of each goes to the
+log. ``segments.py`` turns texts into ids.
 """
 
 import json
@@ -12,10 +9,11 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
-from typing import Any, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import RowStream
@@ -39,29 +37,31 @@ __all__ = [
 
 logger = logging.getLogger("dschat")
 
-Split = str  # "train", "eval" or "both"
+Split = Literal["train", "eval", "both"]
 Table = Union[Dataset, RowStream]
 Tables = Union[Table, tuple[Table, Dataset]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
-_NUM_PROBED = 1000  # examples of a stream of which one must be of use
-_PROMPT_SHARE = 1 / 4  # of max_seq_len, which a prompt keeps however long its answer
+_NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
+_PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 
 
-def sft_dataset(config: SFTConfig, tokenizer: Any, split: Split = "train") -> Tables:
+def sft_dataset(
+    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
+) -> Tables:
     """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len.
 
-    ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns, their EOS
-    included, or with ``--train_on_prompt`` all; never position 0, which nothing predicts. What is
-    too long loses the beginning of the prompt (a BOS stays); an answer that is too long by itself
-    loses its end, EOS included.
+    ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
+    EOS, or all tokens with ``--train_on_prompt``; never position 0, which nothing predicts. Rows
+    beyond max_seq_len lose the beginning of the prompt (a BOS stays). An answer that does not fit
+    beside the rest of the prompt loses its end, including EOS.
 
     Returns:
         One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
         the training rows are a ``RowStream``.
 
     Raises:
-        UserError: data that cannot be used, see ``load_examples``; no row left.
+        UserError: unusable data, see ``load_examples``; no rows left.
     """
     make = partial(
         _sft_rows,
@@ -72,14 +72,16 @@ def sft_dataset(config: SFTConfig, tokenizer: Any, split: Split = "train") -> Ta
     return _tables(config, "sft", split, make, {"input_ids": _IDS, "loss_mask": _MASK})
 
 
-def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "train") -> Tables:
+def preference_dataset(
+    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
+) -> Tables:
     """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1;
     and ``prompt_length``, the tokens before either answer.
 
-    The two share their prompt to the token: it is cut on the left by what the longer side needs, as
-    in step 1. Dropped are pairs of which an answer would lose its end, since that is not what was
-    compared, and one without its EOS would tell the sides apart; and pairs that are equal as
-    tokens. ``--shuffle_labels`` swaps a seeded half of the training pairs.
+    Both sides have identical prompt tokens: the prompt is cut on the left, as in step 1, to fit the
+    longer side. Pairs with identical tokens are dropped, and pairs with an answer that would lose
+    its end: annotators compared whole answers, and a missing EOS would give a side away.
+    ``--shuffle_labels`` swaps a seeded half of the training pairs.
 
     Returns and raises like ``sft_dataset``.
     """
@@ -93,16 +95,16 @@ def preference_dataset(config: RewardConfig, tokenizer: Any, split: Split = "tra
     return _shuffled_labels(tables[0], config.seed), tables[1]
 
 
-def prompt_dataset(config: RLHFConfig, tokenizer: Any, split: Split = "train") -> Tables:
+def prompt_dataset(
+    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
+) -> Tables:
     """Step 3's table: ``prompt_ids`` (P,), ``prompt``, ``prompt_text``, ``index``; P <=
     max_prompt_seq_len.
 
-    ``prompt`` is what the ids were made of, text or chat messages, as JSON.
-
-    ``prompt_text`` is the prompt as the gold scorer and the log want it: a text prompt, or the last
-    user turn. ``index`` numbers the examples before any is dropped. Prompts that are too long are
-    dropped, not cut. The other columns of a row go along for reward functions: `prompt_columns`
-    names them, `prompts_of` has their values.
+    ``prompt`` is the source of the ids, text or chat messages, as JSON. ``prompt_text``, for the
+    gold scorer and the log, is a text prompt or the last user turn. ``index`` numbers the examples
+    before any is dropped. Prompts that are too long are dropped, not cut. The table keeps a row's
+    other columns for reward functions: `prompt_columns` names them, `prompts_of` unpacks them.
 
     Returns and raises like ``sft_dataset``.
     """
@@ -115,36 +117,36 @@ def prompt_dataset(config: RLHFConfig, tokenizer: Any, split: Split = "train") -
 def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: Callable, columns: dict
 ) -> Tables:
-    """Load a step's examples, tokenise the splits asked for, report and drop what is unusable."""
+    """Load a step's examples, tokenise the requested splits, report and drop unusable rows."""
     if config.streaming:
         stream = ExampleStream(config, purpose, config.seed)
         train, held_out = stream, stream.held_out()
     else:
         train, held_out = load_examples(config, purpose)
-    made = []
+    tables = []
     for name, examples in (("train", train), ("eval", held_out)):
         if split in (name, "both"):
             title = f"{purpose} {name} data"
             if isinstance(examples, ExampleStream):
-                made.append(_stream(title, examples, make_rows, columns))
+                tables.append(_stream(title, examples, make_rows, columns))
             else:
-                made.append(tokenised(title, examples, make_rows, columns)[0])
-    return made[0] if len(made) == 1 else tuple(made)
+                tables.append(tokenised(title, examples, make_rows, columns)[0])
+    return tables[0] if len(tables) == 1 else tuple(tables)
 
 
 def tokenised(
     name: str, examples: Dataset, make_rows: Callable, columns: dict[str, Any]
 ) -> tuple[Dataset, DataReport]:
-    """A table of ``columns``, made by ``make_rows`` from examples, and the report that was logged.
+    """A table of ``columns``, made by ``make_rows`` from examples; and its report, also logged.
 
-    The columns that examples carry for reward functions go along.
+    The columns that examples carry for reward functions are kept.
 
     Raises:
-        UserError: no row is left.
+        UserError: no rows are left.
     """
     carried = dict.fromkeys(filter(is_packed, examples.column_names), Value("string"))
     features = Features({**columns, **carried, "problem": _NOTE, "cut": _NOTE})
-    # `map` over no rows would hand back a table without columns
+    # `map` over an empty table would return one without columns
     table = Dataset.from_dict({column: [] for column in features}, features=features)
     if len(examples):
         table = mapped(
@@ -157,7 +159,9 @@ def tokenised(
         )
     report, kept = read_report(name, table, next(iter(columns)))
     if not len(kept) and len(table):
-        raise UserError(f"no row is left of the {report}; check the data or allow longer sequences")
+        raise UserError(
+            f"no rows are left of the {report}; check the data or allow longer sequences"
+        )
     logger.info("%s", report)
     rows = table.remove_columns(["problem", "cut"])
     return (rows if len(kept) == len(table) else rows.select(kept)), report
@@ -169,7 +173,7 @@ def _stream(
     """A stream of tokenised rows.
 
     Raises:
-        UserError: none of the first examples can be used: step after step would train nothing.
+        UserError: none of the first examples is usable, so no step would train anything.
     """
     tally = Tally(name)
     stream = RowStream(
@@ -181,10 +185,10 @@ def _stream(
     for _ in range(_NUM_PROBED // 50):
         rows = _encode(list(islice(first, 50)), make_rows, probe)
         if rows:
-            logger.info("%s: read as training goes (--streaming)", name)
+            logger.info("%s: streamed during training (--streaming)", name)
             return stream
     raise UserError(
-        f"no row is left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check the "
+        f"no rows are left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check the "
         "data or allow longer sequences"
     )
 
@@ -192,12 +196,12 @@ def _stream(
 def _encode(
     examples: list[tuple[int, dict[str, str]]], make_rows: Callable, tally: Tally
 ) -> list[dict[str, Any]]:
-    """Numbered examples as rows; what cannot be used is counted and left out."""
+    """Numbered examples as rows; unusable ones are counted and left out."""
     if not examples:
         return []
     batch = {name: [row[name] for _, row in examples] for name in examples[0][1]}
-    made = make_rows(batch, [index for index, _ in examples])
-    rows = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+    columns = make_rows(batch, [index for index, _ in examples])
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for row in rows:
         if row["problem"]:
             tally.add(row["problem"])
@@ -208,7 +212,7 @@ def _encode(
 def _sft_rows(
     batch: dict[str, list[str]],
     indices: list[int],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     train_on_prompt: bool,
 ) -> dict[str, list]:
@@ -224,7 +228,10 @@ def _sft_rows(
 
 
 def _pair_rows(
-    batch: dict[str, list[str]], indices: list[int], tokenizer: Any, max_len: int
+    batch: dict[str, list[str]],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_len: int,
 ) -> dict[str, list]:
     rows = []
     for encoded in encode_examples(tokenizer, _examples(batch), ("chosen", "rejected")):
@@ -247,7 +254,10 @@ def _pair_rows(
 
 
 def _prompt_rows(
-    batch: dict[str, list[str]], indices: list[int], tokenizer: Any, max_len: int
+    batch: dict[str, list[str]],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_len: int,
 ) -> dict[str, list]:
     rows = []
     examples = _examples(batch)
@@ -258,7 +268,7 @@ def _prompt_rows(
             {
                 "prompt_ids": encoded.prompt_ids,
                 "prompt": json.dumps(example.prompt),
-                "prompt_text": _asked(example.prompt),
+                "prompt_text": _question(example.prompt),
                 "index": index,
                 "problem": encoded.problem
                 or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
@@ -271,10 +281,11 @@ def _prompt_rows(
 def _fit(
     encoded: Encoded, num_answers: int, max_len: int, bos: Optional[int]
 ) -> tuple[list[int], list[bool], list[list[int]], str]:
-    """Cut an example to ``max_len``: (prompt ids, their targets, answers, what was lost).
+    """Cut an example to ``max_len``: (prompt ids, their targets, answers, parts that were lost).
 
-    The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all where it is shorter: answers
-    without their question teach nothing. And one token at least, for the first one to follow.
+    The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all of it if it is shorter:
+    answers without their question teach nothing. At least one token stays, since the answer's first
+    token needs one before it.
     """
     prompt, targets = encoded.prompt_ids, encoded.prompt_targets
     if encoded.problem:
@@ -284,7 +295,7 @@ def _fit(
     lost = []
     if keep < len(prompt):
         lost.append(CUT_PROMPT)
-        # a model that always read a BOS first must find it here too
+        # keep the BOS: the model has always seen one first
         head = 1 if prompt[0] == bos and keep > 1 else 0
         tail = len(prompt) - (keep - head)
         prompt, targets = prompt[:head] + prompt[tail:], targets[:head] + targets[tail:]
@@ -295,7 +306,7 @@ def _fit(
 
 
 def _shuffled_labels(pairs: Table, seed: int) -> Table:
-    """``pairs`` with chosen and rejected swapped in a seeded half of them."""
+    """``pairs``, a seeded half of them with chosen and rejected swapped."""
     if isinstance(pairs, RowStream):
         return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
     swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
@@ -303,7 +314,7 @@ def _shuffled_labels(pairs: Table, seed: int) -> Table:
 
 
 def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
-    """Like ``_shuffled_labels``, of a stream: a pair is swapped by a hash of its own tokens."""
+    """``_shuffled_labels`` for a stream: a hash of its tokens decides whether a pair is swapped."""
     rows = encode(examples)
     swap = [key_hash(str(row["chosen_ids"]), f"swap:{seed}") % 2 == 1 for row in rows]
     return [{**row, **_swap_where(row, i, swap)} for i, row in enumerate(rows)]
@@ -315,12 +326,12 @@ def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, 
     return {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
 
 
-def _asked(prompt: Content) -> str:
-    """A text prompt, or what the user said last."""
+def _question(prompt: Content) -> str:
+    """A text prompt, or the last user turn."""
     if isinstance(prompt, str):
         return prompt
-    said = [turn["content"] for turn in prompt if turn["role"] == "user"]
-    return said[-1] if said else prompt[-1]["content"]
+    questions = [turn["content"] for turn in prompt if turn["role"] == "user"]
+    return questions[-1] if questions else prompt[-1]["content"]
 
 
 def _examples(batch: dict[str, list[str]]) -> list[Example]:

@@ -71,7 +71,7 @@ def test_step_3_shows_what_reward_functions_will_get():
     assert "\n    level = None\n    reference = '4'\n    tests = ['ttt" in text
     assert text.endswith("t ...")
     alone = write("y.jsonl", [{"prompt": "hi"}])
-    assert "functions: nothing" in report(alone, eval_fraction=0.0, data_split="0,0,1", step="3")
+    assert "functions: none" in report(alone, eval_fraction=0.0, data_split="0,0,1", step="3")
 
 
 def test_what_was_left_out_and_which_steps_cannot_use_it():
@@ -79,7 +79,7 @@ def test_what_was_left_out_and_which_steps_cannot_use_it():
     path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])
     text = " ".join(report(path).split())
     assert "dropped 1 of 21 rows (1 with no usable prompt); namely: x.jsonl:21: no usable" in text
-    assert "step 2 (reward model) not with this data: --data_path: x.jsonl has no rejected" in text
+    assert "step 2 (reward model) cannot use this data: --data_path: x.jsonl has no rejected" in text
     with pytest.raises(UserError, match="no rejected answers"):
         report(path, step="2")
     with pytest.raises(UserError, match="x.jsonl:21"):

@@ -204,7 +204,7 @@ def test_no_prompt_of_use_is_an_error_and_no_endless_search(write):
         **STEP, data_path=[write(pairs(50))], data_split="0,0,1", max_prompt_seq_len=1
     )
     with pytest.raises(
-        UserError, match="no row is left of the first 1000 .*--max_prompt_seq_len 1"
+        UserError, match="no rows are left of the first 1000 .*--max_prompt_seq_len 1"
     ):
         prompt_dataset(config, TOKENIZER)
 
