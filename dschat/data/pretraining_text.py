@@ -16,7 +16,7 @@ from dschat.data.report import read_report
 from dschat.data.segments import require_eos
 from dschat.data.sources.resolve import RawRows, broken_line, read_source
 from dschat.data.sources.stream import shuffled
-from dschat.data.sources.table_cache import kept_on_disk, mapped
+from dschat.data.sources.table_cache import cached_table, mapped
 from dschat.data.sources.turns import storable
 
 logger = logging.getLogger("dschat")
@@ -58,7 +58,7 @@ def text_dataset(
             raise no_text
         return RowStream(blocks, encode=list)
     content = repr(["text", rows.stamp, rows.name, column, skip])
-    table = kept_on_disk(content, Features({"text": Value("string")}), texts)
+    table = cached_table(content, Features({"text": Value("string")}), texts)
     if not len(table):
         raise no_text
     blocks = mapped(

@@ -79,7 +79,9 @@ def test_what_was_left_out_and_which_steps_cannot_use_it():
     path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])
     text = " ".join(report(path).split())
     assert "dropped 1 of 21 rows (1 with no usable prompt); namely: x.jsonl:21: no usable" in text
-    assert "step 2 (reward model) cannot use this data: --data_path: x.jsonl has no rejected" in text
+    assert (
+        "step 2 (reward model) cannot use this data: --data_path: x.jsonl has no rejected" in text
+    )
     with pytest.raises(UserError, match="no rejected answers"):
         report(path, step="2")
     with pytest.raises(UserError, match="x.jsonl:21"):

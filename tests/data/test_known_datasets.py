@@ -7,9 +7,10 @@ import pytest
 
 from dschat.config import CommonConfig, UserError
 from dschat.data.sources import splits
+from dschat.data.sources.adapters import Example
 from dschat.data.sources.known_datasets import ADAPTERS
 from dschat.data.sources.resolve import Splits, table_rows
-from dschat.data.sources.splits import Example, load_examples
+from dschat.data.sources.splits import load_examples
 
 SFT, RM, PPO = "sft", "reward", "rlhf"
 

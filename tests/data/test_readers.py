@@ -13,8 +13,9 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from dschat.config import CommonConfig, UserError
 from dschat.data.sources import readers, resolve
+from dschat.data.sources.adapters import Example
 from dschat.data.sources.readers import read_lines
-from dschat.data.sources.splits import Example, load_examples
+from dschat.data.sources.splits import load_examples
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def test_a_pattern_without_files_and_a_path_without_anything(tmp_path):
     for name, words in (("*.jsonl", "matches no file"), ("no/", "no such data file")):
         with pytest.raises(UserError, match=words):
             load(f"{tmp_path}/{name}")
-    with pytest.raises(UserError, match="no name the hub could have"):
+    with pytest.raises(UserError, match="neither a file nor a valid hub name"):
         load("what is this")
 
 

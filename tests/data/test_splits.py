@@ -6,12 +6,14 @@ from collections import Counter
 from hashlib import blake2b
 
 import datasets
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.sources.splits import Example, cut, load_examples, parse_spec
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import cut, key_hash, load_examples, parse_spec
 
 USER, REPLY, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text}
@@ -203,7 +205,7 @@ def test_what_is_wrong_with_a_file_fits_in_one_line(write, name, text, words):
         ("nowhere/x.jsonl", {}, ["no such data file", "nowhere/x.jsonl"]),
         ("/nowhere/x", {}, ["no such data file"]),
         ("no-such/data", {}, ["no-such/data", "check the name"]),
-        ("builtin/chess", {}, ["builtin/chat and builtin/arithmetic"]),
+        ("builtin/chess", {}, ["builtin/chat or builtin/arithmetic"]),
         ("builtin/chat:0", {}, ["weight", "above 0"]),
         ("builtin/chat:-1", {}, ["weight", "above 0"]),
         ("builtin/chat:nan", {}, ["weight", "above 0"]),
@@ -270,6 +272,10 @@ def test_a_weight_is_how_often_each_row_stands(write, weight, rows):
 # -- parts
 
 
+def parts_of(keys, shares, salt):
+    return cut(np.array([key_hash(key, salt) for key in keys], np.uint64), shares).tolist()
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=60),
@@ -277,7 +283,7 @@ def test_a_weight_is_how_often_each_row_stands(write, weight, rows):
     st.randoms(use_true_random=False),
 )
 def test_cut_keeps_equal_keys_together_and_does_not_see_the_order(keys, shares, random):
-    parts = cut(keys, shares, "salt")
+    parts = parts_of(keys, shares, "salt")
     where = dict(zip(keys, parts, strict=True))
     assert parts == [where[key] for key in keys]
     largest = max(Counter(keys).values())
@@ -286,14 +292,14 @@ def test_cut_keeps_equal_keys_together_and_does_not_see_the_order(keys, shares, 
         assert abs(parts.count(part) - ideal) <= largest
         assert share or not parts.count(part)
     shuffled = random.sample(keys, len(keys))
-    assert cut(shuffled, shares, "salt") == [where[key] for key in shuffled]
+    assert parts_of(shuffled, shares, "salt") == [where[key] for key in shuffled]
 
 
 def test_cut_lays_keys_in_the_order_of_their_hashes():
     keys = [f"prompt {i}" for i in range(20)]
     order = sorted(keys, key=lambda key: blake2b(f"split:5:{key}".encode()).digest())
     expected = {key: 0 if i < 4 else 1 if i < 12 else 2 for i, key in enumerate(order)}
-    assert cut(keys, (2, 4, 4), "split:5") == [expected[key] for key in keys]
+    assert parts_of(keys, (2, 4, 4), "split:5") == [expected[key] for key in keys]
 
 
 def test_three_steps_get_disjoint_prompts_and_together_all(write):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.segments import _warn_once, encode_examples
-from dschat.data.sources.splits import Example
+from dschat.data.sources.adapters import Example
 from dschat.data.tokenize import (
     preference_dataset,
     prompt_dataset,

@@ -1,11 +1,7 @@
-"""What a data set's columns mean: the table of known data sets, and the form all rows take.
+"""Maps a raw row's columns to an ``Example``, or says why the row is unusable.
 
-Comes in: a raw row (a dict) and the adapter of its source. Goes out: an ``Example``'s fields, or
-the reason why the row is of no use. Pure functions of rows. Must not know files, blends, splits or
-tokenizers.
-
-A data set is one row of ``ADAPTERS`` (``table.py``); files and unknown hub names take the first row
-of ``GENERIC`` that fits.
+A known data set has its own row in ``ADAPTERS`` (``known_datasets.py``); files and unknown hub
+names use the first row of ``GENERIC`` that fits. All functions are pure.
 """
 
 import json
@@ -33,16 +29,15 @@ PURPOSES: tuple[Purpose, ...] = (
 )  # steps 1, 2, 3, as --data_split orders them
 CONTENT_FIELDS = ("prompt", "chosen", "rejected")
 
-Found = Union[Content, Unusable, None]
+Parsed = Union[Content, Unusable, None]
 
 
 @dataclass
 class Example:
-    """A prompt, the preferred answer and another one: all text, or all chat messages.
+    """A prompt with its chosen and rejected answers: all text, or all chat messages.
 
-    ``chosen`` and ``rejected`` are None where a step does not need them. As messages, an answer is
-    a list of one assistant turn. In a table each field is a JSON string, so that one schema holds
-    both forms.
+    ``chosen`` and ``rejected`` are None if a step does not need them. As messages, an answer is a
+    list of one assistant turn. Tables store each field as a JSON string: one schema for both forms.
     """
 
     prompt: Content
@@ -60,10 +55,10 @@ class Example:
 def choose_adapter(
     name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
 ) -> ColumnAdapter:
-    """A source's own adapter, or the first generic one that fits; column flags override.
+    """The adapter of a known data set, or the first generic one that fits; column flags override.
 
     Raises:
-        UserError: a named column is missing, or nothing fits; the line lists the columns there are.
+        UserError: a named column is missing, or nothing fits; the line lists the source's columns.
     """
     present = listed(columns)
     given = {}
@@ -75,16 +70,16 @@ def choose_adapter(
             given[role] = column
     if "messages" in given:
         return ColumnAdapter(messages=given["messages"])
-    own = known_adapter(name)
-    for row in (own,) if own else GENERIC:
-        # a dialogue row has no columns for these flags to stand in for
+    known = known_adapter(name)
+    for row in (known,) if known else GENERIC:
+        # a dialogue row has no columns that these flags could override
         adapter = row if row.messages and given else replace(row, **given)
-        adapter = adapter if own else adapter.spelled(columns)
+        adapter = adapter if known else adapter.match_case(columns)
         fits = all(_has(columns, column) for column in adapter.columns)
         if fits and set(given.values()) <= set(adapter.columns):
             return adapter
-    if own:
-        raise UserError(f"{flag}: {name} should have {', '.join(own.columns)}; it has: {present}")
+    if known:
+        raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
     raise UserError(
         f"{flag}: {name} has the columns {present}; name those that hold the data with "
         "--prompt_column, --chosen_column and --rejected_column, or --messages_column"
@@ -100,7 +95,7 @@ def known_adapter(name: str) -> Optional[ColumnAdapter]:
 def require_answers(
     name: str, adapter: ColumnAdapter, purpose: Purpose, columns: Sequence[str], flag: str
 ) -> None:
-    """Refuse a source that has no column at all for the answers that ``purpose`` learns from."""
+    """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
     needs = {
         "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
         "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
@@ -121,8 +116,8 @@ def normalise(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     ``problem`` says why ``purpose`` cannot use the row, "" if it can.
 
     Rows with equal keys share their prompt (dialogues: their opening, up to the first answer) and
-    must not be parted. The key is the same for every purpose; it is "" where the row has no usable
-    prompt.
+    must go to the same step. The key is the same for every purpose; it is "" if the row has no
+    usable prompt.
     """
     prompt, chosen, rejected, demonstration = _read_row(row, adapter)
     key = "" if isinstance(prompt, Unusable) or not prompt else _opening(prompt)
@@ -158,7 +153,7 @@ def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
 
 
 def listed(columns: Sequence[str]) -> str:
-    """Column names for people to read: the first twenty."""
+    """The first twenty column names, for a message."""
     more = f", and {len(columns) - 20} more" if len(columns) > 20 else ""
     return ", ".join(columns[:20]) + more
 
@@ -167,20 +162,20 @@ def _has(columns: Sequence[str], path: str) -> bool:
     return path in columns or path.partition(".")[0] in columns
 
 
-def _because(found: Found) -> str:
-    return f" ({found.why})" if isinstance(found, Unusable) else ""
+def _because(content: Parsed) -> str:
+    return f" ({content.why})" if isinstance(content, Unusable) else ""
 
 
-def _is_answer(found: Found) -> bool:
-    return bool(found) and not isinstance(found, Unusable)
+def _is_answer(content: Parsed) -> bool:
+    return bool(content) and not isinstance(content, Unusable)
 
 
-def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Found, Found, Found, Found]:
-    """Prompt, chosen, rejected and SFT's answer: all text or all messages, where usable."""
+def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Parsed, Parsed, Parsed, Parsed]:
+    """Prompt, chosen, rejected and SFT's answer; all text or all messages if usable."""
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        return (*_part(read_dialogue(look_up(row, adapter.messages))), None, None)
+        return (*_split_answer(read_dialogue(look_up(row, adapter.messages))), None, None)
     prompt, *answers = (
         read_content(look_up(row, column))
         for column in (adapter.prompt, adapter.chosen, adapter.rejected, adapter.sft)
@@ -188,29 +183,29 @@ def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Found, Found
     if isinstance(prompt, Unusable):
         return prompt, None, None, None
     if adapter.prompt is None:
-        prompts, answers = zip(*(_part(answer) for answer in answers), strict=True)
-        return _agreed(prompts, answers)
+        prompts, answers = zip(*(_split_answer(answer) for answer in answers), strict=True)
+        return _same_prompt(prompts, answers)
     turns = any(isinstance(answer, list) for answer in answers)
     if isinstance(prompt, str) and (adapter.as_chat or turns):
-        prompt = _asked(row, adapter, prompt)
+        prompt = _as_turns(row, adapter, prompt)
     if prompt is None and turns:
-        prompt = []  # the dialogues may have it
+        prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
         return prompt, *map(_filled, answers)
     prompts, answers = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
-    return _agreed((*prompts, prompt), answers)
+    return _same_prompt((*prompts, prompt), answers)
 
 
-def _agreed(prompts: Sequence[Found], answers: Sequence[Found]) -> tuple[Found, ...]:
-    """The first prompt there is, and the answers; one to another prompt is no use beside it."""
+def _same_prompt(prompts: Sequence[Parsed], answers: Sequence[Parsed]) -> tuple[Parsed, ...]:
+    """The first non-empty prompt and the answers; those to another prompt become unusable."""
     prompt = next((p for p in prompts if p), None)
     other = Unusable("it answers another prompt than the chosen one")
     pairs = zip(prompts, answers, strict=False)
     return prompt, *(other if _is_answer(a) and p != prompt else a for p, a in pairs)
 
 
-def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
-    """A text prompt as the turns of a chat, with the context and the system's words of its row."""
+def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
+    """A text prompt as chat turns, with the context and the system message of its row."""
     if not prompt.strip():
         return None
     context, system = (look_up(row, column) for column in (adapter.context, adapter.system))
@@ -222,15 +217,15 @@ def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional
     return turns
 
 
-def _filled(answer: Found) -> Found:
-    """A text answer, or None if it is blank."""
+def _filled(answer: Parsed) -> Parsed:
+    """A text answer, None if it is blank."""
     if isinstance(answer, str):
         return answer if answer.strip() else None
     return answer if isinstance(answer, Unusable) else None
 
 
-def _part(dialogue: Found) -> tuple[Found, Found]:
-    """A dialogue's prompt and last answer; one that ends with the user's turn is all prompt."""
+def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
+    """A dialogue's prompt and last answer; if it ends with a user turn, all of it is the prompt."""
     if isinstance(dialogue, str):
         parts = split_text(dialogue)
         if not parts:
@@ -242,27 +237,31 @@ def _part(dialogue: Found) -> tuple[Found, Found]:
     return dialogue, None
 
 
-def _continued(prompt: list[Turn], answer: Found) -> tuple[Found, Found]:
-    """The (prompt, answer turn) of a text, a continuation of ``prompt`` or a whole dialogue."""
+def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
+    """Prompt and answer turn, where ``answer`` is text, further turns or a whole dialogue."""
     if isinstance(answer, list):
-        return _part(prompt + answer if answer[0]["role"] == "assistant" else answer)
+        return _split_answer(prompt + answer if answer[0]["role"] == "assistant" else answer)
     if _is_answer(_filled(answer)):
         answer = [{"role": "assistant", "content": answer}]
     return prompt, answer or None
 
 
-def _demonstration(prompt: Content, chosen: Found, demonstration: Found) -> tuple[Content, Found]:
-    """What SFT learns: demonstration or chosen answer, or an unanswered dialogue's last one."""
+def _demonstration(
+    prompt: Content, chosen: Parsed, demonstration: Parsed
+) -> tuple[Content, Parsed]:
+    """Prompt and answer for SFT: the demonstration, the chosen answer, or, of a dialogue that ends
+    with a user turn, its last answer.
+    """
     answer = demonstration if _is_answer(demonstration) else chosen
     if not answer and isinstance(prompt, list):
         ends = [i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i]
         if ends:
-            return _part(prompt[: ends[-1] + 1])
+            return _split_answer(prompt[: ends[-1] + 1])
     return prompt, answer
 
 
 def _opening(prompt: Content) -> str:
-    """The text that tells prompts apart: all of it, or a dialogue up to its first answer."""
+    """The text that identifies a prompt: all of it, or a dialogue up to its first answer."""
     if isinstance(prompt, str):
         return prompt.strip()
     answers = [i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i]

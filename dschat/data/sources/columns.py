@@ -1,9 +1,7 @@
-"""A row's own columns, on their way to the reward functions of step 3.
+"""Packs a row's other columns into the tables, for the reward functions of step 3.
 
-Comes in: raw rows. Goes out: the same values beside the prompts they belong to. On the way each
-column is a column of the tables, under a name that cannot be one of ours, and each value a JSON
-text: so that one schema holds text, numbers, lists and objects, whatever the sources. Must not know
-what columns mean, but for the one that is the prompt.
+Each column gets a prefixed name, which cannot clash with the tables' own, and each value is stored
+as JSON: so one schema holds text, numbers, lists and objects of any source.
 """
 
 import json
@@ -12,28 +10,28 @@ from typing import Any, Optional
 
 from dschat.data.sources.known_datasets import ColumnAdapter
 
-_MARK = "column: "
+_PREFIX = "column: "
 
 
 def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
-    """The tables' names for a source's own ``columns``: all but the one that is the prompt.
+    """The tables' names for a source's ``columns``: all except the prompt.
 
-    A dialogue goes along whole, since it holds the answer too.
+    A dialogue is kept whole, since it holds the answer too.
     """
-    return [_MARK + column for column in columns if column != adapter.prompt]
+    return [_PREFIX + column for column in columns if column != adapter.prompt]
 
 
 def is_packed(name: str) -> bool:
-    """Whether a table's column holds a source's own one."""
-    return name.startswith(_MARK)
+    """Whether a table's column is a packed column of the source."""
+    return name.startswith(_PREFIX)
 
 
 def pack(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Optional[str]]:
-    """The values of a raw row under ``names``, as JSON; None where it has none.
+    """The values of a raw row under ``names``, as JSON; None if absent.
 
-    What JSON cannot hold (a date, bytes) becomes text.
+    Values that JSON cannot represent (dates, bytes) become text.
     """
-    values = {name: row.get(name.removeprefix(_MARK)) for name in names}
+    values = {name: row.get(name.removeprefix(_PREFIX)) for name in names}
     return {
         name: None if value is None else json.dumps(value, default=str)
         for name, value in values.items()
@@ -41,13 +39,13 @@ def pack(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Optional[str
 
 
 def unpack(rows: Sequence[Mapping[str, Any]], columns: Collection[str]) -> dict[str, list[Any]]:
-    """Column -> its values in the rows of a table, as they were; None where a row has none."""
-    return {column: [_value(row.get(_MARK + column)) for row in rows] for column in columns}
+    """Column -> its original values in the rows of a table; None if a row has none."""
+    return {column: [_value(row.get(_PREFIX + column)) for row in rows] for column in columns}
 
 
 def unpacked_names(names: Iterable[str]) -> set[str]:
-    """The sources' own columns among a table's ``names``."""
-    return {name.removeprefix(_MARK) for name in names if is_packed(name)}
+    """The original names of the packed columns among a table's ``names``."""
+    return {name.removeprefix(_PREFIX) for name in names if is_packed(name)}
 
 
 def _value(packed: Optional[str]) -> Any:

@@ -1,9 +1,9 @@
-"""The table of known data sets: a row says which column holds what.
+"""Lists the known data sets: which column holds the prompt, which the answers.
 
-Nothing comes in; ``ADAPTERS`` (by hub name) and ``GENERIC`` (by columns) go out. A row may carry
-one pure function where columns alone do not say it. Must not know how values are read, nor files.
+``ADAPTERS`` goes by hub name, ``GENERIC`` by columns. A row may carry a pure function that rewrites
+raw rows if naming columns is not enough.
 
-A column may be a path into what it holds: ``answers.0.text`` is the text of the first answer.
+A column may be a path into its value: ``answers.0.text`` is the text of the first answer.
 """
 
 import re
@@ -18,20 +18,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ColumnAdapter:
-    """Which column holds what. Answers may be text or message lists, whole dialogues included."""
+    """Role -> column. Answers may be text, messages or whole dialogues."""
 
     prompt: Optional[str] = None
     chosen: Optional[str] = None
     rejected: Optional[str] = None
     messages: Optional[str] = None  # a whole dialogue: its last assistant turn is the answer
-    sft: Optional[str] = None  # the answer that step 1 learns, where it is not `chosen`
-    as_chat: bool = False  # the prompt is what a user said: make it a turn of a chat
-    context: Optional[str] = None  # what a prompt that is asked is about, if a row has it
-    system: Optional[str] = None  # the system's words before such a prompt
+    sft: Optional[str] = None  # the answer that step 1 trains on, if not `chosen`
+    as_chat: bool = False  # turn the prompt into the user turn of a chat
+    context: Optional[str] = None  # text appended to an `as_chat` prompt
+    system: Optional[str] = None  # the system message before an `as_chat` prompt
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
-    reads: tuple[str, ...] = ()  # columns that `rewrite` needs besides
-    source: Optional[str] = None  # NAME or NAME:CONFIG where the rows really lie
-    eval_split: Optional[str] = None  # the held-out split, where it is not `test`
+    reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
+    source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
+    eval_split: Optional[str] = None  # the held-out split, if not `test`
 
     @property
     def roles(self) -> dict[str, str]:
@@ -43,19 +43,19 @@ class ColumnAdapter:
     def columns(self) -> list[str]:
         return [*dict.fromkeys([*self.roles.values(), *self.reads])]
 
-    def spelled(self, columns: Sequence[str]) -> "ColumnAdapter":
-        """With columns spelled as they are there: case does not matter."""
-        there = {column.lower(): column for column in columns}
+    def match_case(self, columns: Sequence[str]) -> "ColumnAdapter":
+        """A copy with the spelling of ``columns``: matching ignores case."""
+        by_lower = {column.lower(): column for column in columns}
         spelling = {
-            role: there[column.lower()]
+            role: by_lower[column.lower()]
             for role, column in self.roles.items()
-            if column not in columns and column.lower() in there
+            if column not in columns and column.lower() in by_lower
         }
         return replace(self, **spelling) if not self.rewrite else self
 
 
 def _by_score(row: Row) -> Row:
-    """WebGPT: the answer of the higher score first; citations such as [1] or [2, 3] taken out."""
+    """WebGPT: the answer with the higher score first; citations such as [1] or [2, 3] removed."""
     first, second = (_uncited(row.get(column)) for column in ("answer_0", "answer_1"))
     scores = [row.get("score_0"), row.get("score_1")]
     try:
@@ -72,7 +72,7 @@ def _uncited(answer: Any) -> Any:
 
 
 def _by_label(row: Row) -> Row:
-    """SHP: 1 says that people preferred A."""
+    """SHP: label 1 means that annotators preferred A."""
     a, b, label = row.get("human_ref_A"), row.get("human_ref_B"), str(row.get("labels"))
     if label not in ("0", "1"):
         a, b = Unusable("a label that is neither 0 nor 1"), None
@@ -80,8 +80,8 @@ def _by_label(row: Row) -> Row:
     return {"human_ref_A": chosen, "human_ref_B": rejected}
 
 
-def _name_at_prompt(row: Row) -> Row:
-    """The assistant's name, which opens these answers, closes the prompt, as everywhere else."""
+def _move_name_to_prompt(row: Row) -> Row:
+    """``Assistant:`` moves from the start of the answers to the end of the prompt."""
     mark = "Assistant:"
     answers = {
         column: row[column].split(mark)[-1] if isinstance(row.get(column), str) else None
@@ -92,7 +92,7 @@ def _name_at_prompt(row: Row) -> Row:
 
 
 def _vicuna(row: Row) -> Row:
-    """Prompts that are dialogues of USER: and ASSISTANT:, answers that end with </s>."""
+    """Prompts are dialogues of USER: and ASSISTANT:, answers end with </s>."""
     label = row.get("label")
     label = label.removesuffix("</s>") if isinstance(label, str) else label
     return {"prompt": vicuna_turns(row.get("prompt")), "label": label}
@@ -135,11 +135,11 @@ ADAPTERS = {
         "prompt", "chosen", "rejected", sft="demonstration", as_chat=True
     ),
     "builtin/arithmetic": ColumnAdapter("prompt", sft="demonstration", as_chat=True),
-    # the sets that DeepSpeed-Chat knows
+    # the data sets of DeepSpeed-Chat
     "Dahoas/rm-static": _PAIRS,
     "Dahoas/full-hh-rlhf": _PAIRS,
     "Dahoas/synthetic-instruct-gptj-pairwise": replace(_PAIRS, as_chat=True),
-    "yitingxie/rlhf-reward-datasets": replace(_PAIRS, rewrite=_name_at_prompt),
+    "yitingxie/rlhf-reward-datasets": replace(_PAIRS, rewrite=_move_name_to_prompt),
     "openai/webgpt_comparisons": _WEBGPT,
     "stanfordnlp/SHP": _SHP,
     "pvduy/sharegpt_alpaca_oa_vicuna_format": ColumnAdapter(
@@ -156,7 +156,7 @@ ADAPTERS = {
         "questions.0", "paragraph", as_chat=True, eval_split="validation"
     ),
     "local/jsonfile": replace(_PAIRS, source="./data"),  # ./data/train.json, ./data/eval.json
-    # today's, where their columns alone do not say it
+    # current data sets whose columns are ambiguous
     "Intel/orca_dpo_pairs": _ORCA_PAIRS,
     "tatsu-lab/alpaca": _ALPACA,
 }
@@ -166,10 +166,10 @@ GENERIC = (
     _SHP,
     replace(_MIRACL, eval_split=None),
     _ORCA_PAIRS,
-    # answers of two kinds
+    # chosen and rejected answers
     _PAIRS,
     ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
-    ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ at the end
+    ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ in the last turn
     # one answer
     ColumnAdapter("prompt", "chosen"),
     ColumnAdapter("prompt", "completion"),
@@ -194,11 +194,11 @@ GENERIC = (
     ColumnAdapter(messages="conversations"),
     ColumnAdapter(messages="conversation"),
     ColumnAdapter(messages="dialogue"),
-    # prompts alone, for step 3
+    # prompts only, for step 3
     ColumnAdapter("prompt"),
     ColumnAdapter("question", as_chat=True),
     ColumnAdapter("problem", as_chat=True),
     ColumnAdapter("instruction", as_chat=True),
     ColumnAdapter("query", as_chat=True),
-    ColumnAdapter(messages="text"),  # a dialogue written out, as Human: ... Assistant: ...
+    ColumnAdapter(messages="text"),  # a dialogue as text, Human: ... Assistant: ...
 )

@@ -1,12 +1,10 @@
-"""Local files as rows, one at a time: JSON, CSV and TSV, Parquet, text; plain or gzipped.
+"""Reads local files row by row: JSON, CSV, TSV, Parquet and text, plain or gzipped.
 
-Comes in: a path. Goes out: a ``Line`` for every row, which says where it stands and holds the row,
-or what is wrong with it. Memory holds one row (JSON lists and Parquet: one chunk) at a time. Must
-not know columns, splits, or what is done about a fault.
+Every row is a ``Line`` with its place and the row, or its fault. Memory holds one row (JSON lists
+and Parquet: one chunk) at a time.
 
-Our own readers rather than the ``datasets`` library's: they name the line of a fault and go on
-behind it, keep a text such as ``NA`` or ``007`` as it is, and do not mind a column that is a
-number here and a text there.
+Why not the readers of ``datasets``: these name the line of a fault and continue after it, keep
+texts such as ``NA`` and ``007`` unchanged, and accept columns that mix numbers and texts.
 """
 
 import codecs
@@ -25,12 +23,12 @@ SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
 _CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"\s*")
-_MAX_FIELD = 1 << 27  # characters of a CSV field: beyond, a quotation mark was never closed
+_MAX_FIELD = 1 << 27  # characters of a CSV field; a longer one has an unclosed quotation mark
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
 
 
 class Line(NamedTuple):
-    """A row of a source and where a person finds it; without a row, what is wrong there."""
+    """A row of a source with its place, or, without a row, the fault at that place."""
 
     where: str
     row: Optional[dict[str, Any]]
@@ -38,15 +36,15 @@ class Line(NamedTuple):
 
 
 def kind_of(path: str) -> str:
-    """The suffix that says how to read ``path``, below a ``.gz``: ".jsonl" for ``a.JSONL.gz``."""
+    """The suffix of ``path`` without ``.gz``, in lower case: ".jsonl" for ``a.JSONL.gz``."""
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
 def read_lines(path: str) -> Iterator[Line]:
     """The rows of a file, one by one.
 
-    A .txt file gives a row for every paragraph (blank lines part them), in the column ``text``.
-    Raises ``OSError`` for a file that cannot be opened; a damaged one ends with a fault.
+    A .txt file gives one row per paragraph (separated by blank lines), in the column ``text``.
+    Raises ``OSError`` for a file that cannot be opened; a damaged file ends with a fault.
     """
     name, kind = path, kind_of(path)
     if kind == PARQUET_SUFFIX:
@@ -65,7 +63,7 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
-    """Numbered lines from 1, without a byte order mark; None for one that is not UTF-8."""
+    """Lines numbered from 1, without a byte order mark; None for a line that is not UTF-8."""
     for number, line in enumerate(file, start=1):
         try:
             yield number, (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
@@ -77,9 +75,9 @@ def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
 
 
 def _json(file: BinaryIO, name: str) -> Iterator[Line]:
-    """An object a line; or, whatever the file is called, one list, or objects over several lines.
+    """One object per line, one list, or objects over several lines.
 
-    Which it is shows at the first line that is not blank.
+    The first non-blank line decides which, not the file's suffix.
     """
     first = next((line for line in file if line.strip(b" \t\r\n" + _BOM)), b"")
     text = first.removeprefix(_BOM).strip()
@@ -112,9 +110,9 @@ def _broken_json(error: Exception, column: Optional[int] = None) -> str:
 
 
 def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
-    """The items of one list, or objects one after another, read piece by piece.
+    """The items of one list, or consecutive objects, read piece by piece.
 
-    What follows a fault cannot be made out: it ends the file.
+    The text after a fault cannot be parsed: a fault ends the file.
     """
     text = _JsonText(file)
     item = 0
@@ -144,7 +142,7 @@ def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
 
 
 class _JsonText:
-    """A window on a JSON file that grows and moves on, one value after another."""
+    """A window into a JSON file that moves from value to value and grows as needed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = codecs.getreader("utf-8-sig")(file)
@@ -162,7 +160,7 @@ class _JsonText:
                 return ""
 
     def take(self, char: str) -> None:
-        """Step over ``char``; ``JSONDecodeError`` where something else stands."""
+        """Consume ``char``; ``JSONDecodeError`` if the next character is another."""
         if self.peek() != char:
             raise json.JSONDecodeError(f"Expecting {char!r}", self._text, self._at)
         self._move(self._at + 1)
@@ -174,12 +172,12 @@ class _JsonText:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # at the window's end a value may only be cut off
+                # a value at the window's end may be incomplete
                 inside = error.pos < len(self._text) - 16 and "Unterminated" not in error.msg
                 if inside or not self._read_more():
                     raise
                 continue
-            # a number there may go on
+            # a number at the window's end may continue
             if end < len(self._text) or self._text[end - 1] in '}]"' or not self._read_more():
                 self._move(end)
                 return value
@@ -189,7 +187,7 @@ class _JsonText:
         self._at = to
 
     def _read_more(self) -> bool:
-        """Drop what is read and at least double the rest; False at the end of the file."""
+        """Drop the consumed text and at least double the rest; False at the end of the file."""
         rest = self._text[self._at :]
         more = self._file.read(max(_CHUNK, len(rest)))
         if more:
@@ -201,7 +199,7 @@ class _JsonText:
 
 
 def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line]:
-    """Rows by the names in the first line; without ``delimiter``, the one that stands there."""
+    """Rows with the first line's column names; it also shows the delimiter if none is given."""
     csv.field_size_limit(_MAX_FIELD)
     not_utf8: list[int] = []
     read = 0  # physical lines
@@ -277,5 +275,5 @@ def _parquet(path: str) -> Iterator[Line]:
                     yield Line(f"{path}, row {row}", values)
         except (pyarrow.ArrowException, ValueError, OSError) as error:
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
-            fault = f"damaged Parquet data ({message}); write it anew"
+            fault = f"damaged Parquet data ({message}); write it again"
             yield Line(f"{path}, row {row + 1}", None, fault)

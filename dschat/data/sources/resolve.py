@@ -12,24 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from dschat.config import UserError
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
 
+AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
 _SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?P<config>:[^/]+)?")
-_NUM_PEEKED = 1000  # rows that show which columns there are
-_SCRIPT_FREE = "refs/convert/parquet"  # the hub's own copy of sets that once were scripts
+_NUM_PEEKED = 1000  # first rows that determine a file's columns
+_SCRIPT_FREE = "refs/convert/parquet"  # the hub's Parquet copy of data sets that were scripts
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's progress bars and error lines: ours name the line and the remedy."""
+    """Turns off the progress bars and the logging of ``datasets``."""
     bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -43,10 +44,10 @@ def quiet() -> Iterator[None]:
 
 @dataclass
 class RawRows:
-    """One split of a source, unread. Iterating it reads it from the start.
+    """One split of a source, unread; iterating it reads it from the start.
 
-    ``stamp`` tells other content apart: it changes with a file's size or time, or is None where
-    nothing tells (a stream from the hub). ``in_memory``: a table so small that it is.
+    ``stamp`` identifies the content: it changes with a file's size or modification time, and is
+    None if unknown (a stream from the hub). ``in_memory``: the rows are a table in memory.
     """
 
     name: str
@@ -61,14 +62,14 @@ class RawRows:
 
 @dataclass
 class Splits:
-    """The training rows of a source, and its own held-out rows, if it has any."""
+    """The training rows of a source, and its own held-out rows if it has any."""
 
     train: RawRows
     eval: Optional[RawRows] = None
 
 
 def looks_like_file(name: str) -> bool:
-    """Whether ``name`` means something local: it is there, or no hub name could be spelled so."""
+    """Whether ``name`` is a local path: it exists, or it is not a valid hub name."""
     path = os.path.expanduser(name)
     return (
         os.path.exists(path)
@@ -87,16 +88,17 @@ def read_source(
     eval_split: Optional[str] = None,
     skip_broken: bool = False,
 ) -> Splits:
-    """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: .txt files too.
+    """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: accept .txt files.
 
-    Raises (for a broken first line, unless ``skip_broken``):
-        UserError: nothing there, of the wrong kind, empty, or damaged in its first rows.
+    Raises:
+        UserError: the source is missing, of the wrong kind or empty; or, unless ``skip_broken``,
+            one of its first rows cannot be read.
     """
     if looks_like_file(name):
         kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
         return _read_local(name, flag, kinds, eval_split, skip_broken)
     if not _HUB_NAME.fullmatch(name):
-        raise UserError(f"{flag}: {name!r} is no file here and no name the hub could have")
+        raise UserError(f"{flag}: {name!r} is neither a file nor a valid hub name; check the name")
     hub_name, _, config_name = name.partition(":")
     return read_hub(hub_name, flag, config_name or None, streaming, eval_split)
 
@@ -111,21 +113,21 @@ def read_hub(
     """The splits of a hub data set.
 
     Raises:
-        UserError: it cannot be found or reached, or it has no rows to train on.
+        UserError: it cannot be found or reached, or it has no training rows.
     """
     try:
         with quiet():
             splits = _load(name, config_name, streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{flag}: {name} is neither data here nor a data set the hub gives us "
+            f"{flag}: {name} is neither a local file nor a data set that the hub can load "
             f"({_first_line(error)}); check the name"
         ) from error
     return _table_splits(name, splits, flag, eval_split)
 
 
 def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
-    """A table of the ``datasets`` library as ``RawRows``."""
+    """A table of ``datasets`` as ``RawRows``."""
 
     def lines() -> Iterator[Line]:
         row = 0
@@ -140,7 +142,7 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
     return RawRows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
 
 
-def _load(name: str, config_name: Optional[str], streaming: bool) -> Any:
+def _load(name: str, config_name: Optional[str], streaming: bool) -> AnySplits:
     try:
         return datasets.load_dataset(name, config_name, streaming=streaming)
     except RuntimeError as error:
@@ -150,7 +152,7 @@ def _load(name: str, config_name: Optional[str], streaming: bool) -> Any:
 
 
 def broken_line(flag: str, where: str, fault: str) -> UserError:
-    """What is said of a row that cannot be used or even read, where none may be passed over."""
+    """The error for a row that is unusable or unreadable and must not be skipped."""
     advice = "fix it, or skip such rows with --on_bad_row skip"
     return UserError(f"{flag}: {where}: {fault.removesuffix('; fix it')}; {advice}")
 
@@ -168,10 +170,10 @@ def _read_local(
             return _read_saved(name, path, flag, eval_split)
         return _read_folder(name, path, flag, kinds, eval_split, skip_broken)
     if not glob.has_magic(name):
-        why = "a pipe or a device, no data file" if os.path.exists(path) else "no such data file"
+        why = "a pipe or a device, not a file" if os.path.exists(path) else "no such data file"
         raise UserError(f"{flag}: {why}: {name}; check the path")
-    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    matching = [file for file in found if kind_of(file) in kinds]
+    files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    matching = [file for file in files if kind_of(file) in kinds]
     if not matching:
         raise UserError(f"{flag}: {name} matches no file of {', '.join(kinds)}; check the pattern")
     return Splits(_file_rows(name, matching, flag, skip_broken))
@@ -182,7 +184,7 @@ def _read_saved(name: str, path: str, flag: str, eval_split: Optional[str]) -> S
     try:
         with quiet():
             saved = datasets.load_from_disk(path)
-    except Exception as error:  # whatever a damaged folder makes the library raise
+    except Exception as error:  # a damaged folder may raise anything
         raise UserError(
             f"{flag}: {name} looks like a folder of datasets.save_to_disk, but cannot be read "
             f"({_first_line(error)}); save it again"
@@ -199,9 +201,9 @@ def _read_folder(
     eval_split: Optional[str],
     skip_broken: bool,
 ) -> Splits:
-    """A folder of files: train.*, test.*, ... or sub-folders of such names; or shards without.
+    """A folder of files or sub-folders named train, test, ...; or of shards, all for training.
 
-    Files that lie in ``data/`` alone, as in a clone of a hub repository, are found there.
+    If its files are all in ``data/``, as in a clone of a hub repository, they are read there.
     """
     parts: dict[str, list[str]] = {}
     for base in (Path(path), Path(path) / "data"):
@@ -229,10 +231,10 @@ def _read_folder(
 
 
 def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> RawRows:
-    """Files as one ``RawRows``; its columns are those of the first rows, of all together.
+    """Files as one ``RawRows``, with the columns of the first ``_NUM_PEEKED`` rows.
 
     Raises:
-        UserError: a file that cannot be opened, no row in any, a broken one among the first.
+        UserError: a file cannot be opened, there are no rows, or one of the first is unreadable.
     """
 
     def lines() -> Iterator[Line]:
@@ -260,8 +262,8 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
     return RawRows(name, list(columns), stamp, lines)
 
 
-def _table_splits(name: str, splits: Any, flag: str, eval_split: Optional[str]) -> Splits:
-    """Which split of a ``DatasetDict`` trains, and which is held out."""
+def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:
+    """Picks the training split and the held-out split of a ``DatasetDict``."""
     names = list(splits)
     like_train = [s for s in names if s.startswith("train")]
     train = "train" if "train" in names else "train_prefs" if "train_prefs" in names else None

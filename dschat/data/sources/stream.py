@@ -1,13 +1,12 @@
-"""Examples of a step without a table: read, parted and shuffled as training goes.
+"""Streams a step's examples: reads, splits and shuffles them during training (``--streaming``).
 
-Comes in: ``--data_path`` and its relatives, of sources larger than memory or disk. Goes out: for
-one step, an endless stream of training examples, the same for every process, and a small table of
-held-out ones. Must not know tokenizers, ranks or batches.
+For sources larger than memory or disk. The stream is endless and identical in every process;
+held-out examples form a small table.
 
-A row's place follows from its own key alone: a salted hash of it, as a number in [0, 1), says
-whether it is held out and which step gets it. So prompts never leak from one into another, though
-nobody has seen them all; shares are right on average. The hash is that of ``sources.cut``, the
-borders are not quite: stream for all three steps, or for none.
+A row's key alone decides where it goes: its salted hash, as a number in [0, 1), says whether it is
+held out and which step gets it. So a prompt never leaks from one step to another, and the shares
+are right on average. Tables use the same hash but slightly different borders (``splits.cut``):
+stream for all three steps, or for none.
 """
 
 import logging
@@ -22,19 +21,25 @@ from datasets import Dataset, Features, Value
 
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import CONTENT_FIELDS, PURPOSES, Purpose
-from dschat.data.sources.normalize import NOTES, NUM_LISTED, normalised_rows, own_columns, refuse
+from dschat.data.sources.normalize import (
+    NOTES,
+    NUM_LISTED,
+    check_allowed,
+    extra_columns,
+    normalised_rows,
+)
 from dschat.data.sources.resolve import RawRows
 from dschat.data.sources.splits import DataSource, key_hash, load_source, named_held_out, no_rows
 
 logger = logging.getLogger("dschat")
 
 ExampleRow = dict[str, Optional[str]]
-_HELD_OUT = -1  # beside the steps, 0 to 2
+_HELD_OUT = -1  # a part like the steps 0 to 2
 
 
 @dataclass
 class Tally:
-    """Counts what is left out and says so: the first ten one by one, then at 100, 1,000, ..."""
+    """Counts dropped rows and logs them: the first ten individually, then at 100, 1,000, ..."""
 
     name: str
     quiet: bool = False
@@ -46,45 +51,45 @@ class Tally:
         if self.quiet:
             return
         if where and total <= NUM_LISTED:
-            logger.warning("%s: left out %s: %s", self.name, where, why)
+            logger.warning("%s: dropped %s: %s", self.name, where, why)
         elif total >= NUM_LISTED and str(total).strip("0") == "1":
-            logger.warning("%s: left out %d rows so far (%s)", self.name, total, self.summary())
+            logger.warning("%s: dropped %d rows so far (%s)", self.name, total, self.summary())
 
     def summary(self) -> str:
         return ", ".join(f"{count} with {why}" for why, count in self.counts.items())
 
 
 class ExampleStream:
-    """The training examples of one step; iterating it starts it anew, with the same order.
+    """The endless training examples of one step; each iteration starts over in the same order.
 
-    A source that has ended begins again, in another order; sources with weights take turns at
-    random, in proportion to them. Memory holds ``--shuffle_buffer_size`` rows.
+    A source that ends is read again in another order. Sources alternate at random, in proportion to
+    their weights. Memory holds ``--shuffle_buffer_size`` rows.
     """
 
     def __init__(self, config: DataConfig, purpose: Purpose, seed: int) -> None:
         self._config, self._purpose, self._seed = config, purpose, seed
         self._sources = [load_source(spec, config, purpose) for spec in config.data_path]
         self._splits = np.cumsum(config.split_weights) / np.sum(config.split_weights)
-        own_eval = all(source.splits.eval for source in self._sources)
-        self._hold_out = config.eval_data_path is None and not own_eval
+        have_eval = all(source.splits.eval for source in self._sources)
+        self._hold_out = config.eval_data_path is None and not have_eval
         step = PURPOSES.index(purpose)
         if not config.split_weights[step]:
             raise no_rows(config.data_split, step, "the")
         filled = [s for s in self._sources if next(self._part(s, s.splits.train, step), None)]
         for source in self._sources:
             if source not in filled:
-                logger.warning("%s has no row for step %d", source.name, step + 1)
+                logger.warning("%s has no rows for step %d", source.name, step + 1)
         if not filled:
             raise no_rows(config.data_split, step, "the")
         self._sources = filled
-        own = (name for s in filled for name in own_columns(s.splits.train, s.adapter, purpose))
-        self.columns = [*CONTENT_FIELDS, *dict.fromkeys(own)]  # of every row
+        extra = (name for s in filled for name in extra_columns(s.splits.train, s.adapter, purpose))
+        self.columns = [*CONTENT_FIELDS, *dict.fromkeys(extra)]  # of every row
 
     def __iter__(self) -> Iterator[ExampleRow]:
         return self.rows()
 
     def rows(self, quiet: bool = False) -> Iterator[ExampleRow]:
-        """The stream, from its start; ``quiet``: nothing is said of the rows that are left out."""
+        """The stream from its start; ``quiet``: do not log dropped rows."""
         rng = np.random.default_rng([self._seed, 0])
         weights = np.array([source.weight for source in self._sources])
         streams = [self._endless(i, quiet) for i in range(len(self._sources))]
@@ -93,7 +98,7 @@ class ExampleStream:
                 yield dict.fromkeys(self.columns) | next(streams[i])
 
     def held_out(self) -> Dataset:
-        """At most ``--max_eval_samples`` held-out rows: the first ones of every source, evenly."""
+        """At most ``--max_eval_samples`` held-out rows, sampled from the first of every source."""
         limit = self._config.max_eval_samples
         if self._config.eval_data_path is not None:
             parts = [self._part(*named) for named in named_held_out(self._config, self._purpose)]
@@ -107,8 +112,8 @@ class ExampleStream:
             ]
         tables = [list(islice(part, limit)) for part in parts] if limit else []
         rows = [row for table in tables for row in table]
-        chosen = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
-        rows = [rows[i] for i in sorted(chosen.tolist())]
+        sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
+        rows = [rows[i] for i in sorted(sample.tolist())]
         names = dict.fromkeys([*self.columns, *(name for row in rows for name in row)])
         columns = {name: [row.get(name) for row in rows] for name in names}
         return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
@@ -118,7 +123,7 @@ class ExampleStream:
         size = max(1, self._config.shuffle_buffer_size // len(self._sources))
         step, turn = PURPOSES.index(self._purpose), 0
         while True:
-            # a later pass would say the same of the same rows
+            # later passes would log the same rows again
             tally = Tally(source.name) if turn == 0 and not quiet else None
             rows = self._part(source, source.splits.train, step, tally)
             num_rows = 0
@@ -136,14 +141,14 @@ class ExampleStream:
         part: Optional[int] = None,
         tally: Optional[Tally] = None,
     ) -> Iterator[ExampleRow]:
-        """The usable rows of one pass that belong to a part; without ``part``, to any.
+        """The usable rows of one pass that belong to ``part``; without it, all of them.
 
         Raises:
-            UserError: a bad row that ``--on_bad_row`` does not let pass.
+            UserError: a bad row that ``--on_bad_row`` does not allow.
         """
         for row in normalised_rows(rows, source.adapter, self._purpose):
             if row["problem"]:
-                refuse(row, self._config.on_bad_row, source.flag)
+                check_allowed(row, self._config.on_bad_row, source.flag)
                 if tally:
                     why = row["fault"].removesuffix("; fix it") or row["problem"]
                     tally.add(why, row["where"])
@@ -151,14 +156,14 @@ class ExampleStream:
                 yield {name: value for name, value in row.items() if name not in NOTES}
 
     def _place(self, key: str) -> int:
-        held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction
-        if held:
+        is_held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction
+        if is_held:
             return _HELD_OUT
         return int(np.searchsorted(self._splits, _unit(key, f"split:{self._seed}"), "right"))
 
 
 def shuffled(rows: Iterator[Any], size: int, seed: Any) -> Iterator[Any]:
-    """``rows`` in a random order, holding ``size`` of them; one that all fit is a permutation."""
+    """``rows`` in random order through a buffer of ``size``; a permutation if all of them fit."""
     rng = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:

@@ -1,8 +1,8 @@
-"""Tables kept in the ``datasets`` library's cache, under keys that name content and code.
+"""Caches tables in the cache of ``datasets``, keyed by content and code.
 
-The library's own keys name a function but not what it does, so a table would outlive a fix of the
-code that made it. Here every key holds a digest of the code too: another version reads and
-tokenises data again.
+The library's own keys cover the function that it maps but not the functions that this one calls, so
+a table would outlive a bug fix there. Here every key includes a digest of the code: another version
+reads and tokenises the data again.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ _MADE_BY = ("data/**/*.py", "models/chat_template.py")  # reads, normalises, ren
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
 
 
-def kept_on_disk(
+def cached_table(
     content: str, features: Features, rows: Callable[[], Iterator[dict[str, Any]]]
 ) -> Dataset:
-    """A table of ``rows()``, written into the cache unless it is there.
+    """A table of ``rows()``, read from the cache, or written there first.
 
-    ``content``: a text that differs where the rows differ. The file appears complete or not at all.
+    ``content``: a text that identifies the rows. The file is written atomically.
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
     key = hashlib.blake2b(f"{code_digest()} {content}".encode(), digest_size=16).hexdigest()
@@ -58,7 +58,7 @@ def kept_on_disk(
 
 
 def mapped(table: Dataset, function: Callable[..., dict[str, Any]], **options: Any) -> Dataset:
-    """``table.map(function, **options)``, cached for as long as the code stays the same."""
+    """``table.map(function, **options)``, cached until the code changes."""
     with quiet():
         return table.map(_call, fn_kwargs={"function": function, "code": code_digest()}, **options)
 

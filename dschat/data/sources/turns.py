@@ -1,8 +1,7 @@
-"""What one value of a raw row says: text, a chat's turns, or why it is neither.
+"""Parses one value of a raw row into text or chat turns, or says why it is unusable.
 
-Comes in: a value as JSON, CSV or Parquet hold it: a text, OpenAI's or ShareGPT's list of turns, a
-dialogue written out as text. Goes out: ``Content``, or an ``Unusable`` that says why. Pure
-functions; must not know columns, rows, files or tokenizers.
+A value, as in JSON, CSV or Parquet, may be a text, a list of turns in the form of OpenAI or
+ShareGPT, or a whole dialogue as text. All functions are pure.
 """
 
 import json
@@ -16,13 +15,13 @@ Content = Union[str, list[Turn]]  # plain text, or chat messages
 
 @dataclass(frozen=True)
 class Unusable:
-    """In place of a value that cannot be used: why."""
+    """Stands for a value that cannot be used, with the reason."""
 
     why: str
 
 
-# OpenAI's names, ShareGPT's and Open Assistant's; what is not here (tool, function, observation)
-# is no turn that a chat model is trained on.
+# The names of OpenAI, ShareGPT and Open Assistant. Other roles (tool, function, observation) make
+# a dialogue unusable.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -36,12 +35,12 @@ ROLES = {
     "bot": "assistant",
 }
 
-# What stands before an assistant's words where a whole dialogue is one text.
+# Marks before an assistant's turn in a dialogue that is one text.
 ASSISTANT_MARKS = ("\n\nAssistant:", "### Assistant:", "### Response:", "ASSISTANT:")
 
 
 def read_content(value: Any) -> Union[Content, Unusable, None]:
-    """Text as it is, a chat as plain {"role", "content"} turns; None where there is nothing."""
+    """Text unchanged, a chat as plain {"role", "content"} turns; None if the value is empty."""
     if value is None or value == []:
         return None
     if isinstance(value, Unusable):
@@ -55,10 +54,7 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
 
 
 def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
-    """Like ``read_content``, for a value that is a whole dialogue: it may be JSON in a text.
-
-    So a table without lists (CSV) can hold chats.
-    """
+    """Like ``read_content``, for a whole dialogue; it may be a text of JSON, as in a CSV cell."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -68,7 +64,7 @@ def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
 
 
 def split_text(dialogue: str) -> Optional[tuple[str, str]]:
-    """A dialogue in one text, parted behind its last mark of an assistant; None without one."""
+    """A dialogue as one text, split after its last assistant mark; None without one."""
     ends = [(dialogue.rfind(mark), len(mark)) for mark in ASSISTANT_MARKS]
     start, length = max(ends)
     if start < 0:
@@ -77,7 +73,7 @@ def split_text(dialogue: str) -> Optional[tuple[str, str]]:
 
 
 def vicuna_turns(prompt: Any) -> Union[list[Turn], Any]:
-    """``USER: ... ASSISTANT: ...</s>USER: ... ASSISTANT:`` as turns; another value as it is."""
+    """``USER: ... ASSISTANT: ...</s>USER: ... ASSISTANT:`` as turns; other values unchanged."""
     if not isinstance(prompt, str):
         return prompt
     before, *pieces = re.split(r"\b(USER|ASSISTANT):", prompt)
@@ -92,7 +88,7 @@ def vicuna_turns(prompt: Any) -> Union[list[Turn], Any]:
 
 
 def storable(text: str) -> str:
-    """``text`` without halves of surrogate pairs, which JSON can spell and UTF-8 can not."""
+    """``text`` with lone surrogates replaced, which JSON can represent and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
