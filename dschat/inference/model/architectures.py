@@ -19,7 +19,7 @@ class UnsupportedModel(UserError):
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """One tensor of the checkpoint and where it goes. ``{i}`` in both names is the layer.
 
     ``target`` ends in ``.weight`` or ``.bias``. ``part`` names the rows of a fused target that the
@@ -46,7 +46,7 @@ class ModelSpec:
     head_size: int
     intermediate_size: int
     vocab_size: int
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
     prefix: str  # the base model's, in the names of the checkpoint
     activation: str
     norm: str = "layernorm"  # or rmsnorm
@@ -76,7 +76,7 @@ class ModelSpec:
     def embedding_size(self) -> int:
         return self.embed_size or self.hidden_size
 
-    def layer_sources(self) -> Iterator[Source]:
+    def layer_sources(self) -> Iterator[WeightSource]:
         """Every source, those of layers once per layer."""
         for s in self.sources:
             if "{i}" not in s.name:
@@ -84,7 +84,7 @@ class ModelSpec:
                 continue
             for i in range(self.num_layers):
                 name, target = s.name.replace("{i}", str(i)), s.target.replace("{i}", str(i))
-                yield Source(name, target, s.part, s.transposed, s.interleaved)
+                yield WeightSource(name, target, s.part, s.transposed, s.interleaved)
 
     def num_parameters(self) -> int:
         """Of the decoder's matrices: what a decode step reads; vectors are left out."""
@@ -123,16 +123,16 @@ def model_spec(config: Any) -> ModelSpec:
     return spec
 
 
-def _both(name: str, target: str, bias: bool = True, **layout: Any) -> list[Source]:
+def _both(name: str, target: str, bias: bool = True, **layout: Any) -> list[WeightSource]:
     """The weight of a layer or norm, and its bias where it has one."""
     suffixes = ("weight", "bias") if bias else ("weight",)
-    return [Source(f"{name}.{s}", f"{target}.{s}", **layout) for s in suffixes]
+    return [WeightSource(f"{name}.{s}", f"{target}.{s}", **layout) for s in suffixes]
 
 
-def _embeddings(name: str, head: str, tied: bool) -> list[Source]:
+def _embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
     weight = f"{name}.weight"
     head = weight if tied else f"{head}.weight"
-    return [Source(weight, "embed.weight"), Source(head, "head.weight")]
+    return [WeightSource(weight, "embed.weight"), WeightSource(head, "head.weight")]
 
 
 def _sizes(c: Any) -> dict[str, int]:
@@ -148,7 +148,7 @@ def _sizes(c: Any) -> dict[str, int]:
     }
 
 
-def _separate_qkv(module: str, bias: bool) -> list[Source]:
+def _separate_qkv(module: str, bias: bool) -> list[WeightSource]:
     return [
         source
         for part in "qkv"
@@ -160,7 +160,7 @@ def _opt(c: Any) -> ModelSpec:
     base, layer = "model.decoder", "model.decoder.layers.{i}"
     affine, bias = c.layer_norm_elementwise_affine, c.enable_bias
     sources = _embeddings(f"{base}.embed_tokens", "lm_head", c.tie_word_embeddings)
-    sources += [Source(f"{base}.embed_positions.weight", "positions.weight")]
+    sources += [WeightSource(f"{base}.embed_positions.weight", "positions.weight")]
     if c.word_embed_proj_dim != c.hidden_size:
         sources += _both(f"{base}.project_in", "project_in", bias=False)
         sources += _both(f"{base}.project_out", "project_out", bias=False)
@@ -195,7 +195,7 @@ def _gpt2(c: Any) -> ModelSpec:
     if c.add_cross_attention:
         raise UnsupportedModel("this GPT-2 has cross-attention")
     sources = _embeddings("transformer.wte", "lm_head", c.tie_word_embeddings)
-    sources += [Source("transformer.wpe.weight", "positions.weight")]
+    sources += [WeightSource("transformer.wpe.weight", "positions.weight")]
     sources += _both(f"{layer}.ln_1", "layers.{i}.norm1")
     sources += _both(f"{layer}.attn.c_attn", "layers.{i}.qkv", transposed=True)
     sources += _both(f"{layer}.attn.c_proj", "layers.{i}.out", transposed=True)

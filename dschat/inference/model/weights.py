@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import Group
-from dschat.inference.model.architectures import ModelSpec, Source
+from dschat.inference.model.architectures import ModelSpec, WeightSource
 from dschat.inference.model.linear import (
     BorrowedLinear,
     BorrowedPart,
@@ -70,7 +70,7 @@ class Weights:
         self.backend = best_backend(device, dtype)
         self.has_panels = keep_panels  # see small_step
         self._sources = list(spec.layer_sources())
-        self._by_name: dict[str, list[Source]] = defaultdict(list)
+        self._by_name: dict[str, list[WeightSource]] = defaultdict(list)
         for source in self._sources:
             self._by_name[source.name].append(source)
         self._parts: dict[str, set[str]] = defaultdict(set)  # target -> parts that fill it
@@ -95,7 +95,7 @@ class Weights:
             "project_out": (spec.embedding_size, size),
         }.get(name.rpartition(".")[2])
 
-    def _full_shape(self, source: Source) -> tuple[int, ...]:
+    def _full_shape(self, source: WeightSource) -> tuple[int, ...]:
         """Of the whole tensor, as the checkpoint stores it."""
         spec, base = self.spec, source.target.rpartition(".")[0]
         kind = base.rpartition(".")[2]
@@ -161,7 +161,7 @@ class Weights:
     def _rank_slice(self, rows: Tensor, count: int) -> Tensor:
         return rows[self.group.rank * count : (self.group.rank + 1) * count]
 
-    def _local_rows(self, source: Source, full: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _local_rows(self, source: WeightSource, full: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of this rank's share of ``full``, whose first dimension is rows."""
         kind = source.target.rpartition(".")[0].rpartition(".")[2]
         spec = self.spec
@@ -186,7 +186,7 @@ class Weights:
         else:
             yield 0, full
 
-    def _local_columns(self, source: Source, matrix: Tensor) -> Tensor:
+    def _local_columns(self, source: WeightSource, matrix: Tensor) -> Tensor:
         """``matrix`` (..., in) cut to the inputs this rank has."""
         kind = source.target.rpartition(".")[0].rpartition(".")[2]
         count = {"out": self.num_heads * self.spec.head_size, "down": self.intermediate_size}
@@ -194,11 +194,11 @@ class Weights:
             return matrix
         return self._rank_slice(matrix.T, count[kind]).T
 
-    def _is_whole(self, source: Source) -> bool:
+    def _is_whole(self, source: WeightSource) -> bool:
         """Whether the checkpoint's tensor is this rank's whole matrix: nothing to cut or join."""
         return self.group.size == 1 and not source.part and not source.interleaved
 
-    def _write(self, source: Source, full: Tensor) -> None:
+    def _write(self, source: WeightSource, full: Tensor) -> None:
         base, _, suffix = source.target.rpartition(".")
         kind = base.rpartition(".")[2]
         linear = self.linears.get(base)
@@ -296,7 +296,7 @@ class Weights:
             raise WeightMismatch(f"the weights lack {missing[0]}")
         self._borrowed = True
         self.version += 1
-        grouped: dict[str, list[Source]] = defaultdict(list)
+        grouped: dict[str, list[WeightSource]] = defaultdict(list)
         for source in self._sources:
             base, _, suffix = source.target.rpartition(".")
             if self._linear_shape(base) is None:
@@ -320,7 +320,7 @@ class Weights:
         Raises:
             WeightMismatch: an adapter's weight is no matrix product of the decoder, or came twice.
         """
-        found: dict[str, list[tuple[Source, Tensor, Tensor]]] = defaultdict(list)
+        found: dict[str, list[tuple[WeightSource, Tensor, Tensor]]] = defaultdict(list)
         seen: set[str] = set()
         for name, a, b, scaling in adapters:
             if name in seen:
@@ -343,7 +343,7 @@ class Weights:
         self,
         linear: Linear | BorrowedLinear,
         shape: tuple[int, int],
-        items: list[tuple[Source, Tensor, Tensor]],
+        items: list[tuple[WeightSource, Tensor, Tensor]],
     ) -> None:
         """One pair of factors for a fused weight: the A's stacked, the B's on a block diagonal."""
         rank = sum(a.shape[0] for _, a, _ in items)
