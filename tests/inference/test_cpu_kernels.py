@@ -114,7 +114,7 @@ def test_turned_heads(kernels, head_size, part, with_norms):
         turned = x[..., : dim // 2] + 1j * x[..., dim // 2 : dim]
         turned *= np.exp(1j * angles)[positions.numpy()][:, None]
         x[..., :dim] = np.concatenate([turned.real, turned.imag], axis=-1)
-    kernels.turn_heads(
+    kernels.norm_and_rotate(
         heads,
         num_heads,
         num_kv_heads,

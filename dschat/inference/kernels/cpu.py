@@ -38,7 +38,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "dschat_add_norm": (*[_POINTER] * 5, _INT, _INT, _FLOAT),
     "dschat_silu_mul": (_POINTER, _POINTER, _INT, _INT),
-    "dschat_turn_heads": (
+    "dschat_norm_and_rotate": (
         *(_POINTER, *[_INT] * 5),
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
@@ -67,7 +67,7 @@ class Kernels:
             function.argtypes, function.restype = types, None
         self._add_norm = library.dschat_add_norm
         self._silu_mul = library.dschat_silu_mul
-        self._turn_heads = library.dschat_turn_heads
+        self._norm_and_rotate = library.dschat_norm_and_rotate
         self._attend = library.dschat_decode_attention
         self._draw = library.dschat_draw
         self.decode_step = library.dschat_decode_step  # small_step.py knows its arguments
@@ -96,7 +96,7 @@ class Kernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
         return out
 
-    def turn_heads(
+    def norm_and_rotate(
         self,
         heads_THD: Tensor,
         num_heads: int,
@@ -113,7 +113,7 @@ class Kernels:
         rows, all_heads, head_size = heads_THD.shape
         q_weight, k_weight, eps = norms or (None, None, 0.0)
         positions, cos, sin = rotary or (None, None, None)
-        self._turn_heads(
+        self._norm_and_rotate(
             heads_THD.data_ptr(),
             rows,
             all_heads * head_size,

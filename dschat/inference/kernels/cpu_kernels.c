@@ -89,7 +89,7 @@ void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t siz
  * q_weight, num_k with k_weight), then their first dim elements rotated by the row's position.
  *
  * heads: rows of `stride`. cos, sin (positions, dim): see Rotary in positions.py; dim 0: none. */
-void dschat_turn_heads(
+void dschat_norm_and_rotate(
     float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
     const float *q_weight, const float *k_weight, float eps,
     const int64_t *positions, const float *cos, const float *sin, int64_t dim)
@@ -221,8 +221,8 @@ void dschat_decode_attention(
 {
     int64_t q_size = s->num_heads * s->head_size, kv_size = 2 * s->num_kv_heads * s->head_size;
     for (int64_t row = 0; row < s->rows; row++, heads += q_size + kv_size, out += q_size) {
-        if (s->places)
-            memcpy(cache + s->places[row] * kv_size, heads + q_size, sizeof(float) * kv_size);
+        if (s->slot_mapping)
+            memcpy(cache + s->slot_mapping[row] * kv_size, heads + q_size, sizeof(float) * kv_size);
         switch (s->head_size) { /* sizes the compiler unrolls for */
         case 32: attend_row(s, row, heads, cache, out, window, scale, 32); break;
         case 64: attend_row(s, row, heads, cache, out, window, scale, 64); break;

@@ -85,7 +85,7 @@ struct step {
     int64_t rows, num_heads, num_kv_heads, head_size, page_size, table_stride;
     const int64_t *lengths; /* (rows,) */
     const int64_t *table;   /* (rows, pages), rows of table_stride; or NULL */
-    const int64_t *places;  /* (rows,) where each row's key and value are put first; or NULL */
+    const int64_t *slot_mapping; /* (rows,) where each row's key and value are put first; or NULL */
     const float *slopes;    /* (num_heads,) ALiBi's; or NULL */
 };
 
@@ -93,7 +93,7 @@ void dschat_add_norm(
     float *x, const float *added, const float *weight, const float *bias, float *out,
     int64_t rows, int64_t size, float eps);
 void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t size);
-void dschat_turn_heads(
+void dschat_norm_and_rotate(
     float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
     const float *q_weight, const float *k_weight, float eps,
     const int64_t *positions, const float *cos, const float *sin, int64_t dim);

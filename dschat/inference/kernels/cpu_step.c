@@ -147,7 +147,7 @@ void dschat_decode_step(
             h, i ? added : 0, w->norm1.weight, w->norm1.bias, x, rows, size, m->eps);
         product(&w->qkv, x, rows, heads);
         if (w->q_norm || m->rotary_dim)
-            dschat_turn_heads(
+            dschat_norm_and_rotate(
                 heads, rows, heads_size, num_q, num_k, m->head_size, w->q_norm, w->k_norm, m->eps,
                 positions, m->cos, m->sin, m->rotary_dim);
         dschat_decode_attention(s, heads, w->cache, mixed, w->window, w->scale);

@@ -169,7 +169,7 @@ class Decoder:
                 norms = None
                 if w.q_norm is not None:
                     norms = (w.q_norm.weight, w.k_norm.weight, self.spec.norm_eps)
-                step.kernels.turn_heads(heads, num_heads, num_kv_heads, norms, step.rotary)
+                step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, step.rotary)
             return heads
         turning = heads[:, : num_heads + num_kv_heads]
         if w.q_norm is not None:
