@@ -30,7 +30,7 @@ from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.rotary import rotary_limit
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
-from dschat.inference.sampler import Drawer
+from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
@@ -317,18 +317,18 @@ class InferenceEngine:
         if not queue:
             return
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
-        drawer = Drawer(sampling, stops, self.num_tokens, self.device, self.group)
+        sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
         scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
         scheduler.add(queue)
         try:
             while scheduler.has_work:
                 started = time.perf_counter()
-                plan = scheduler.plan()
-                ready, logits = plan.ready, runner.logits(plan)
-                scheduler.computed(plan)
+                schedule = scheduler.schedule()
+                ready, logits = schedule.ready, runner.logits(schedule)
+                scheduler.computed(schedule)
                 rows = [scheduler.spawn(s) for s in ready]
-                tokens, logprobs = _draw(drawer, rows, logits)
-                stats.count(plan, len(tokens), time.perf_counter() - started)
+                tokens, logprobs = _draw(sampler, rows, logits)
+                stats.count(schedule, len(tokens), time.perf_counter() - started)
                 events = _advance(scheduler, rows, tokens, logprobs, stops)
                 stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
                 yield from events
@@ -347,7 +347,7 @@ class InferenceEngine:
 
 
 def _draw(
-    drawer: Drawer, rows: list[list[Sequence]], logits: Tensor
+    sampler: Sampler, rows: list[list[Sequence]], logits: Tensor
 ) -> tuple[list[int], list[float]]:
     """One token for each sequence; those of one row (samples of a prompt) share its logits."""
     drawing = [s for row in rows for s in row]
@@ -356,7 +356,7 @@ def _draw(
     if len(drawing) > len(rows):
         repeats = torch.tensor([len(row) for row in rows], device=logits.device)
         logits = logits.repeat_interleave(repeats, dim=0)
-    return drawer.draw(logits, drawing)
+    return sampler.draw(logits, drawing)
 
 
 def _advance(

@@ -16,7 +16,7 @@ from dschat.inference.scheduler import Sequence
 _AHEAD = 128  # positions whose random numbers are drawn at once
 
 
-class Drawer:
+class Sampler:
     """Draws as ``sampling`` says; ``stops`` end an answer; no id from ``num_tokens`` on is drawn;
     ``group`` must take the same tokens."""
 

@@ -53,7 +53,7 @@ class Sequence:
 
 
 @dataclass
-class Plan:
+class StepSchedule:
     """The sequences of one step, and how many tokens each brings: decodes one, chunks the rest."""
 
     decodes: list[Sequence]
@@ -91,7 +91,7 @@ class Scheduler:
 
     # -- planning ----------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
+    def schedule(self) -> StepSchedule:
         """What the next step computes. Every sequence in it has pages for its new tokens."""
         size = self._cache.page_size
         for sequence in list(self._running):
@@ -114,7 +114,7 @@ class Scheduler:
         assert decodes or chunks, "nothing can run: the cache is too small for any sequence"
         # Whole prompts first, the longest in front: they attend together, padded.
         chunks.sort(key=lambda item: (item[0].computed > 0, -item[1]))
-        return Plan(decodes, chunks)
+        return StepSchedule(decodes, chunks)
 
     def _grow(self, sequence: Sequence) -> None:
         """Pages for all tokens of a running sequence; the newest ones make room."""
@@ -223,11 +223,11 @@ class Scheduler:
 
     # -- what came of it ---------------------------------------------------------------------------
 
-    def computed(self, plan: Plan) -> None:
+    def computed(self, schedule: StepSchedule) -> None:
         """The step has run: its tokens are in the cache."""
-        for sequence in plan.decodes:
+        for sequence in schedule.decodes:
             sequence.computed += 1
-        for sequence, count in plan.chunks:
+        for sequence, count in schedule.chunks:
             sequence.computed += count
 
     def spawn(self, sequence: Sequence) -> list[Sequence]:

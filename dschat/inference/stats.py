@@ -5,7 +5,7 @@ Plans of steps come in, rates go out. It must not know how a step is computed.
 
 from dataclasses import dataclass
 
-from dschat.inference.scheduler import Plan
+from dschat.inference.scheduler import StepSchedule
 
 
 @dataclass
@@ -48,13 +48,13 @@ class GenerationStats:
         """Largest share of the pages in use."""
         return self.peak_pages / self.num_pages if self.num_pages else 0.0
 
-    def count(self, plan: Plan, num_drawn: int, seconds: float) -> None:
+    def count(self, schedule: StepSchedule, num_drawn: int, seconds: float) -> None:
         """Add a step that drew ``num_drawn`` tokens."""
         self.answer_tokens += num_drawn
         # A prompt's last token, or its only one, may come among the decoding rows.
-        self.prefill_tokens += sum(not s.answer for s in plan.decodes)
-        if plan.chunks:
-            self.prefill_tokens += sum(count for _, count in plan.chunks)
+        self.prefill_tokens += sum(not s.answer for s in schedule.decodes)
+        if schedule.chunks:
+            self.prefill_tokens += sum(count for _, count in schedule.chunks)
             self.prefill_steps += 1
             self.prefill_s += seconds
         else:

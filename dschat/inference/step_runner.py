@@ -15,7 +15,7 @@ from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.scheduler import Plan, Sequence
+from dschat.inference.scheduler import Sequence, StepSchedule
 
 logger = logging.getLogger("dschat")
 
@@ -36,19 +36,19 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._use_graphs = use_graphs
         self._graphs: DecodeGraphs | None = None
-        self._small: FusedDecode | None = None
+        self._fused: FusedDecode | None = None
 
-    def logits(self, plan: Plan) -> Tensor:
+    def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits of the rows that draw, (R, V)."""
         cache, size = self._cache, self._cache.page_size
         tokens, positions, slot_mapping, last_rows = [], [], [], []
         chunks: list[Chunk] = []
-        for s in plan.decodes:
+        for s in schedule.decodes:
             p = s.computed
             tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
             positions.append(p)
             slot_mapping.append(s.pages[p // size] * size + p % size)
-        for s, count in plan.chunks:
+        for s, count in schedule.chunks:
             first, end = s.computed, s.computed + count
             chunks.append(Chunk(len(tokens), count, first, s.pages))
             tokens += s.tokens(first, end)
@@ -58,13 +58,13 @@ class StepRunner:
                 last_rows.append(len(tokens) - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
         if not chunks and self._graphs_work():
-            logits = self._replay(plan.decodes, packed)
+            logits = self._replay(schedule.decodes, packed)
             if logits is not None:
                 return logits
         packed = packed.to(self._device)
-        decodes = self._decodes(plan.decodes, packed[1]) if plan.decodes else None
+        decodes = self._decodes(schedule.decodes, packed[1]) if schedule.decodes else None
         if not chunks and self._decoder.weights.has_panels:
-            logits = self._small_step().logits(*packed, decodes)
+            logits = self._fused_step().logits(*packed, decodes)
             if logits is not None:
                 return logits
         attention = Attention(
@@ -77,14 +77,14 @@ class StepRunner:
         )
         hidden = self._decoder.hidden(packed[0], packed[1], attention)
         if chunks:
-            kept = torch.tensor([*range(len(plan.decodes)), *last_rows], dtype=torch.int64)
+            kept = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
             hidden = hidden.index_select(0, kept.to(self._device))
         return self._decoder.logits(hidden)
 
-    def _small_step(self) -> FusedDecode:
-        if self._small is None or not self._small.fits(self._decoder, self._cache):
-            self._small = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
-        return self._small
+    def _fused_step(self) -> FusedDecode:
+        if self._fused is None or not self._fused.fits(self._decoder, self._cache):
+            self._fused = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
+        return self._fused
 
     def _graphs_work(self) -> bool:
         """Whether decode steps are replayed; captured graphs that no longer fit are let go."""

@@ -11,7 +11,7 @@ from transformers import GPTJConfig
 from dschat.config import UserError
 from dschat.distributed import Group
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.sampler import Drawer
+from dschat.inference.sampler import Sampler
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 
@@ -192,7 +192,7 @@ def test_an_error_in_the_middle_leaves_the_cache_clean(monkeypatch):
     made = engine(module, page_size=4, max_num_seqs=3, stop_ids=(EOS,))
     prompts, sampling = [[5], [6] * 9, [7] * 20, [8] * 3], SamplingParams(max_new_tokens=12, n=3)
     expected = made.generate(prompts, sampling)
-    draw, calls = Drawer.draw, []
+    draw, calls = Sampler.draw, []
 
     def fails_at_the_fifth(*arguments):
         calls.append(made.cache.num_free)
@@ -201,7 +201,7 @@ def test_an_error_in_the_middle_leaves_the_cache_clean(monkeypatch):
         return draw(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Drawer, "draw", fails_at_the_fifth)
+        patch.setattr(Sampler, "draw", fails_at_the_fifth)
         with pytest.raises(RuntimeError, match="out of memory"):
             made.generate(prompts, sampling)
     assert calls[-1] < made.cache.num_pages

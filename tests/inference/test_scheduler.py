@@ -1,8 +1,8 @@
 """The scheduler and the page pool, with a source of tokens in place of a model.
 
-Every token is a number of its own, written into the cache where the plan says. Before a sequence
-draws, what its pages hold must be exactly its tokens: that catches a page lost, shared in writing,
-copied short or freed early, whatever the way it happened.
+Every token is a distinct number, written into the cache at the slots that the schedule implies.
+Before a sequence draws, its pages must hold exactly its tokens: that catches a page that was lost,
+shared in writing, copied short or freed early.
 """
 
 from dataclasses import dataclass, field
@@ -89,32 +89,32 @@ class Run:
         return self
 
     def step(self):
-        plan = self.scheduler.plan()
-        self.check_limits(plan)
-        self.write(plan)
+        schedule = self.scheduler.schedule()
+        self.check_limits(schedule)
+        self.write(schedule)
         self.trace.append(
-            [(s.prompt.number, s.sample, s.pages[:], 1) for s in plan.decodes]
-            + [(s.prompt.number, s.sample, s.pages[:], count) for s, count in plan.chunks]
+            [(s.prompt.number, s.sample, s.pages[:], 1) for s in schedule.decodes]
+            + [(s.prompt.number, s.sample, s.pages[:], count) for s, count in schedule.chunks]
         )
-        ready = plan.ready
-        self.scheduler.computed(plan)
+        ready = schedule.ready
+        self.scheduler.computed(schedule)
         for first in ready:
             self.check_content(first)
             self.advance(first, self.scheduler.spawn(first))
         self.steps += 1
 
-    def check_limits(self, plan):
+    def check_limits(self, schedule):
         case = self.case
-        in_step = plan.decodes + [s for s, _ in plan.chunks]
+        in_step = schedule.decodes + [s for s, _ in schedule.chunks]
         assert 0 < len(in_step) <= case.max_num_seqs
         assert len({id(s) for s in in_step}) == len(in_step)
-        assert all(len(s) - s.computed == 1 for s in plan.decodes)
-        assert all(0 < count <= len(s) - s.computed for s, count in plan.chunks)
+        assert all(len(s) - s.computed == 1 for s in schedule.decodes)
+        assert all(0 < count <= len(s) - s.computed for s, count in schedule.chunks)
         # A decoding sequence is never held up; prompts take what the budget leaves, or one token.
-        budget = max(1, case.max_num_batched_tokens - len(plan.decodes))
-        assert sum(count for _, count in plan.chunks) <= budget
-        writers = [self.pages_written(s, 1) for s in plan.decodes]
-        writers += [self.pages_written(s, count) for s, count in plan.chunks]
+        budget = max(1, case.max_num_batched_tokens - len(schedule.decodes))
+        assert sum(count for _, count in schedule.chunks) <= budget
+        writers = [self.pages_written(s, 1) for s in schedule.decodes]
+        writers += [self.pages_written(s, count) for s, count in schedule.chunks]
         written = [page for pages in writers for page in pages]
         assert len(set(written)) == len(written), "two sequences write one page"
 
@@ -123,9 +123,9 @@ class Run:
         assert len(s.pages) * size >= s.computed + count, "no page for a new token"
         return set(s.pages[s.computed // size : (s.computed + count - 1) // size + 1])
 
-    def write(self, plan):
+    def write(self, schedule):
         size = self.case.page_size
-        for s, count in [(s, 1) for s in plan.decodes] + plan.chunks:
+        for s, count in [(s, 1) for s in schedule.decodes] + schedule.chunks:
             tokens = s.tokens(s.computed, s.computed + count)
             assert len(tokens) == count
             for position, token in enumerate(tokens, start=s.computed):
