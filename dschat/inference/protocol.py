@@ -1,8 +1,8 @@
-"""Seam 3: what a generator is asked (`SamplingParams`), what it answers (`Rollout`), and its
-protocol.
+"""Defines the `Generator` protocol, its request (`SamplingParams`) and its result (`Rollout`).
 
-Ragged lists of token ids in, ragged lists out, no padding. This module must not know which model or
-engine generates, nor how prompts were made.
+Prompts and answers are ragged lists of token ids, without padding. `InferenceEngine` and
+`HuggingFaceGenerator` implement the protocol; training, evaluation and chat use nothing else of
+them.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
 from dschat.config.fields import require_types
-from dschat.config.rollout import temperature_problem
+from dschat.config.rollout import RolloutConfig, temperature_problem
 
 FinishReason = Literal["stop", "length"]
 
@@ -27,9 +27,9 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     n: int = 1  # answers per prompt
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own EOS
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS
     ignore_eos: bool = False
-    min_new_tokens: int = 0  # before so many are out, no token that ends an answer is drawn
+    min_new_tokens: int = 0  # EOS and stop tokens are not drawn before this many tokens
 
     def __post_init__(self) -> None:
         require_types(self, prefix="")
@@ -47,18 +47,32 @@ class SamplingParams:
             if not holds:
                 raise UserError(message)
 
+    @classmethod
+    def from_config(cls, config: RolloutConfig, seed: int, n: int) -> "SamplingParams":
+        """The sampling of step 3's flags, for ``n`` answers per prompt."""
+        return cls(
+            max_new_tokens=config.max_answer_seq_len,
+            min_new_tokens=config.min_answer_seq_len,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            seed=seed,
+            n=n,
+        )
+
     @property
     def logprob_temperature(self) -> float:
-        """The T of every log-prob in the system: greedy decoding reports them at T = 1."""
+        """T of every log-prob in the system; 1 when decoding is greedy."""
         return self.temperature if self.temperature > 0 else 1.0
 
     def end_ids(self, eos_ids: tuple[int, ...]) -> frozenset[int]:
-        """The tokens that end an answer of a model whose own EOS are ``eos_ids``."""
+        """Tokens that end an answer, for a model whose EOS tokens are ``eos_ids``."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
 def prompt_problem(number: int, ids: Any) -> str | None:
-    """What keeps ``ids`` from being a prompt, in one line; None where nothing does."""
+    """One line that says why ``ids`` is not a prompt; None if it is one."""
     if isinstance(ids, (list, tuple)) and all(issubclass(k, Integral) for k in set(map(type, ids))):
         return None if ids else f"prompt {number} is empty; a prompt needs at least one token"
     return (
@@ -68,7 +82,7 @@ def prompt_problem(number: int, ids: Any) -> str | None:
 
 
 class Answer(NamedTuple):
-    """One answer: its tokens, their log-probs, and what ended it."""
+    """One answer: its tokens, their log-probs, and why it ended."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -77,17 +91,17 @@ class Answer(NamedTuple):
 
 @dataclass
 class Rollout:
-    """Answers, prompt-major: the ``n`` samples of a prompt stand together. S = prompts x n."""
+    """Answers, prompt-major (the ``n`` samples of a prompt are adjacent). S = prompts x n."""
 
-    token_ids: list[list[int]] = field(default_factory=list)  # S x its own length, EOS included
-    logprobs: list[list[float]] = field(default_factory=list)  # of those tokens, raw logits / T
+    token_ids: list[list[int]] = field(default_factory=list)  # S, ragged, EOS included
+    logprobs: list[list[float]] = field(default_factory=list)  # S, ragged; of raw logits / T
     finish_reasons: list[FinishReason] = field(default_factory=list)  # S
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __getitem__(self, i: int) -> Answer:
-        """Answer ``i`` of S; iterating over a rollout yields them all."""
+        """Answer ``i`` of S. This also makes a rollout iterable."""
         return Answer(self.token_ids[i], self.logprobs[i], self.finish_reasons[i])
 
     @property
@@ -96,11 +110,11 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Answers prompts. ``indices`` are the prompts' numbers in the whole rollout (default: 0, 1,
-    ...).
+    """Generates answers. ``indices``: each prompt's index in the rollout of all ranks (default:
+    0, 1, ...).
 
-    A sequence's random numbers depend on (seed, its prompt's number, its sample number, position)
-    alone, so the answers do not depend on how prompts are spread over batches or ranks.
+    A sequence's random numbers depend only on (seed, prompt index, sample index, position), so the
+    answers do not depend on how prompts are split into batches or over ranks.
     """
 
     def generate(

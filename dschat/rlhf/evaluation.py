@@ -63,16 +63,7 @@ def evaluate_policy(
 ) -> dict[str, float]:
     """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training."""
     args = engine.args
-    sampling = SamplingParams(
-        max_new_tokens=args.max_answer_seq_len,
-        min_new_tokens=args.min_answer_seq_len,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=EVAL_SEED,
-        n=args.eval_num_samples,
-    )
+    sampling = SamplingParams.from_config(args, EVAL_SEED, args.eval_num_samples)
     collected = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
     e = collected.experience
     sources = collector.sources_of(collected, args.eval_batch_size)

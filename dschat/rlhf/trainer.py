@@ -127,16 +127,8 @@ class DeepSpeedPPOTrainer:
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""
         args = self.args
-        return SamplingParams(
-            max_new_tokens=args.max_answer_seq_len,
-            min_new_tokens=args.min_answer_seq_len,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            seed=args.seed * 1_000_003 + self.iteration,
-            n=args.num_samples_per_prompt,
-        )
+        seed = args.seed * 1_000_003 + self.iteration
+        return SamplingParams.from_config(args, seed, args.num_samples_per_prompt)
 
     # -- experience --------------------------------------------------------------------------------
 
