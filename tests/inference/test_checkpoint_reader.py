@@ -1,4 +1,4 @@
-"""The weight stream from disk: every file format, old names, and each way a checkpoint is broken.
+"""Streaming from disk: every file format, old names, and each way a checkpoint can be broken.
 
 The oracle is the module that a checkpoint was saved from, and transformers' own loader.
 """
@@ -119,7 +119,7 @@ def test_a_hub_name_is_found_in_the_cache(sharded, tmp_path, monkeypatch):
     (repo / "snapshots" / ("a" * 40)).symlink_to(sharded)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert_same(checkpoint_stream("someone/tiny"), causal_lm("llama").state_dict())
-    with pytest.raises(UserError, match="^someone/else is no folder, and no model of that name"):
+    with pytest.raises(UserError, match="^someone/else is not a folder, and neither the hub nor"):
         checkpoint_stream("someone/else")
 
 
@@ -328,22 +328,22 @@ def bare_tensor(folder):
 
 
 AT_ONCE = [
-    (no_weights, "holds no weights: none of model.safetensors, model.safetensors.index.json"),
+    (no_weights, r"has no weights \(none of model.safetensors, model.safetensors.index.json"),
     (adapter_only, "holds an adapter only .* merge it into its base model some/base, or name"),
-    (missing_shard, r"index.json names 1 of \d files that are not there: model-00002-of"),
-    (empty_index, "pytorch_model.bin.index.json is no index"),
+    (missing_shard, r"index.json: 1 of its \d files are missing: model-00002-of"),
+    (empty_index, "pytorch_model.bin.index.json is not a checkpoint index"),
     (truncated, "model.safetensors cannot be read .* incomplete"),
     (truncated_last_shard, r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete"),
     (garbage, "model.safetensors cannot be read .* damaged"),
 ]
 WHILE_WALKING = [
-    (lfs_pointer_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
-    (empty_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
-    (truncated_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
-    (truncated_legacy_bin, "pytorch_model.bin is no file of torch.save, or damaged"),
+    (lfs_pointer_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
+    (empty_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
+    (truncated_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
+    (truncated_legacy_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
     (pickled_code, r"pytorch_model.bin holds more than tensors: .* run \w+.system"),
-    (training_state, "pytorch_model.bin is no plain state dict: its 'epoch' is a int"),
-    (bare_tensor, "pytorch_model.bin holds a Tensor, no state dict"),
+    (training_state, "pytorch_model.bin is not a plain state dict: its 'epoch' is a int"),
+    (bare_tensor, "pytorch_model.bin holds a Tensor, not a state dict"),
 ]
 
 
@@ -375,12 +375,12 @@ def test_broken_bins(breaks, message, tmp_path):
 )
 def test_an_index_that_names_no_files(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match="model.safetensors.index.json is no index"):
+    with pytest.raises(UserError, match="model.safetensors.index.json is not a checkpoint index"):
         checkpoint_stream(tmp_path)
 
 
 def test_a_file_or_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="no_such is no folder, and .*check the name"):
+    with pytest.raises(UserError, match="no_such is not a folder, and .*check the name"):
         checkpoint_stream(tmp_path / "no_such")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match="model.safetensors is a file; name the checkpoint's"):

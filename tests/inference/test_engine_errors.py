@@ -120,9 +120,9 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     [
         (without(UP), f"the weights lack {UP}$"),
         (lambda state: [state.pop(UP), state.pop(NORM)], f"the weights lack {UP} and 1 more"),
-        (with_tensor("model.layers.2.mlp.up_proj.weight", 2), "bring model.layers.2.mlp.up_proj"),
-        (with_tensor(NORM, 31), rf"bring {NORM} in shape \(31,\) instead of \(32,\)"),
-        (with_tensor(UP, 32, 48), rf"bring {UP} in shape \(32, 48\) instead of \(48, 32\)"),
+        (with_tensor("model.layers.2.mlp.up_proj.weight", 2), "contain model.layers.2.mlp.up_proj"),
+        (with_tensor(NORM, 31), rf"contain {NORM} in shape \(31,\) instead of \(32,\)"),
+        (with_tensor(UP, 32, 48), rf"contain {UP} in shape \(32, 48\) instead of \(48, 32\)"),
         (with_tensor("model.layers.0.self_attn.q_proj.bias", 32), "q_proj.bias, which the model"),
     ],
     ids=["missing", "two missing", "extra layer", "wrong shape", "transposed", "extra bias"],

@@ -116,7 +116,7 @@ def test_weights_that_were_let_go_come_back(module_of):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s + s[3:4], r"the weights bring \S+ twice"),
+        (lambda s: s + s[3:4], r"the weights contain \S+ twice"),
         (lambda s: s[:3] + s[4:], r"the weights lack \S+$"),
         (lambda s: [*s, ("model.rotary.weight", torch.ones(1))], "model.rotary.weight, which the"),
         (lambda s: [(n, t[None] if "norm" in n else t) for n, t in s], "in shape"),
@@ -291,7 +291,7 @@ def test_an_adapter_that_comes_twice():
     wrapped = with_adapters("llama", seed=5)
     made = empty_engine(wrapped.config)
     made.weights.load(base_tensors(wrapped).items())
-    with pytest.raises(UserError, match=r"the adapters bring \S+ twice"):
+    with pytest.raises(UserError, match=r"the adapters contain \S+ twice"):
         made.weights.load_adapters(factors(wrapped) + factors(wrapped)[:1])
 
 

@@ -1,1 +1,1 @@
-"""The decoder that the engine runs: weights, attention, key-value cache, rotary tables."""
+"""The engine's decoder: architecture table, weights, attention, KV cache, rotary tables."""

@@ -1,8 +1,7 @@
-"""The architecture table: what the one decoder needs to know of each model family, as data.
+"""Architecture table: describes each supported model family to the decoder, as data.
 
-A transformers config comes in; a `ModelSpec` goes out: sizes, norms, positions, activation, and for
-every weight of the checkpoint where it goes in the decoder. It must not know tensors, devices or
-ranks. A new family is a new row of `ARCHITECTURES`.
+`model_spec` maps a transformers config to a `ModelSpec`: sizes, norms, positions, activation, and
+the decoder weight that each checkpoint tensor fills. A new family is a new row of `ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +19,12 @@ class UnsupportedModel(UserError):
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One tensor of the checkpoint and where it goes. ``{i}`` in both names is the layer.
+    """A checkpoint tensor and the decoder weight that it fills. ``{i}`` in both names is the layer.
 
     ``target`` ends in ``.weight`` or ``.bias``. ``part`` names the rows of a fused target that the
-    tensor fills: q, k, v, gate, up, or nothing for all of them. Checkpoint matrices are
-    (out, in), or (in, out) where ``transposed``; ``interleaved`` ones hold q, k and v of the first
-    head, then of the second, and so on.
+    tensor fills: q, k, v, gate or up; "" for all of them. Checkpoint matrices are (out, in), or
+    (in, out) if ``transposed``. In an ``interleaved`` matrix q, k and v of the first head precede
+    those of the second, and so on.
     """
 
     name: str
@@ -37,7 +36,7 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as the decoder sees it. Sizes are of the whole model, not of a rank's share."""
+    """A model's architecture for the decoder. Sizes are of the whole model, before sharding."""
 
     num_layers: int
     hidden_size: int
@@ -47,7 +46,7 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     sources: tuple[WeightSource, ...]
-    prefix: str  # the base model's, in the names of the checkpoint
+    prefix: str  # of the base model, in checkpoint names
     activation: str
     norm: str = "layernorm"  # or rmsnorm
     norm_eps: float = 1e-5
@@ -57,12 +56,12 @@ class ModelSpec:
     parallel_residual: bool = False  # attention and MLP read the same hidden state
     residual_after_norm: bool = False  # the residual is the norm's output (some BLOOMs)
     position_offset: int = 0  # learned positions start at this row
-    num_positions: int = 0  # rows of the learned position table; 0: none
+    num_positions: int = 0  # rows of the learned position table; 0: no such table
     max_positions: int | None = None  # longest sequence; None: unbounded
     rotary: bool = False
-    partial_rotary: bool = False  # the family heeds ``partial_rotary_factor``; others rotate all
+    partial_rotary: bool = False  # the family reads ``partial_rotary_factor``; others rotate all
     alibi: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: how many keys a query sees; (): all
+    windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     tied: bool = False
 
@@ -77,7 +76,7 @@ class ModelSpec:
         return self.embed_size or self.hidden_size
 
     def layer_sources(self) -> Iterator[WeightSource]:
-        """Every source, those of layers once per layer."""
+        """Every source; those of layers once per layer."""
         for s in self.sources:
             if "{i}" not in s.name:
                 yield s
@@ -87,7 +86,7 @@ class ModelSpec:
                 yield WeightSource(name, target, s.part, s.transposed, s.interleaved)
 
     def num_parameters(self) -> int:
-        """Of the decoder's matrices: what a decode step reads; vectors are left out."""
+        """Parameters of the decoder's matrices (a decode step reads them all), without vectors."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
         attention = self.hidden_size * (width + self.num_heads * self.head_size)
         mlp = (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
@@ -103,8 +102,8 @@ def model_spec(config: Any) -> ModelSpec:
     """The spec of a transformers ``config``.
 
     Raises:
-        UnsupportedModel: the family is not in the table, or the config asks for what the decoder
-            does not have.
+        UnsupportedModel: the family is not in the table, or the config needs a feature that the
+            decoder does not have.
     """
     row = ARCHITECTURES.get(config.model_type)
     if row is None:
@@ -112,19 +111,19 @@ def model_spec(config: Any) -> ModelSpec:
         raise UnsupportedModel(f"{config.model_type} is not in the architecture table ({known})")
     spec = row(config)
     if spec.activation not in ACT2FN:
-        raise UnsupportedModel(f"the activation {spec.activation} is unknown here")
+        raise UnsupportedModel(f"the activation {spec.activation} is not supported")
     if spec.rotary:
-        # NOTE: as transformers does when it makes the model: an original_max_position_embeddings
-        # beside rope_parameters (Phi-3's way to write LongRoPE) goes before the one in it.
+        # NOTE: as transformers does when it builds the model: an original_max_position_embeddings
+        # beside rope_parameters (Phi-3's way to write LongRoPE) overrides the one inside them.
         config.standardize_rope_params()
         kind = config.rope_parameters["rope_type"]
         if kind not in ROPE_TYPES:
-            raise UnsupportedModel(f"rotary positions of the type {kind} are unknown here")
+            raise UnsupportedModel(f"rotary positions of the type {kind} are not supported")
     return spec
 
 
 def _both(name: str, target: str, bias: bool = True, **layout: Any) -> list[WeightSource]:
-    """The weight of a layer or norm, and its bias where it has one."""
+    """The weight of a linear layer or norm, and its bias if it has one."""
     suffixes = ("weight", "bias") if bias else ("weight",)
     return [WeightSource(f"{name}.{s}", f"{target}.{s}", **layout) for s in suffixes]
 
@@ -136,7 +135,7 @@ def _embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
 
 
 def _sizes(c: Any) -> dict[str, int]:
-    """What families with a key-value head for every query head call alike."""
+    """Config fields shared by the families with as many key-value heads as query heads."""
     return {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
@@ -327,7 +326,7 @@ def _layer_windows(c: Any) -> tuple[int | None, ...]:
     kinds = c.layer_types or ["full_attention"] * c.num_hidden_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UnsupportedModel(f"layers of the type {sorted(unknown)[0]} are unknown here")
+        raise UnsupportedModel(f"layers of the type {sorted(unknown)[0]} are not supported")
     return tuple(c.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -1,8 +1,8 @@
-"""Attention of one step: some sequences decode a token, others bring a piece of their prompt.
+"""Computes the attention of one step, in which sequences decode a token or prefill a prompt chunk.
 
-Query, key and value heads of packed tokens come in, packed outputs go out; new keys and values are
-written into the cache on the way. This is the `sdpa` back end, which runs on any device; on a CPU
-small decodes go through `cpu_kernels` instead. It must not know weights, sampling or schedules.
+Reads the query, key and value heads of packed tokens, writes new keys and values into the cache and
+returns packed outputs. This is the `sdpa` back end, for any device; on a CPU, small decode batches
+use `dschat.inference.kernels.cpu` instead.
 
 Shapes: T packed tokens (B decoding ones first), H query heads, K key-value heads, D head size, L
 keys.
@@ -18,18 +18,18 @@ from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.kv_cache import KVCache
 
-# Measured on two AVX-512 cores, fp32: our kernel reads keys and values on one thread at 16 GB/s;
-# torch's takes 25 us to start, and then reads 9 GB/s on each of its threads.
+# Measured on two AVX-512 cores, fp32: our kernel reads keys and values at 16 GB/s on one thread;
+# torch's takes 25 us to start, then reads 9 GB/s on each of its threads.
 _KERNEL_BYTES_PER_S, _TORCH_BYTES_PER_S, _TORCH_START_S = 16e9, 9e9, 25e-6
 
 
 @dataclass
 class Decodes:
-    """Sequences that bring one token each, the first rows of the packed ones."""
+    """The decoding sequences, one token each: the first rows of the packed tokens."""
 
     count: int  # B
-    lengths: Tensor  # (B,) int64: keys each sees, its own included
-    max_length: int  # of any, or a bound of it that fits the block table
+    lengths: Tensor  # (B,) int64: keys that each attends to, its own included
+    max_length: int  # the largest length, or an upper bound that fits the block table
     block_table: Tensor | None  # (B, pages) int64; None: sequence b lies in page b, whole
     ragged: bool  # whether some length is not max_length
 
@@ -46,11 +46,11 @@ class Chunk:
 
 @dataclass
 class _Dense:
-    """Fresh prompts as one padded batch: where its cells are in the packed tokens, and back."""
+    """Prompts without a cached prefix as one padded batch, and its mapping to packed tokens."""
 
     rows: int
     longest: int
-    cells: Tensor | None  # (rows * longest,): packed index of a cell; None: nothing is padded
+    cells: Tensor | None  # (rows * longest,): packed index of each cell; None: no padding
     packed: Tensor | None  # cell of each packed token
     first: int
     num_tokens: int
@@ -58,11 +58,11 @@ class _Dense:
 
 @dataclass
 class Attention:
-    """What all layers of one step share. Call it with a layer's heads."""
+    """Attention of one step: holds what its layers share; call it with each layer's heads."""
 
     spec: ModelSpec
     cache: KVCache
-    slot_mapping: Tensor  # (T,) int64: where each token's key and value go
+    slot_mapping: Tensor  # (T,) int64: cache slot of each token's key and value
     decodes: Decodes | None
     chunks: list[Chunk]
     slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
@@ -77,7 +77,7 @@ class Attention:
         fresh = [c for c in self.chunks if c.prefix == 0]
         self._later = [c for c in self.chunks if c.prefix > 0]
         group: list[Chunk] = []
-        for chunk in fresh:  # longest first; what is less than half as long starts another batch
+        for chunk in fresh:  # longest first; one less than half as long starts another batch
             adjacent = not group or group[-1].start + group[-1].length == chunk.start
             if group and (2 * chunk.length < group[0].length or not adjacent):
                 self._dense.append(self._padded(group))
@@ -87,7 +87,7 @@ class Attention:
             self._dense.append(self._padded(group))
 
     def __call__(self, layer: int, heads_THD: Tensor) -> Tensor:
-        """Query, key and value heads in this order, (T, H + 2 K, D); returns (T, H * D)."""
+        """Query, key and value heads, in this order, (T, H + 2 K, D) -> (T, H * D)."""
         rows, keys, values = self.cache.layers[layer]
         num_kv_heads = keys.shape[2]
         num_heads = heads_THD.shape[1] - 2 * num_kv_heads
@@ -114,7 +114,7 @@ class Attention:
     # -- decode ------------------------------------------------------------------------------------
 
     def _kernel_is_faster(self) -> bool:
-        """Whether one core reads the step's keys and values sooner than torch's threads do."""
+        """Whether one core reads the step's keys and values faster than torch's threads do."""
         pairs, d = self.cache.pairs, self.decodes
         if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
             return False
@@ -127,7 +127,7 @@ class Attention:
         assert d.lengths.is_contiguous()
         assert self.cache.pairs.is_contiguous()
         assert d.block_table is None or d.block_table.stride(1) == 1
-        # NOTE: where prompts take part the keys and values of all tokens are stored before.
+        # NOTE: in a step with chunks, keys and values of all tokens are stored before the kernel.
         slot_mapping = None if self.chunks else self.slot_mapping
         assert slot_mapping is None or slot_mapping.is_contiguous()
         return cpu.load().decode_attention(
@@ -142,7 +142,7 @@ class Attention:
         d = self.decodes
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
-        # The query heads that share a key head become query positions: nothing is repeated.
+        # Query heads that share a key head become query positions, so no key is repeated.
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
         bias = self._decode_bias(layer, q, k.shape[1])
         out = F.scaled_dot_product_attention(
@@ -164,7 +164,7 @@ class Attention:
         return cached[d.block_table].flatten(1, 2)
 
     def _decode_bias(self, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
-        """(B, 1 or K, 1 or G, L) added to the scores, shared by layers with the same window."""
+        """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window."""
         d, window = self.decodes, self.spec.window(layer)
         if window is not None and window >= num_keys:
             window = None
@@ -179,7 +179,7 @@ class Attention:
             hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             hidden = hidden.masked_fill_(~seen, float("-inf"))[:, None, None, :]
             if self.slopes is not None:
-                # A constant per row changes nothing in a softmax: count from the newest key.
+                # Distances count from the newest key: a softmax ignores a constant per row.
                 distance = positions - (d.lengths - 1).unsqueeze(1)
                 slopes = self.slopes.view(q.shape[1], q.shape[2], 1)
                 hidden = hidden + (slopes * distance[:, None, None, :]).to(q.dtype)
@@ -205,7 +205,7 @@ class Attention:
         return _Dense(rows, longest, cells, packed, first, num_tokens)
 
     def _fresh(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Whole prompts, causally: padding on the right is never seen by what is real."""
+        """Causal attention of whole prompts: no token attends to the padding on its right."""
         if dense.cells is not None:
             q, k, v = (x.index_select(0, dense.cells) for x in (q, k, v))
         q, k, v = (
@@ -219,7 +219,7 @@ class Attention:
     def _continued(
         self, layer: int, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """A later piece of a prompt: it sees what is cached, itself included."""
+        """Attention of a later chunk of a prompt over the cache, which already holds the chunk."""
         total = chunk.prefix + chunk.length
         pages = torch.tensor(chunk.pages[: self.cache.pages_for(total)], device=keys.device)
         k, v = (
@@ -244,7 +244,7 @@ class Attention:
         )
 
     def _prompt_bias(self, layer: int, q: Tensor, prefix: int, total: int) -> Tensor | None:
-        """(1 or H, tokens, total) added to the scores; None where plain causality is all."""
+        """Bias of the scores, (1 or H, tokens, total); None if a causal mask is enough."""
         window = self.spec.window(layer)
         if window is not None and window >= total:
             window = None

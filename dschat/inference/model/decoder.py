@@ -1,8 +1,8 @@
-"""The one decoder of all families: packed tokens in, hidden states and logits out.
+"""Runs the transformer decoder: packed token ids to hidden states and logits.
 
-It reads a `ModelSpec` for what differs between families, and this rank's `Weights`. Tensor-parallel
-ranks add up partial sums after attention and after the MLP, and join their parts of the vocabulary.
-It must not know sequences, caches or sampling: attention is handed in.
+One implementation serves all families; a `ModelSpec` holds their differences. Tensor-parallel ranks
+all-reduce after attention and after the MLP, and all-gather the logits. The caller passes attention
+as a function, so the decoder is independent of the cache.
 
 Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value heads, D head size.
 """
@@ -20,11 +20,11 @@ from transformers.activations import ACT2FN
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.rotary import Rotary, alibi_slopes
-from dschat.inference.model.weights import Weights
+from dschat.inference.model.weights import AnyLinear, Weights
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, heads (T, H + 2 K, D) -> (T, H * D)
 
-# transformers' compositions of small operations, as torch's fused ones.
+# torch's fused versions of activations that transformers composes of small operations.
 _TANH_GELU = partial(F.gelu, approximate="tanh")
 _FUSED = {
     "relu": F.relu_,
@@ -36,14 +36,14 @@ _FUSED = {
     "gelu_pytorch_tanh": _TANH_GELU,
 }
 
-# The kernels run on one thread, torch's operations on all; a kernel walks its numbers once where
-# torch does two to four times. Measured on two AVX-512 cores: even at about a million numbers (rows
-# x the MLP's width), the kernels ahead below.
-_EVEN_TIMES_THREADS = 1 << 21
+# The CPU kernels run on one thread and read their operands once; torch's operations run on all
+# threads and read them two to four times. Measured on two AVX-512 cores: equal at about a million
+# elements (rows x MLP width), and the kernels are faster below.
+_BREAK_EVEN_TIMES_THREADS = 1 << 21
 
 
 class Decoder:
-    """``num_positions``: the longest sequence it will see, for the rotary tables."""
+    """``num_positions``: the longest sequence, for the rotary tables."""
 
     def __init__(self, spec: ModelSpec, config: Any, weights: Weights, num_positions: int) -> None:
         self.spec, self.weights = spec, weights
@@ -55,17 +55,19 @@ class Decoder:
             self.rotary = Rotary(config, spec.partial_rotary, num_positions, dtype, device)
         self.slopes = None
         if spec.alibi:
-            mine = slice(self._group.rank * weights.num_heads, None)
-            self.slopes = alibi_slopes(spec.num_heads)[mine][: weights.num_heads].to(device)
+            slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
+            self.slopes = slopes[self._group.rank].to(device)
         self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
         self._inverse_roots: dict[int, Tensor] = {}
         self._layers: list[_Layer] = []
         self._kernels: cpu.Kernels | None = None
-        self._version = -1  # of the weights the layers were looked up in
+        self._version = -1  # of the weights in `_layers`
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size)."""
+        """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
+        Collective in the tensor-parallel group.
+        """
         if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions), None
@@ -82,19 +84,19 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, embedding size) -> (R, V), whole on every rank."""
-        mine = self.weights.linears["head"](hidden)
+        """(R, embedding size) -> (R, V), whole on every rank. Collective in the group."""
+        local = self.weights.linears["head"](hidden)
         if self._group.size == 1:
-            return mine
-        joined = self._group.all_gather(mine).transpose(0, 1).flatten(1)  # R may be 0
-        return joined[:, : self.spec.vocab_size]
+            return local
+        logits = self._group.all_gather(local).transpose(0, 1).flatten(1)  # R may be 0
+        return logits[:, : self.spec.vocab_size]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         weights, spec = self.weights, self.spec
         table = weights.tensors["embed.weight"]
         if self._group.size == 1:
             h = F.embedding(tokens, table)
-        else:  # each rank has some rows: the others' are zero here, and summed
+        else:  # each rank has some rows; those of other ranks are zero here, then summed
             local = tokens - self._group.rank * weights.vocab_size
             absent = (local < 0) | (local >= weights.vocab_size)
             h = F.embedding(local.masked_fill(absent, 0), table)
@@ -110,7 +112,7 @@ class Decoder:
         kernels, rotary = self._kernels, self.rotary
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
-        if threads > 1 and positions.shape[0] * widest * threads > _EVEN_TIMES_THREADS:
+        if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
         if rotary is None:
             return _Step(attend, kernels, None)
@@ -119,7 +121,7 @@ class Decoder:
         return _Step(attend, kernels, (positions, rotary.cos, rotary.sin))
 
     def _look_up(self) -> None:
-        """The weights of each layer, by attribute instead of by name."""
+        """Collect each layer's weights, so that a step does not look them up by name."""
         weights = self.weights
         tensors, linears = weights.tensors, weights.linears
 
@@ -145,7 +147,7 @@ class Decoder:
     def _layer(
         self, i: int, h: Tensor, added: Tensor | None, step: "_Step"
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream ``h`` and what is still to be added to it, in and out."""
+        """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
         add_up = self._group.all_reduce_sum
         x = self._add_norm(w.norm1, h, added, step) if spec.pre_norm else h
@@ -171,17 +173,17 @@ class Decoder:
                     norms = (w.q_norm.weight, w.k_norm.weight, self.spec.norm_eps)
                 step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, step.rotary)
             return heads
-        turning = heads[:, : num_heads + num_kv_heads]
+        q_and_k = heads[:, : num_heads + num_kv_heads]
         if w.q_norm is not None:
-            q, k = turning.split([num_heads, num_kv_heads], dim=1)
+            q, k = q_and_k.split([num_heads, num_kv_heads], dim=1)
             q.copy_(self._norm(w.q_norm, q))
             k.copy_(self._norm(w.k_norm, k))
         if step.rotary is not None:
-            self.rotary.rotate_(turning, step.rotary)
+            self.rotary.rotate_(q_and_k, step.rotary)
         return heads
 
     def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:
-        """This rank's partial sum."""
+        """This rank's partial sum of the MLP."""
         inner = w.up(x)
         if not self.spec.gated:
             inner = self._activation(inner)
@@ -204,8 +206,8 @@ class Decoder:
             return F.layer_norm(x, weight.shape, weight, norm.bias, eps)
         if x.is_cuda or x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, eps)
-        # x / sqrt(mean(x^2) + eps): on a CPU less than half as long as F.rms_norm.
-        # Constants are tensors: a Python number would be converted anew in every call.
+        # x / sqrt(mean(x^2) + eps): takes less than half the time of F.rms_norm on a CPU.
+        # Constants are tensors: a Python number would be converted in every call.
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         norms.mul_(self._inverse_root(weight.shape[0])).hypot_(self._root_of_eps)
         return x.div(norms).mul_(weight)
@@ -217,11 +219,11 @@ class Decoder:
 
 
 class _Step(NamedTuple):
-    """What the layers of one step share."""
+    """State that the layers of one step share."""
 
     attend: Attend
     kernels: cpu.Kernels | None  # None: torch's operations (GPUs, large steps)
-    # With kernels positions (T,), cos and sin of all positions; else cos and sin of each token.
+    # With kernels: positions (T,), then cos and sin of all positions. Else: cos and sin per token.
     rotary: tuple[Tensor, ...] | None
 
 
@@ -231,13 +233,13 @@ class _Norm(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A layer's weights, looked up once per version."""
+    """A layer's weights, collected once per version."""
 
     norm1: _Norm
     norm2: _Norm
     q_norm: _Norm | None
     k_norm: _Norm | None
-    qkv: Any
-    out: Any
-    up: Any
-    down: Any
+    qkv: AnyLinear
+    out: AnyLinear
+    up: AnyLinear
+    down: AnyLinear

@@ -1,8 +1,7 @@
-"""The key-value cache: a pool of pages that sequences share.
+"""Stores keys and values in a pool of reference-counted pages.
 
-Page numbers go in and out; keys and values stay here. A page holds `page_size` tokens of all
-layers; several sequences may read one page, and it is free again when the last one lets it go. It
-must not know prompts, sampling or schedules.
+A page holds `page_size` tokens of all layers. Several sequences may share a page; it is free again
+when the last one releases it.
 """
 
 import heapq
@@ -11,10 +10,10 @@ import torch
 
 
 class KVCache:
-    """``num_pages`` pages, and one more that nobody owns, for rows that pad a captured batch.
+    """``num_pages`` pages, and a trash page for the rows that pad a captured batch.
 
     ``pairs`` (layers, num_pages + 1, page_size, 2, kv heads, head size): a token's keys and values
-    of a layer lie together, as the decoder makes them. Its place in a layer is
+    of a layer are adjacent, as the decoder computes them. Its slot in a layer is
     page * page_size + offset.
     """
 
@@ -29,12 +28,12 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_size)
-        # NOTE zeros, not empty: masked keys weigh 0, and 0 x NaN would still be NaN. Made in
-        # inference mode they could not be written outside it.
+        # NOTE: zeros, not empty: masked keys have weight 0, and 0 x NaN is NaN. Tensors created in
+        # inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.pairs = torch.zeros(shape, dtype=dtype, device=device)
             self.keys, self.values = self.pairs.unbind(3)
-            # Views that every step needs, made once: rows of tokens, keys and values.
+            # Views that every step needs: slots, keys and values.
             self.layers = [
                 (layer.view(-1, 2 * num_kv_heads, head_size), layer[:, :, 0], layer[:, :, 1])
                 for layer in self.pairs
@@ -53,11 +52,11 @@ class KVCache:
         return self.pairs.nbytes
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages ``num_tokens`` take."""
+        """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """The lowest ``count`` free pages, used by one sequence each."""
+        """Take the ``count`` lowest free pages, with one user each."""
         assert count <= len(self._free), "more pages than there are"
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
@@ -65,12 +64,12 @@ class KVCache:
         return pages
 
     def retain(self, pages: list[int]) -> None:
-        """One more user of each page."""
+        """Add a user to each page."""
         for page in pages:
             self._users[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """One user less; pages nobody uses are free."""
+        """Remove a user from each page; pages without users become free."""
         for page in pages:
             self._users[page] -= 1
             assert self._users[page] >= 0
@@ -85,7 +84,7 @@ class KVCache:
         self.pairs[:, target, :num_tokens].copy_(self.pairs[:, source, :num_tokens])
 
     def swap_out(self, page: int, num_tokens: int) -> int:
-        """Move a page with one user to the lowest free place; returns its number there."""
+        """Move a page with one user to the lowest free page; returns the new page's number."""
         (target,) = self.allocate(1)
         self.copy_page(page, target, num_tokens)
         self.release([page])

@@ -1,9 +1,8 @@
-"""Matrix products of the decoder, by the fastest kernel of the device.
+"""Multiplies activations by the decoder's weights, with the fastest kernel of the device.
 
-Rows of a weight come in once per version, activations for ever after. On a CPU a weight is packed
-into the blocks the kernel reads (MKL's in fp32 where torch has MKL, else oneDNN's) and its plain
-form is let go; elsewhere it keeps its address, so that captured graphs stay valid. LoRA factors may
-ride along as a side product. It must not know names, layouts or ranks.
+On a CPU a weight is packed into the blocks that the kernel reads (MKL's in fp32 if torch has MKL,
+else oneDNN's) and its plain form is freed. Elsewhere a weight keeps its address across versions, so
+that captured graphs stay valid. LoRA factors can be added as a side product.
 """
 
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Backend = Literal["mkl", "onednn", "plain"]
-_PACK_ROWS = 16  # the number of rows a packing is best for; any number works
+_PACK_ROWS = 16  # the batch size that a packing is optimised for; any size works
 _PANEL = 32  # PANEL of cpu_step.c
 
 
 def best_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Measured on two AVX-512 cores, fp32, 16 rows: MKL's packed product makes 170-190 GFLOP/s,
-    oneDNN's 100-150, ``F.linear`` 85-110.
+    """The fastest available product. Measured on two AVX-512 cores, fp32, 16 rows: MKL's packed
+    product 170-190 GFLOP/s, oneDNN's 100-150, ``F.linear`` 85-110.
     """
     if device.type != "cpu":
         return "plain"
@@ -32,7 +31,7 @@ def best_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def in_panels(weight: Tensor) -> Tensor:
-    """(out, in) -> (panels, in, 32): the weights of 32 outputs by input, zeros beyond the last."""
+    """(out, in) -> (ceil(out / 32), in, 32): panels of 32 outputs, input-major, zero-padded."""
     padded = F.pad(weight, (0, 0, 0, -len(weight) % _PANEL))
     return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
 
@@ -53,9 +52,9 @@ class SideProduct:
 
 
 class Linear:
-    """``y = x W^T + b`` for W of (out, in), which is written in pieces and then sealed.
+    """``y = x W^T + b`` with W (out, in), which is written in pieces and then sealed.
 
-    Between `open` and `seal` the plain form exists; on a packing back end it is gone afterwards.
+    The plain form exists between `open` and `seal`; a packing back end frees it in `seal`.
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class Linear:
         keep_panels: bool = False,
     ) -> None:
         self.shape = shape
-        self.panels: Tensor | None = None  # where wanted: `small_step` reads this form
+        self.panels: Tensor | None = None  # with keep_panels, for `kernels.fused_decode`
         self._keep_panels = keep_panels
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
-        # The overload is bound once: looking it up costs a sixth of a small product.
+        # The overload is bound here: looking it up takes a sixth of a small product's time.
         self._product = None
         if backend == "mkl":
             self._product = torch.ops.mkl._mkl_linear.default
@@ -83,28 +82,28 @@ class Linear:
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
-        # NOTE: MKL's operator wants the unpacked weight too, for its shape alone.
+        # NOTE: MKL's operator also takes the unpacked weight, but reads only its shape.
         self._shape_only = torch.empty(1).expand(shape)
 
     @property
     def packs(self) -> bool:
-        """Whether products read a packed form, and no plain one stays."""
+        """Whether the weight is kept only in packed form."""
         return self._backend != "plain"
 
     def open(self) -> Tensor:
         """The plain weight, to be written into."""
         if self._plain is None:
-            self._packed = None  # the version before goes first
+            self._packed = None  # freed before the new version is allocated
             self._plain = torch.zeros(self.shape, dtype=self._dtype, device=self._device)
         return self._plain
 
     def seal(self) -> None:
-        """The weight is whole: pack it."""
+        """Pack the weight, all pieces of which are written."""
         if self.packs:
             self.pack(self._plain if self._shared is None else self._shared)
 
     def pack(self, weight: Tensor) -> None:
-        """Take the whole ``weight`` (out, in), packed; it is not kept."""
+        """Pack the whole ``weight`` (out, in); no reference to it is kept."""
         self._plain = self._packed = None
         reorder = (
             torch.ops.mkl._mkl_reorder_linear_weight
@@ -116,11 +115,11 @@ class Linear:
         if self._keep_panels:
             if self.panels is None:
                 self.panels = in_panels(weight)
-            else:  # its address stays
+            else:  # in place: `fused_decode` holds the address
                 self.panels.copy_(in_panels(weight))
 
     def drop(self) -> None:
-        """Let everything go, whoever still holds this object; another one takes its place."""
+        """Free all tensors, even if a decoder still holds this object. It cannot be used again."""
         self._plain = self._packed = self._shared = self.bias = self.side = self.panels = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -135,17 +134,16 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight and bias, not counting a packing's padding nor the second form that
-        a small model has (panels); LoRA factors too."""
-        held = self._packed is not None or self._plain is not self._shared
-        size = self.shape[0] * self.shape[1] * self._dtype.itemsize if held else 0
+        """Bytes of weight, bias and LoRA factors, without a packing's padding and the panels."""
+        stored = self._packed is not None or self._plain is not self._shared
+        size = self.shape[0] * self.shape[1] * self._dtype.itemsize if stored else 0
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)
 
 
 @dataclass
 class BorrowedPart:
-    """Somebody else's weight and bias, as a checkpoint lays them out."""
+    """A weight and bias owned by another module, in the layout of the checkpoint."""
 
     weight: Tensor  # (out, in), or (in, out) where `transposed`
     bias: Tensor | None
@@ -154,9 +152,9 @@ class BorrowedPart:
 
 
 class BorrowedLinear:
-    """The same product on weights that live elsewhere (training's own): nothing is copied.
+    """The same product on weights of another module (the one in training), without a copy.
 
-    What a fused weight computes in one product takes one for every part here.
+    Computes one product per part of a fused weight.
     """
 
     def __init__(self, parts: list[BorrowedPart]) -> None:
@@ -170,7 +168,7 @@ class BorrowedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own: those of LoRA factors."""
+        """Bytes of the LoRA factors; borrowed weights are not counted."""
         return self.side.nbytes if self.side is not None else 0
 
 

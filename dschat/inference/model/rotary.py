@@ -1,7 +1,4 @@
-"""Positions that are no weights: rotary tables and ALiBi slopes.
-
-A spec and a config come in, tensors go out. It must not know weights, ranks or caches.
-"""
+"""Computes position encodings that have no weights: rotary tables and ALiBi slopes."""
 
 import math
 from typing import Any
@@ -14,9 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 class Rotary:
     """cos and sin of every position: (num_positions, rotary_dim) each, in the model's dtype.
 
-    Su et al. 2021 (RoFormer), in the "rotate half" layout all families here share; sin is stored
-    with the sign of the rotation, so that a rotated x is ``x * cos + swap_halves(x) * sin``.
-    ``partial``: the family rotates only the share of each head that its config names.
+    Su et al. 2021 (RoFormer), in the "rotate half" layout that all families here share. sin is
+    stored with the sign of the rotation: a rotated x is ``x * cos + swap_halves(x) * sin``.
+    ``partial``: the family rotates only the share of each head in ``partial_rotary_factor``.
     """
 
     def __init__(
@@ -35,7 +32,7 @@ class Rotary:
         self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for tokens at ``positions`` (T,): (T, 1, rotary_dim) each."""
+        """cos and sin at ``positions`` (T,): (T, 1, rotary_dim) each."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
     def rotate_(self, x_THD: Tensor, rows: tuple[Tensor, Tensor]) -> None:
@@ -48,10 +45,10 @@ class Rotary:
 
 
 def _frequencies(config: Any, partial: bool) -> tuple[Tensor, float]:
-    """Inverse frequencies (rotary_dim / 2,) fp32 and the factor of cos and sin.
+    """Inverse frequencies (rotary_dim / 2,) fp32, and the factor of cos and sin.
 
-    Scaled kinds (linear, dynamic, yarn, llama3, longrope) are transformers' own functions; those
-    that change with the sequence's length are taken within `rotary_limit`, where they do not.
+    Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
+    on the sequence length, but not below `rotary_limit`.
     """
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
@@ -61,7 +58,7 @@ def _frequencies(config: Any, partial: bool) -> tuple[Tensor, float]:
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    # NOTE: a factor in the config of another family is ignored, as its transformers module does.
+    # NOTE: other families ignore such a factor in their config, as their transformers modules do.
     dim = int(head_size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -77,10 +74,10 @@ def rotary_limit(config: Any, max_positions: int) -> int:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """One slope a head, (num_heads,) fp32: Press et al. 2021, section 3, as BLOOM extends it.
+    """ALiBi slopes (num_heads,) fp32: Press et al. 2021, section 3, as BLOOM extends it.
 
-    For a power of two they are ``2 ** (-8 h / num_heads)``, h = 1...; other counts take every other
-    slope of the next power of two for the heads beyond the last one.
+    For a power of two they are ``2 ** (-8 h / num_heads)``, h = 1, 2, ... For other counts, the
+    heads beyond the previous power of two take every other slope of the next one.
     """
     lower = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]

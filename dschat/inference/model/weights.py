@@ -1,10 +1,9 @@
-"""The decoder's weights: a stream of checkpoint tensors in, this rank's share of each, in place.
+"""Holds the decoder's weights: this rank's share of a stream of checkpoint tensors.
 
-Every destination is written exactly once a load, or it is an error that names the tensor. Queries,
-keys and values are fused into one matrix, gate and up into another; a tensor-parallel rank keeps
-the rows (of qkv, up, embedding and head) or columns (of out and down) that are its own. Or nothing
-is copied, and the decoder reads somebody else's storage. It must not know where a stream comes
-from, nor how the decoder computes.
+A load writes every weight exactly once, else it raises an error that names the tensor. Queries,
+keys and values are fused into one matrix, gate and up into another. A tensor-parallel rank keeps
+its rows (of qkv, up, embedding and head) or columns (of out and down). `Weights.borrow` copies
+nothing: the decoder then reads the tensors of the module in training.
 """
 
 from collections import defaultdict
@@ -24,23 +23,24 @@ from dschat.inference.model.linear import (
     best_backend,
 )
 
-Adapter = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
+AnyLinear = Linear | BorrowedLinear
+LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
 
 
 class WeightMismatch(UserError):
-    """The tensors are not those of the model; the message names one."""
+    """The tensors do not match the model; the message names one."""
 
 
 def check_shares(spec: ModelSpec, size: int) -> None:
     """Raise ``UserError`` unless ``size`` ranks can share the heads and the MLP evenly."""
-    for what, count in (
+    for unit, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
         ("MLP columns", spec.intermediate_size),
     ):
         if count % size:
             raise UserError(
-                f"--inference_tp_size {size} does not divide the model's {count} {what}"
+                f"--inference_tp_size {size} does not divide the model's {count} {unit}"
             )
 
 
@@ -48,7 +48,7 @@ class Weights:
     """Linears by name (``layers.0.qkv``) and other tensors by name (``layers.0.norm1.weight``).
 
     Raises:
-        UserError: ``group`` cannot share the heads or the MLP.
+        UserError: the size of ``group`` does not divide the heads or the MLP.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Weights:
         self.num_kv_heads = spec.num_kv_heads // group.size
         self.intermediate_size = spec.intermediate_size // group.size
         self.vocab_size = -(-spec.vocab_size // group.size)  # the last rank's may be padding
-        self.linears: dict[str, Linear | BorrowedLinear] = {}
+        self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
         self.backend = best_backend(device, dtype)
-        self.has_panels = keep_panels  # see small_step
+        self.has_panels = keep_panels  # for `dschat.inference.kernels.fused_decode`
         self._sources = list(spec.layer_sources())
         self._by_name: dict[str, list[WeightSource]] = defaultdict(list)
         for source in self._sources:
@@ -77,13 +77,13 @@ class Weights:
         for source in self._sources:
             self._parts[source.target].add(source.part)
         self._borrowed = False
-        self.version = 0  # changes when tensors and linears are other objects than before
+        self.version = 0  # changes when tensors and linears are replaced, not when written in place
         self.names = frozenset(self._by_name)
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- shapes ------------------------------------------------------------------------------------
 
     def _linear_shape(self, name: str) -> tuple[int, int] | None:
-        """(out, in) of this rank's share; None for what is no matrix product."""
+        """(out, in) of this rank's share; None if ``name`` is not a linear layer."""
         spec, size = self.spec, self.spec.hidden_size
         return {
             "qkv": ((self.num_heads + 2 * self.num_kv_heads) * spec.head_size, size),
@@ -96,7 +96,7 @@ class Weights:
         }.get(name.rpartition(".")[2])
 
     def _full_shape(self, source: WeightSource) -> tuple[int, ...]:
-        """Of the whole tensor, as the checkpoint stores it."""
+        """Shape of the whole tensor, as the checkpoint stores it."""
         spec, base = self.spec, source.target.rpartition(".")[0]
         kind = base.rpartition(".")[2]
         if source.target == "embed.weight":
@@ -125,7 +125,7 @@ class Weights:
         return (columns, rows) if source.transposed else (rows, columns)
 
     def _create(self) -> None:
-        """Places for everything, still empty."""
+        """Create all tensors and linears, without their values."""
         if self.tensors:
             return
         self.version += 1
@@ -153,7 +153,7 @@ class Weights:
                 )
 
     def _head_is_shared(self, base: str) -> bool:
-        """Whether the head is the embedding: one tensor, of which packing makes another form."""
+        """Whether the head is the tied embedding; a packing back end stores it in both forms."""
         return base == "head" and self.spec.tied
 
     # -- this rank's share -------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Weights:
         return rows[self.group.rank * count : (self.group.rank + 1) * count]
 
     def _local_rows(self, source: WeightSource, full: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of this rank's share of ``full``, whose first dimension is rows."""
+        """Yields (first row in the target, rows): this rank's share of the rows of ``full``."""
         kind = source.target.rpartition(".")[0].rpartition(".")[2]
         spec = self.spec
         q, kv = self.num_heads * spec.head_size, self.num_kv_heads * spec.head_size
@@ -187,7 +187,7 @@ class Weights:
             yield 0, full
 
     def _local_columns(self, source: WeightSource, matrix: Tensor) -> Tensor:
-        """``matrix`` (..., in) cut to the inputs this rank has."""
+        """``matrix`` (..., in) cut to this rank's inputs."""
         kind = source.target.rpartition(".")[0].rpartition(".")[2]
         count = {"out": self.num_heads * self.spec.head_size, "down": self.intermediate_size}
         if kind not in count:
@@ -195,7 +195,7 @@ class Weights:
         return self._rank_slice(matrix.T, count[kind]).T
 
     def _is_whole(self, source: WeightSource) -> bool:
-        """Whether the checkpoint's tensor is this rank's whole matrix: nothing to cut or join."""
+        """Whether the checkpoint's tensor is the whole target: nothing to slice or fuse."""
         return self.group.size == 1 and not source.part and not source.interleaved
 
     def _write(self, source: WeightSource, full: Tensor) -> None:
@@ -203,41 +203,41 @@ class Weights:
         kind = base.rpartition(".")[2]
         linear = self.linears.get(base)
         if linear is None:
-            place = self.tensors[source.target]
+            target = self.tensors[source.target]
         elif suffix == "bias":
-            place = linear.bias
+            target = linear.bias
         else:
-            place = linear.open()
+            target = linear.open()
         if source.transposed and suffix == "weight":
             full = full.T
         if suffix == "weight" and linear is not None:
             full = self._local_columns(source, full)
         if suffix == "bias" and kind in ("out", "down") and self.group.rank > 0:
-            return  # partial sums are added up: the bias belongs to one of them
+            return  # partial sums are added up: only rank 0 adds the bias
         for first, rows in self._local_rows(source, full):
-            place[first : first + rows.shape[0]].copy_(rows)
+            target[first : first + rows.shape[0]].copy_(rows)
 
-    # -- the ways in -------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
-    # NOTE: a stream may bring live parameters, and the caller may be in inference mode. Neither may
-    # leave its mark: a copy that needs gradients, or one that only inference mode may overwrite.
+    # NOTE: a stream may yield live parameters, and the caller may be in inference mode. The copies
+    # must neither require gradients nor be writable in inference mode only.
     @torch.inference_mode(False)
     @torch.no_grad()
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Read a whole stream of (Hugging Face name, tensor).
+        """Copy a whole stream of (Hugging Face name, tensor).
 
         Raises:
-            WeightMismatch: a tensor is missing, unknown, of another shape, or came twice.
+            WeightMismatch: a tensor is missing, unknown, of another shape, or repeated.
         """
-        assert not self._borrowed, "these weights are somebody else's"
+        assert not self._borrowed, "borrowed weights cannot be written"
         self._create()
         waiting = {target: set(parts) for target, parts in self._parts.items()}
         seen: set[str] = set()
         for name, tensor in stream:
             if name in seen:
-                raise WeightMismatch(f"the weights bring {name} twice")
+                raise WeightMismatch(f"the weights contain {name} twice")
             seen.add(name)
-            if self._is_copy(name):
+            if self._is_tied_head(name):
                 continue
             self._check_tensor(name, tuple(tensor.shape))
             for source in self._by_name[name]:
@@ -256,26 +256,26 @@ class Weights:
         self._check_complete(seen)
 
     def check(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Raise ``WeightMismatch`` where `load` would, before there is a place for any weight."""
+        """Raise the ``WeightMismatch`` that `load` would raise, before any weight is allocated."""
         seen = set()
         for name, shape in shapes:
             seen.add(name)
-            if not self._is_copy(name):
+            if not self._is_tied_head(name):
                 self._check_tensor(name, shape)
         self._check_complete(seen)
 
-    def _is_copy(self, name: str) -> bool:
-        """Whether this is the head again, which is the embedding."""
+    def _is_tied_head(self, name: str) -> bool:
+        """Whether ``name`` is a stored copy of a tied head."""
         return self.spec.tied and name not in self._by_name and name.endswith("lm_head.weight")
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._by_name:
-            raise WeightMismatch(f"the weights bring {name}, which the model does not have")
+            raise WeightMismatch(f"the weights contain {name}, which the model does not have")
         for source in self._by_name[name]:
             expected = self._full_shape(source)
             if shape != expected:
                 raise WeightMismatch(
-                    f"the weights bring {name} in shape {shape} instead of {expected}"
+                    f"the weights contain {name} in shape {shape} instead of {expected}"
                 )
 
     def _check_complete(self, seen: set[str]) -> None:
@@ -285,15 +285,13 @@ class Weights:
             raise WeightMismatch(f"the weights lack {missing[0]}{more}")
 
     def borrow(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read ``tensors`` (by Hugging Face name) where they lie, from now on. Nothing is copied.
+        """Read ``tensors`` (by Hugging Face name) in place from now on, without a copy.
 
         Raises:
             WeightMismatch: one is missing.
         """
         assert self.group.size == 1, "a share of a weight cannot be borrowed"
-        missing = sorted(set(self._by_name) - set(tensors))
-        if missing:
-            raise WeightMismatch(f"the weights lack {missing[0]}")
+        self._check_complete(set(tensors))
         self._borrowed = True
         self.version += 1
         grouped: dict[str, list[WeightSource]] = defaultdict(list)
@@ -314,46 +312,46 @@ class Weights:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def load_adapters(self, adapters: Iterable[Adapter]) -> None:
-        """Put LoRA factors beside their weights, in place of all those of the version before.
+    def load_adapters(self, adapters: Iterable[LoraFactors]) -> None:
+        """Replace all LoRA side products by those of ``adapters``.
 
         Raises:
-            WeightMismatch: an adapter's weight is no matrix product of the decoder, or came twice.
+            WeightMismatch: an adapter's weight is not a linear layer of the decoder, or repeated.
         """
-        found: dict[str, list[tuple[WeightSource, Tensor, Tensor]]] = defaultdict(list)
+        factors: dict[str, list[tuple[WeightSource, Tensor, Tensor]]] = defaultdict(list)
         seen: set[str] = set()
         for name, a, b, scaling in adapters:
             if name in seen:
-                raise WeightMismatch(f"the adapters bring {name} twice")
+                raise WeightMismatch(f"the adapters contain {name} twice")
             seen.add(name)
             if name not in self._by_name:
-                raise WeightMismatch(f"the adapters bring {name}, which the model does not have")
+                raise WeightMismatch(f"the adapters contain {name}, which the model does not have")
             for source in self._by_name[name]:
                 base = source.target.rpartition(".")[0]
                 if base not in self.linears:
                     raise WeightMismatch(f"no side product can be added to {name}; merge it")
-                found[base].append((source, a, b.float() * scaling))
+                factors[base].append((source, a, b.float() * scaling))
         for linear in self.linears.values():
             if linear.side is not None:
                 linear.side.b.zero_()
-        for base, items in found.items():
+        for base, items in factors.items():
             self._set_side(self.linears[base], self._linear_shape(base), items)
 
     def _set_side(
         self,
-        linear: Linear | BorrowedLinear,
+        linear: AnyLinear,
         shape: tuple[int, int],
         items: list[tuple[WeightSource, Tensor, Tensor]],
     ) -> None:
-        """One pair of factors for a fused weight: the A's stacked, the B's on a block diagonal."""
+        """Join the factors of a fused weight into one pair: A stacked, B block-diagonal."""
         rank = sum(a.shape[0] for _, a, _ in items)
         if linear.side is None:
             self.version += 1
-            made = {"dtype": self.dtype, "device": self.device}
+            options = {"dtype": self.dtype, "device": self.device}
             linear.side = SideProduct(
-                torch.zeros(rank, shape[1], **made), torch.zeros(shape[0], rank, **made)
+                torch.zeros(rank, shape[1], **options), torch.zeros(shape[0], rank, **options)
             )
-        assert linear.side.a.shape[0] == rank, "adapters keep their rank"
+        assert linear.side.a.shape[0] == rank, "the rank of adapters cannot change"
         first = 0
         for source, a, b in items:
             last = first + a.shape[0]
@@ -365,16 +363,16 @@ class Weights:
     # -- size --------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Let the weights go until the next `load`; borrowed ones stay where they are."""
+        """Free the weights until the next `load`; borrowed ones are left alone."""
         if self._borrowed:
             return
-        for linear in self.linears.values():  # NOTE: a decoder has looked them up, and holds them
+        for linear in self.linears.values():  # NOTE: a decoder still holds the objects
             linear.drop()
         self.tensors.clear()
         self.linears.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes this rank holds for the rollout alone; borrowed weights are not counted."""
-        own = 0 if self._borrowed else sum(t.nbytes for t in self.tensors.values())
-        return own + sum(linear.nbytes for linear in self.linears.values())
+        """Bytes of this rank's weights; borrowed ones are not counted."""
+        tensors = [] if self._borrowed else self.tensors.values()
+        return sum(t.nbytes for t in tensors) + sum(w.nbytes for w in self.linears.values())
