@@ -15,7 +15,6 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
 from dschat.memory import free_bytes
+from dschat.models.eval_mode import evaluating
 
 logger = logging.getLogger("dschat")
 
@@ -121,7 +121,7 @@ class HuggingFaceGenerator:
     ) -> Rollout:
         end_ids = sampling.end_ids(self._stop_ids)
         answers: dict[int, tuple[list[int], list[float], str]] = {}
-        with _evaluation_mode(self.module):
+        with evaluating(self.module):
             for batch in self._batches(prompts, sampling.n):
                 rows = [(p, s) for p in batch for s in range(sampling.n)]
                 ids: list[list[int]] = [[] for _ in rows]
@@ -140,7 +140,7 @@ class HuggingFaceGenerator:
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
         """The tokens of one answer, each as soon as it is decoded."""
         self._check([prompt], sampling)
-        with _evaluation_mode(self.module):
+        with evaluating(self.module):
             for _, tokens, _ in self._decode([prompt], [0], [0], sampling):
                 yield tokens[0]
 
@@ -187,7 +187,7 @@ class HuggingFaceGenerator:
         """Largest mean, over a sequence, of |log-prob of its rollout - of a plain forward|."""
         rollout = self._generate(prompts, sampling, list(range(len(prompts))))
         n, gaps = sampling.n, []
-        with _evaluation_mode(self.module):
+        with evaluating(self.module):
             for p, prompt in enumerate(prompts):
                 answers = rollout.token_ids[p * n : (p + 1) * n]
                 ids = torch.tensor([prompt + answer for answer in answers], device=self.device)
@@ -290,17 +290,6 @@ class HuggingFaceGenerator:
                 input_ids=tokens.unsqueeze(1), past_key_values=cache, use_cache=True, **options
             )
             logits = output.logits[:, -1]
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Dropout and gradient checkpointing off; training's mode comes back afterwards."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,11 +21,12 @@ from dschat.config import RLHFConfig
 from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
+from dschat.models.eval_mode import evaluating
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, any_applies, source_means
 from dschat.rlhf.rollout_collector import Collector, Prompts
-from dschat.rlhf.scoring import action_logprobs, evaluating, pieces
+from dschat.rlhf.scoring import action_logprobs, pieces
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")

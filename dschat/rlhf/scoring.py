@@ -5,7 +5,6 @@ must not know where the sequences came from nor what is learned from the numbers
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.losses import entropy_from_logits, token_entropy, token_logprobs
+from dschat.models.eval_mode import evaluating
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, chunks, gather_actions
 
@@ -111,17 +111,3 @@ def pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
     rows = list(range(e.num_sequences))
     for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
         yield part, e.take(part, dist.device())
-
-
-@contextmanager
-def evaluating(*models: nn.Module | None) -> Iterator[None]:
-    """A scope in which these models, where they are, have no dropout."""
-    there = [model for model in models if model is not None]
-    modes = [model.training for model in there]
-    for model in there:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(there, modes, strict=True):
-            model.train(mode)

@@ -10,6 +10,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
+from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import TrainingEngine
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
@@ -30,13 +31,12 @@ def _reduce(parts: list[Sums]) -> Sums:
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, float]:
     """Collective. ``eval/...`` metrics over every held-out row, each counted once."""
-    training = model.training
-    model.eval()
     micro_batches = [task.collate(rows) for step in batches.epoch(0) for rows in step]
-    parts = []
-    for batch in task.prepare(model, micro_batches):
-        parts.append(task.loss(model, batch.to(dist.device()))[1])
-    model.train(training)
+    with evaluating(model):
+        parts = [
+            task.loss(model, batch.to(dist.device()))[1]
+            for batch in task.prepare(model, micro_batches)
+        ]
     return {f"eval/{name}": value for name, value in task.summarise(_reduce(parts)).items()}
 
 

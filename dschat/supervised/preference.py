@@ -20,6 +20,7 @@ from dschat.config.preference import PreferenceConfig
 from dschat.data.batches import RowStream, StepBatches
 from dschat.data.collate import PreferenceBatch, collate_preferences
 from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
+from dschat.models.eval_mode import evaluating
 from dschat.models.lora import adapters_off
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
@@ -79,18 +80,6 @@ def load_reference(
     with sharded_loading(frozen):
         model = load(dropout=0.0)
     return initialize_frozen(model, frozen)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A scope without gradients or dropout."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:
@@ -199,7 +188,7 @@ class PreferenceTask:
 
     def _all_logps(self, model: nn.Module, batch: PreferenceBatch) -> Tensor:
         """Of every block, without gradient."""
-        with _evaluating(model):
+        with torch.no_grad(), evaluating(model):
             return answer_logps(model, batch.to(dist.device()), slice(None))
 
     def _kl(self, model: nn.Module, batches: list[PreferenceBatch]) -> float:
@@ -210,7 +199,7 @@ class PreferenceTask:
         for batch in batches:
             batch = batch.to(dist.device())
             mismatched = slice(2 * (len(batch.input_ids) // 3), None)
-            with _evaluating(model):
+            with torch.no_grad(), evaluating(model):
                 logratios = answer_logps(model, batch, mismatched) - batch.ref_logps[mismatched]
             sums[0] += float(logratios[: batch.num_real].double().sum())
             sums[1] += batch.num_real

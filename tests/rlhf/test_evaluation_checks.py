@@ -13,8 +13,6 @@ from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_po
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.rewards import SourceScores
 from dschat.rlhf.rollout_collector import Prompts
-from dschat.rlhf.scoring import evaluating
-from dschat.supervised import preference
 
 
 def evaluated(sources, has_programs=True, **knobs):
@@ -33,19 +31,6 @@ def evaluated(sources, has_programs=True, **knobs):
 
 def source(name, weight, scores, **more):
     return SourceScores(name, weight, torch.tensor(scores), **more)
-
-
-@pytest.mark.parametrize("scope", [evaluating, preference._evaluating])
-def test_modes_come_back_after_an_error(scope):
-    model = torch.nn.Linear(1, 1)
-
-    def fails():
-        with scope(model):
-            raise RuntimeError(f"training: {model.training}")
-
-    with pytest.raises(RuntimeError, match="training: False"):
-        fails()
-    assert model.training
 
 
 def test_rounding_fails_no_answer():
