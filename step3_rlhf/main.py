@@ -36,10 +36,10 @@ def main() -> None:
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
     from dschat.observability.metrics_log import check_sinks
+    from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
-    from dschat.rlhf.rewards import REWARD_MODEL, RewardPrograms
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import check_output_dir, claim_output_dir, mark_complete

@@ -35,11 +35,6 @@ def gather_last(scores: Tensor, lengths: Tensor) -> Tensor:
     return scores.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 
-def freeze(module: nn.Module) -> nn.Module:
-    """No gradients, evaluation mode."""
-    return module.requires_grad_(False).eval()
-
-
 def count_parameters(module: nn.Module) -> int:
     """Parameters of a module, sharded or whole (ZeRO-3 keeps the true count in ``ds_numel``)."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

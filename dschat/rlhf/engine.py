@@ -30,7 +30,7 @@ from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
-from dschat.models.score_model import ScoreModel, count_parameters
+from dschat.models.score_model import ScoreModel, count_parameters, gather_last
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import num_ids
@@ -38,7 +38,6 @@ from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.initial_checkpoints import ACTOR, REWARD, find_checkpoints
 from dschat.rlhf.retokenize import Retokenizer
-from dschat.rlhf.rewards import score_sequences
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     initialize_frozen,
@@ -260,13 +259,16 @@ class DeepSpeedRLHFEngine:
             release_weights=args.unpin_actor_parameters,
         )
 
+    @torch.no_grad()
     def score(self, batch: Experience) -> Tensor:
-        """Collective. The reward model's score of every sequence: (B,) fp32, without gradient."""
+        """Collective. The reward model's score of every sequence, at its last token (EOS, or the
+        last one of a truncated answer): (B,) fp32.
+        """
         assert self.reward is not None, "there is no reward model"
         ids, lengths = batch.input_ids, batch.lengths
         if self._retokenizer is not None:
             ids, lengths = (t.to(dist.device()) for t in self._retokenizer.batch(batch))
-        return score_sequences(self.reward, ids, lengths)
+        return gather_last(self.reward(ids), lengths)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,9 +22,10 @@ from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.eval_mode import evaluating
+from dschat.rewards.combine import any_applies, source_means
+from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rewards import REWARD_MODEL, SourceScores, any_applies, source_means
 from dschat.rlhf.rollout_collector import Collector, Prompts
 from dschat.rlhf.scoring import action_logprobs, pieces
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows

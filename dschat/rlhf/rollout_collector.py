@@ -19,21 +19,18 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt_problem
 from dschat.losses import clip_scores, group_has_variance, group_stats
-from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import Experience, from_rollout, joined
-from dschat.rlhf.metrics import generation_metrics
-from dschat.rlhf.rewards import (
-    REWARD_MODEL,
-    Pending,
-    RewardPrograms,
+from dschat.rewards.combine import (
     RunningScale,
-    Samples,
-    SourceScores,
     any_applies,
     combine,
     joined_scores,
     source_means,
 )
+from dschat.rewards.reward_functions import REWARD_MODEL, Pending, RewardPrograms, SourceScores
+from dschat.rewards.samples import Samples
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import Experience, from_rollout, joined
+from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.scoring import reward_model_scores
 
 logger = logging.getLogger("dschat")

@@ -29,11 +29,11 @@ from dschat.losses import (
     lm_loss,
     value_loss,
 )
+from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, chunks, mini_batch_of
 from dschat.rlhf.metrics import experience_metrics, throughput, training_metrics, warn_of_gap
-from dschat.rlhf.rewards import RewardPrograms
 from dschat.rlhf.rollout_collector import Collector, PromptBatch
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.runtime.optimizer_step import (

@@ -9,9 +9,9 @@ import torch
 
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
+from dschat.rewards.reward_functions import SourceScores
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rewards import SourceScores
 from dschat.rlhf.rollout_collector import Prompts
 
 

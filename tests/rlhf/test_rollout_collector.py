@@ -10,8 +10,9 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout, SamplingParams
+from dschat.rewards.combine import any_applies
+from dschat.rewards.reward_functions import RewardPrograms, SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rewards import RewardPrograms, SourceScores, any_applies
 from dschat.rlhf.rollout_collector import Collected, Collector, Prompts
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 

@@ -13,10 +13,10 @@ from step_cases import PROMPTS
 
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
+from dschat.rewards.reward_functions import RewardError
 from dschat.rlhf import rollout_collector
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter
-from dschat.rlhf.rewards import RewardError
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.output_dir import COMPLETE
 from dschat.supervised import setup
