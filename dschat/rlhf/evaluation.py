@@ -26,7 +26,7 @@ from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_collector import Collector, Prompts
+from dschat.rlhf.rollout_collector import Collector, PromptTable
 from dschat.rlhf.scoring import action_logprobs, pieces
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("dschat")
 class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
-    prompts: Prompts
+    prompts: PromptTable
     texts: list[str]  # as `gold_score` reads them
     first_index: int  # number of the first one among those of all ranks
     total: int  # of all ranks
@@ -49,7 +49,7 @@ class HeldOutPrompts:
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]
         return cls(
-            prompts=Prompts.of(prompts_of(rows, prompt_columns(table))),
+            prompts=PromptTable.of(prompts_of(rows, prompt_columns(table))),
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),

@@ -39,8 +39,11 @@ PromptBatch = list[list[int]] | Mapping[str, Tensor]
 
 
 @dataclass
-class Prompts:
-    """Prompts of this rank and what belongs to them; lists of one length, or None."""
+class PromptTable:
+    """This rank's prompts by column: ids and, where known, what they were made of.
+
+    All lists have one entry per prompt.
+    """
 
     ids: list[list[int]] = field(default_factory=list)
     sources: list[Any] | None = None  # text or messages
@@ -48,7 +51,7 @@ class Prompts:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: PromptBatch) -> "Prompts":
+    def of(cls, batch: PromptBatch) -> "PromptTable":
         """From whichever form a user has; ``UserError`` where it is none."""
         return cls(
             prompt_lists(batch),
@@ -57,27 +60,27 @@ class Prompts:
             getattr(batch, "columns", None) or {},
         )
 
-    def repeated(self, n: int) -> "Prompts":
+    def repeated(self, n: int) -> "PromptTable":
         """Each prompt ``n`` times in a row."""
         rows = [row for row in range(len(self.ids)) for _ in range(n)]
         return self.pick(rows)
 
-    def pick(self, rows: list[int]) -> "Prompts":
+    def pick(self, rows: list[int]) -> "PromptTable":
         def picked(values: list[Any] | None) -> list[Any] | None:
             return None if values is None else [values[row] for row in rows]
 
-        return Prompts(
+        return PromptTable(
             picked(self.ids),
             picked(self.sources),
             picked(self.texts),
             {name: picked(values) for name, values in self.columns.items()},
         )
 
-    def and_then(self, other: "Prompts") -> "Prompts":
+    def concat(self, other: "PromptTable") -> "PromptTable":
         if not self.ids or not other.ids:
             return self if self.ids else other
         both = set(self.columns) & set(other.columns)
-        return Prompts(
+        return PromptTable(
             self.ids + other.ids,
             self.sources + other.sources if self.sources and other.sources else None,
             self.texts + other.texts if self.texts and other.texts else None,
@@ -118,7 +121,7 @@ class Collector:
         self._args = args
         self._programs = programs
         self._more = more_prompts
-        self._left = Prompts()  # of all ranks, taken from there, but not asked yet
+        self._left = PromptTable()  # of all ranks, taken from there, but not asked yet
         self._warned = False  # of answers that nothing scores
         self._announce()
 
@@ -153,7 +156,7 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale.load_state_dict(state["scale"])
         self._programs.load_state_dict(state.get("programs", {}))
-        self._left = Prompts(**state["left"])
+        self._left = PromptTable(**state["left"])
         if hasattr(self._more, "taken"):
             self._more.taken = state["taken"]
 
@@ -167,7 +170,7 @@ class Collector:
 
         Other work may be done in between: reward programs that wait or run elsewhere go on.
         """
-        prompts = Prompts.of(batch)
+        prompts = PromptTable.of(batch)
         if self._args.dynamic_sampling:
             return self._until_full(prompts, sampling)
         total, first = _total_and_first(len(prompts.ids))
@@ -226,7 +229,7 @@ class Collector:
     def answers_of(
         self,
         generator: Generator,
-        prompts: Prompts,
+        prompts: PromptTable,
         sampling: SamplingParams,
         first: int,
         calls: int = 1,
@@ -249,7 +252,7 @@ class Collector:
         return Collected(joined(parts), len(prompts.ids), {}, pending)
 
     def _answer(
-        self, prompts: Prompts, sampling: SamplingParams, first: int, total: int
+        self, prompts: PromptTable, sampling: SamplingParams, first: int, total: int
     ) -> Collected:
         """Collective. The actor's answers; see `answers_of`."""
         started = time.perf_counter()
@@ -263,7 +266,7 @@ class Collector:
         collected.metrics["time/generate_s"] = time.perf_counter() - started
         return collected
 
-    def _samples(self, asked: Prompts, rollout: Rollout) -> Samples:
+    def _samples(self, asked: PromptTable, rollout: Rollout) -> Samples:
         decode = self._engine.tokenizer.batch_decode
         return Samples(
             prompts=asked.texts or decode(asked.ids, skip_special_tokens=True),
@@ -276,7 +279,7 @@ class Collector:
 
     # -- dynamic sampling --------------------------------------------------------------------------
 
-    def _until_full(self, prompts: Prompts, sampling: SamplingParams) -> Collected:
+    def _until_full(self, prompts: PromptTable, sampling: SamplingParams) -> Collected:
         """Collective. Rounds until as many prompts as asked for have answers that score apart.
 
         DAPO (arXiv 2503.14476, section 3.2). Kept are the first such prompts in the order of the
@@ -324,15 +327,15 @@ class Collector:
         differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
         return (before + differ.nonzero().flatten()).tolist()
 
-    def _next_prompts(self, again: Prompts, size: int) -> Prompts:
+    def _next_prompts(self, again: PromptTable, size: int) -> PromptTable:
         """Collective. This rank's share of the next ``size`` prompts, the same on any number of
         ranks; ``again``: what to ask anew where there are no more.
         """
         while len(self._left.ids) < size:
             batch = None if self._more is None else next(self._more, None)
-            mine = again if batch is None else Prompts.of(batch)
+            mine = again if batch is None else PromptTable.of(batch)
             for of_rank, is_last in dist.gather_objects((mine, batch is None)):
-                self._left = self._left.and_then(of_rank)
+                self._left = self._left.concat(of_rank)
                 if is_last:  # on one rank, and so on all
                     self._more = None
         rows = list(range(len(self._left.ids)))

@@ -32,7 +32,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_one(n):
 
 
 def held_out(count=6):
-    prompts = rollout_collector.Prompts.of(
+    prompts = rollout_collector.PromptTable.of(
         TokenizedPrompts(PROMPTS[:count], texts=[str(i) for i in range(count)])
     )
     return HeldOutPrompts(prompts, [""] * count, 0, count, gold=False)

@@ -12,7 +12,7 @@ from dschat.inference.protocol import Rollout
 from dschat.rewards.reward_functions import SourceScores
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rollout_collector import Prompts
+from dschat.rlhf.rollout_collector import PromptTable
 
 
 def evaluated(sources, has_programs=True, **knobs):
@@ -25,7 +25,7 @@ def evaluated(sources, has_programs=True, **knobs):
     )
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["a"] * len(ids))
     engine = SimpleNamespace(args=args, has_reference=False, tokenizer=tokenizer)
-    held_out = HeldOutPrompts(Prompts([[1], [1]]), ["", ""], 0, 2, gold=False)
+    held_out = HeldOutPrompts(PromptTable([[1], [1]]), ["", ""], 0, 2, gold=False)
     return evaluate_policy(engine, None, held_out, collector)
 
 

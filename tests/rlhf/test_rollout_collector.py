@@ -13,7 +13,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardPrograms, SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rollout_collector import Collected, Collector, Prompts
+from dschat.rlhf.rollout_collector import Collected, Collector, PromptTable
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
@@ -120,7 +120,7 @@ def test_later_rounds_ask_as_many_prompts_as_are_likely_missing(monkeypatch):
         return Collected(e, total, {"rollout/occupancy": float(total)})
 
     monkeypatch.setattr(collector, "_answer", answer)
-    collected = collector._until_full(Prompts([[i] for i in range(8)]), SamplingParams(n=2))
+    collected = collector._until_full(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
     assert asked == [8, 3, 2]
     assert collected.num_prompts == 8
     assert collected.experience.numbers.tolist() == list(range(16))
@@ -133,17 +133,20 @@ def test_later_rounds_ask_as_many_prompts_as_are_likely_missing(monkeypatch):
 
 def test_prompts_that_are_used_up_are_asked_anew():
     collector = collector_of(rule, more=iter([[[3]], [[4], [5]]]))
-    again = Prompts([[1], [2]])
+    again = PromptTable([[1], [2]])
     rounds = [collector._next_prompts(again, 2).ids for _ in range(4)]
     assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
 
 
 def test_prompts_that_are_used_up_on_one_rank_are_asked_anew_on_all(monkeypatch):
-    theirs = Prompts([[9]]), True  # what the other rank brings: its own prompt, as it has no more
+    theirs = (
+        PromptTable([[9]]),
+        True,
+    )  # what the other rank brings: its own prompt, as it has no more
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
     taken = []
     collector = collector_of(rule, more=(taken.append(i) or [[i]] for i in range(9)))
-    rounds = [collector._next_prompts(Prompts([[7]]), 2).ids for _ in range(3)]
+    rounds = [collector._next_prompts(PromptTable([[7]]), 2).ids for _ in range(3)]
     assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
     assert taken == [0]
 

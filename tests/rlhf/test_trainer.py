@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dschat.config import UserError
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
-from dschat.rlhf.rollout_collector import Prompts
+from dschat.rlhf.rollout_collector import PromptTable
 from dschat.rlhf.scoring import action_values
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
@@ -205,7 +205,7 @@ def test_what_is_scored_has_no_dropout(models_folder):
     assert trainer.metrics["rollout/logprob_gap"] < 1e-5
     # The reference is the actor without its adapters, which have not learned anything yet.
     assert trainer.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)
-    prompts = HeldOutPrompts(Prompts(PROMPTS[:4]), [""] * 4, 0, 4, gold=False)
+    prompts = HeldOutPrompts(PromptTable(PROMPTS[:4]), [""] * 4, 0, 4, gold=False)
     with engine.rollout_mode() as generator:
         evaluated = evaluate_policy(engine, generator, prompts, trainer.collector)
     assert evaluated["eval/kl"] == pytest.approx(0, abs=1e-4)

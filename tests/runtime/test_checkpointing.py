@@ -24,7 +24,7 @@ from dschat.supervised import setup
 ITERATIONS = 4
 
 
-NOBODY = HeldOutPrompts(rollout_collector.Prompts(), [], 0, 0, gold=False)
+NOBODY = HeldOutPrompts(rollout_collector.PromptTable(), [], 0, 0, gold=False)
 
 
 def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
@@ -77,7 +77,9 @@ def rows(out):
 
 def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
     """In that after iteration 2, and in the last; each is made anew, once."""
-    held_out = HeldOutPrompts(rollout_collector.Prompts(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    held_out = HeldOutPrompts(
+        rollout_collector.PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False
+    )
     options = {"held_out": held_out, "eval_steps": 2, "save_steps": 3}
     loop(models_folder, tmp_path / "whole", parity, **options)
     cut = tmp_path / "cut"
