@@ -1,4 +1,4 @@
-"""Step 1, supervised fine-tuning: a pretrained causal LM learns from demonstrations.
+"""Step 1, supervised fine-tuning: trains a pretrained causal LM on demonstrations.
 
 deepspeed step1_sft/main.py --model_name_or_path facebook/opt-1.3b --zero_stage 3
 python step1_sft/main.py --help
@@ -15,85 +15,44 @@ from dschat.distributed import entrypoint
 
 
 def main() -> None:
-    # Parse. Only then does torch load: --help and typing errors answer at once.
+    # Parse. torch loads after that: --help and typing errors answer at once.
     config = parser.parse(SFTConfig)
 
-    from transformers import set_seed
-
-    from dschat.builtin.tiny_model import resolve_model
-    from dschat.checkpoint.compatibility import check_start
     from dschat.data.tokenize import sft_dataset
-    from dschat.inference.hf_generator import HuggingFaceGenerator
     from dschat.launch.finished_steps import record_of
-    from dschat.models.load import load_causal_lm, load_config
-    from dschat.models.model_kind import require_causal_lm
-    from dschat.models.tokenizer import stop_ids
-    from dschat.models.vocabulary import match_vocabulary, num_ids
-    from dschat.observability import console
-    from dschat.observability.metrics_log import MetricsLog, check_sinks
-    from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
-    from dschat.runtime.gold_eval import gold_knows, sample_gold
-    from dschat.runtime.output_dir import check_output_dir, claim_output_dir
+    from dschat.observability.console import logger
+    from dschat.runtime.deepspeed_engine import unwrap
+    from dschat.runtime.gold_eval import GoldEvaluation
+    from dschat.runtime.start import start_step
     from dschat.supervised import loop, setup, tasks
 
-    console.setup(config.log_level, hold=True)
-    dist.init()
-    set_seed(config.seed)
-    config.output_dir = config.output_dir or "output/step1_sft"
-    check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
-    check_start(config)
-    check_sinks(config)
+    start_step(config, "output/step1_sft")
     zero = setup.zero_settings(config)
 
-    # Load. What can be wrong with names and data is found before any weight.
+    # Load. Mistakes in names and data show before any weight loads.
+    base = setup.read_base(config, "lm")
     with dist.main_process_first():
-        name = resolve_model(config.model_name_or_path)
-    trust = config.trust_remote_code
-    model_config = load_config(name, "--model_name_or_path", trust)
-    require_causal_lm(model_config, name, "--model_name_or_path")
-    tokenizer = setup.load_tokenizer_of_base(config, name, model_config, "lm")
-    with dist.main_process_first():
-        train_rows, held_out = sft_dataset(config, tokenizer, "both")
-    train_batches, eval_batches = setup.step_batches(config, train_rows, held_out)
-
-    with sharded_loading(zero):
-        model = load_causal_lm(
-            name,
-            "--model_name_or_path",
-            zero.dtype,
-            config.dropout,
-            config.attn_implementation,
-            trust,
-            num_ids(tokenizer),
-        )
-    frozen = bool(config.lora_dim) and config.only_optimize_lora
-    match_vocabulary(model_config, model.config, frozen)
-    architecture = type(model).__name__
-    stops = stop_ids(tokenizer, model.generation_config)
-    num_steps = loop.num_total_steps(config, train_batches)
+        tables = sft_dataset(config, base.tokenizer, "both")
+    batches = setup.step_batches(config, *tables)
+    model = setup.load_policy(config, base, zero, config.dropout)
+    companions = setup.policy_companions(config, base, model)
+    num_steps = loop.num_total_steps(config, batches[0])
     engine = setup.build_engine(model, config, zero, num_steps)
 
     # Loop.
-    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    console.release()
-    metrics_log = MetricsLog(config.output_dir, config)
-    task = tasks.SFTTask(tokenizer.pad_token_id)
-    judged = gold_knows(config.data_path) and not zero.shards_parameters
-    generator = HuggingFaceGenerator(
-        unwrap(engine), stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+    metrics_log = setup.claim_output(config, record_of(config))
+    task = tasks.SFTTask(base.tokenizer.pad_token_id)
+    gold = GoldEvaluation(
+        unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )
-    if judged:
-        metrics_log.write(0, sample_gold(generator, tokenizer, config.max_eval_samples))
-    loop.train(engine, task, config, train_batches, eval_batches, metrics_log)
-    if judged:
-        gold = sample_gold(generator, tokenizer, config.max_eval_samples)
-        metrics_log.write(num_steps, gold)
-        console.logger.info("gold score of sampled answers: %.3f", gold["eval/gold"])
+    gold.log(metrics_log, 0)
+    loop.train(engine, task, config, *batches, metrics_log)
+    gold.log(metrics_log, num_steps)
     metrics_log.close()
 
     # Save.
-    setup.save(unwrap(engine), config, model_config, tokenizer, architecture, stops)
-    console.logger.info("saved %s", config.output_dir)
+    setup.save(unwrap(engine), config, *companions)
+    logger.info("saved %s", config.output_dir)
     dist.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Step 3, RLHF: the actor answers prompts, a reward model or programs score, the actor learns.
+"""Step 3, RLHF: the actor answers prompts, a reward model or functions score, the actor learns.
 
     deepspeed step3_rlhf/main.py --actor_model_name_or_path output/step1_sft \\
         --critic_model_name_or_path output/step2_reward
@@ -20,14 +20,11 @@ from dschat.distributed import entrypoint
 
 
 def main() -> None:
-    # Parse. Only then does torch load: --help and typing errors answer at once.
+    # Parse. torch loads after that: --help and typing errors answer at once.
     args = parser.parse(RLHFConfig)
-
-    from transformers import set_seed
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
     from dschat.builtin.tiny_model import resolve_model
-    from dschat.checkpoint.compatibility import check_start
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
@@ -35,41 +32,35 @@ def main() -> None:
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
-    from dschat.observability.metrics_log import check_sinks
     from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
-    from dschat.runtime.output_dir import check_output_dir, claim_output_dir, mark_complete
+    from dschat.runtime.output_dir import claim_output_dir, mark_complete
+    from dschat.runtime.start import start_step
 
-    console.setup(args.log_level, hold=True)
-    dist.init()
-    set_seed(args.seed)
-    args.output_dir = args.output_dir or "output/step3_rlhf"
-    check_output_dir(args.output_dir, args.overwrite_output_dir, vars(args))
-    check_start(args)
-    check_sinks(args)
+    start_step(args, "output/step3_rlhf")
     for model in args.deepspeed_models:
-        zero_settings(args, model)  # a wrong DeepSpeed file ends the run here
+        zero_settings(args, model)  # raises for a wrong DeepSpeed file
 
-    # Load. What can be wrong with names and data is found before any weight.
+    # Load. Mistakes in names and data show before any weight loads.
     with dist.main_process_first():
         actor_name = resolve_model(args.actor_model_name_or_path)
         critic_name = resolve_model(args.critic_model_name_or_path) or None
     trust = args.trust_remote_code
     require_causal_lm(load_config(actor_name, ACTOR, trust), actor_name, ACTOR)
     tokenizer = load_tokenizer(actor_name, ACTOR, trust, args.end_of_turn, args.chat_template)
-    found = find_checkpoints(actor_name, critic_name, args, tokenizer)
-    check_lengths(found, args)
+    checkpoints = find_checkpoints(actor_name, critic_name, args, tokenizer)
+    check_lengths(checkpoints, args)
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both")
         unsupervised = unsupervised_steps(args, tokenizer)
     programs = RewardPrograms.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
         programs.check_columns(prompt_columns(table))
-    sources = [*([REWARD_MODEL] if found.reward else []), *programs.names]
+    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *programs.names]
     check_evaluation(args, sources, len(held_out))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
@@ -105,10 +96,8 @@ def main() -> None:
             report.step(out)
         trainer.require_learned()
 
-        # Save, before an evaluation in which a reward function may fail.
-        with stop_signals.handle_stop_signals(
-            args.output_dir
-        ):  # a signal waits until that is whole
+        # Save, before an evaluation in which a reward function may fail. A signal waits for it.
+        with stop_signals.handle_stop_signals(args.output_dir):
             engine.save(args.output_dir)
         console.logger.info("saved %s", args.output_dir)
         report.evaluate()

@@ -1,19 +1,27 @@
-"""How a policy answers the held-out prompts of builtin/chat, judged by the gold scorer alone.
+"""Samples a policy's answers to the held-out prompts of builtin/chat and scores them.
 
-A generator and a tokenizer come in; ``eval/gold`` and its companions go out. It must not know
-rewards or how the policy was trained: steps 1 and 3 and the benchmarks all measure with it.
+The gold scorer is independent of rewards and training: all steps and the benchmarks measure by it.
 """
 
-from typing import Any
+import logging
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.gold_scorer import answer_metrics
+from dschat.config import SupervisedConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.splits import parse_spec
+from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import Generator, SamplingParams
+from dschat.models.vocabulary import num_ids
+from dschat.observability.metrics_log import MetricsLog
 
-# The same draws at every evaluation, so that differences between them are the policy's.
+logger = logging.getLogger("dschat")
+
+# Every evaluation draws with this seed, so that differences between two are the policy's.
 EVAL_SEED = 20_260_101
 
 
@@ -22,11 +30,46 @@ def gold_knows(paths: list[str]) -> bool:
     return all(parse_spec(path)[0] == "builtin/chat" for path in paths)
 
 
+class GoldEvaluation:
+    """Logs the gold score of a trained module's answers, before and after training.
+
+    Off where ``config`` names data that the gold scorer does not know, and where ZeRO-3 shards the
+    module: the Hugging Face generator needs whole weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: tuple[int, ...],
+        config: SupervisedConfig,
+        is_sharded: bool,
+    ) -> None:
+        self._enabled = gold_knows(config.data_path) and not is_sharded
+        self._generator = HuggingFaceGenerator(
+            module, stop_ids, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+        )
+        self._tokenizer = tokenizer
+        self._max_prompts = config.max_eval_samples
+
+    def log(self, metrics_log: MetricsLog, step: int) -> None:
+        """Collective. Write ``eval/gold`` and its companions under ``step``."""
+        if not self._enabled:
+            return
+        metrics = sample_gold(self._generator, self._tokenizer, self._max_prompts)
+        metrics_log.write(step, metrics)
+        if step > 0:
+            logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])
+
+
 def sample_gold(
-    generator: Generator, tokenizer: Any, max_prompts: int, max_new_tokens: int = 48
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompts: int,
+    max_new_tokens: int = 48,
 ) -> dict[str, float]:
-    """Collective. Means over the first ``max_prompts`` held-out prompts, one answer each at
-    temperature 1.
+    """Collective. ``eval/gold``, ``eval/answer_length`` and ``eval/eos_share``: means over the
+    first ``max_prompts`` held-out prompts, one answer each at temperature 1.
     """
     prompts = [row["prompt"] for row in builtin_rows()["eval"][:max_prompts]]
     mine = dist.my_share(list(range(len(prompts))))

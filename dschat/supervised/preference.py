@@ -23,7 +23,7 @@ from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
 from dschat.models.eval_mode import evaluating
 from dschat.models.lora import adapters_off
 from dschat.observability.console import progress
-from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
 
 Rows = list[dict[str, Any]]
 Sums = dict[str, float]
@@ -69,17 +69,18 @@ def as_pairs(config: RewardConfig, *tables: Any) -> list[Any]:
 
 
 def load_reference(
-    config: RewardConfig, zero: ZeroSettings, load: Callable[..., nn.Module]
+    config: RewardConfig,
+    zero: ZeroSettings,
+    load: Callable[[ZeroSettings, float], nn.Module],
 ) -> nn.Module | None:
-    """Collective. The frozen copy of the policy, where one is needed: ``load(dropout=0.0)`` as its
-    twin lies by ``zero``.
+    """Collective. The frozen copy of the policy, without dropout; None where the loss needs none.
+
+    ``load(zero, dropout)`` loads the policy's weights; see `dschat.supervised.setup.load_policy`.
     """
     if not config.loads_reference:
         return None
     frozen = zero.frozen(config.offload_reference_model)
-    with sharded_loading(frozen):
-        model = load(dropout=0.0)
-    return initialize_frozen(model, frozen)
+    return initialize_frozen(load(frozen, 0.0), frozen)
 
 
 def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:

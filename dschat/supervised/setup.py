@@ -3,51 +3,105 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
+from dschat.models.load import load_causal_lm, load_config
 from dschat.models.lora import prepare_for_training
-from dschat.models.tokenizer import load_tokenizer
-from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training
+from dschat.models.model_kind import require_causal_lm, require_score_head
+from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.models.vocabulary import match_vocabulary, num_ids
+from dschat.observability import console
+from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
 from dschat.runtime.deepspeed_engine import zero_settings as deepspeed_zero_settings
-from dschat.runtime.output_dir import check_room, mark_complete
+from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete
 
 logger = logging.getLogger("dschat")
 
+BASE = "--model_name_or_path"
 
-def load_tokenizer_of_base(
-    config: SupervisedConfig, name: str, model_config: PretrainedConfig, kind: str
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base model ``name``, once ``model_config`` is known to do what the flags
-    ask. ``kind``: "lm" or "score", as `check_fit` takes it.
+
+class Base(NamedTuple):
+    """The model that a step starts from, before its weights load."""
+
+    name: str
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+class Companions(NamedTuple):
+    """What is saved beside the weights, as `export_hf` takes it."""
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    architecture: str
+    stop_ids: tuple[int, ...] = ()
+
+
+def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
+    """Collective. The base model's configuration and tokenizer, checked against the flags.
 
     Raises:
-        UserError: attention, LoRA modules or lengths that the model does not have; no tokenizer.
+        UserError: a model of another kind; attention, LoRA modules or lengths that the model does
+            not have; no tokenizer.
     """
-    flag = "--model_name_or_path"
+    with dist.main_process_first():
+        name = resolve_model(config.model_name_or_path)
+    model_config = load_config(name, BASE, config.trust_remote_code)
+    require_kind = require_causal_lm if kind == "lm" else require_score_head
+    require_kind(model_config, name, BASE)
     lora = config.lora_dim, config.lora_modules
-    check_fit(model_config, name, flag, kind, config.attn_implementation, *lora)
+    check_fit(model_config, name, BASE, kind, config.attn_implementation, *lora)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         config.tokenizer_name_or_path or name,
-        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else flag,
+        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else BASE,
         config.trust_remote_code,
         config.end_of_turn,
         config.chat_template,
     )
+    return Base(name, model_config, tokenizer)
+
+
+def load_policy(
+    config: SupervisedConfig, base: Base, zero: ZeroSettings, dropout: float | None
+) -> PreTrainedModel:
+    """Collective. ``base`` as a causal LM in ``zero``'s layout; dropout None: the model's own."""
+    with sharded_loading(zero):
+        return load_causal_lm(
+            base.name,
+            BASE,
+            zero.dtype,
+            dropout,
+            config.attn_implementation,
+            config.trust_remote_code,
+            num_ids(base.tokenizer),
+        )
+
+
+def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedModel) -> Companions:
+    """What is saved beside ``model``, which `load_policy` made of ``base``.
+
+    ``base.config`` gets the rows and the pad id of ``model``.
+    """
+    match_vocabulary(base.config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
+    stops = stop_ids(base.tokenizer, model.generation_config)
+    return Companions(base.config, base.tokenizer, type(model).__name__, stops)
 
 
 def zero_settings(config: SupervisedConfig) -> ZeroSettings:
-    """How this configuration lays out and computes its one model; see `deepspeed_setup`."""
+    """Layout and precision of the one model; see `dschat.runtime.deepspeed_engine`."""
     return deepspeed_zero_settings(config)
 
 
@@ -58,7 +112,8 @@ def build_engine(
     num_steps: int,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
-    """Collective. Adapters and checkpointing onto ``model``, ``wrap`` and an engine around it.
+    """Collective. Add adapters and gradient checkpointing to ``model``, then ``wrap`` it and put a
+    DeepSpeed engine around it.
 
     Raises ``UserError`` where the disk has no space for what will be saved.
     """
@@ -112,17 +167,27 @@ def step_batches(
     )
 
 
+def claim_output(config: SupervisedConfig, record: str) -> MetricsLog:
+    """Collective. Claim the output folder, print the log lines held so far, open metrics.jsonl.
+
+    ``record``: what the mark of the finished step will hold; see `dschat.launch.finished_steps`.
+    """
+    claim_output_dir(config.output_dir, bool(config.resume), record)
+    console.release()
+    return MetricsLog(config.output_dir, config)
+
+
 def save(
     module: nn.Module, config: SupervisedConfig, *companions: Any, subfolder: str = ""
 ) -> None:
-    """Collective. Export ``module`` as a Hugging Face folder, its adapter besides, and mark the
-    output folder, of which that may be a ``subfolder``.
+    """Collective. Export ``module`` as a Hugging Face folder and mark the step as finished.
 
-    An adapter is of use only on the weights it was trained on: it is kept where those were frozen.
-    A signal meanwhile waits until all is saved; a second one does not.
+    An adapter is exported too where the base was frozen: it fits no other weights. A stop signal
+    waits until all is saved; a second one does not.
 
-    ``companions``: model configuration, tokenizer, architecture name and stop ids, as `export_hf`
-    takes them.
+    Args:
+        companions: the fields of `Companions`.
+        subfolder: of the output folder, which itself gets the mark.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder

@@ -1,11 +1,9 @@
 """Step 2 on the policy in small: cases ``dpo``, ``ipo`` and ``kto`` of `step_cases`.
 
-A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out, as `step_cases` has
-it.
+A `Case` and the folder of tiny checkpoints give a JSON-able dict, as in `step_cases`.
 """
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from dschat.config import RewardConfig
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, unwrap
 from dschat.supervised import loop, preference, setup
 
 NUM_HELD_OUT = 7
@@ -45,9 +43,12 @@ def build_preference(case: Case, models: Path, out: Path):
     set_seed(config.seed)
     tokenizer = load_tokenizer(path, "--model_name_or_path")
     zero = setup.zero_settings(config)
-    load = partial(load_causal_lm, path, "--model_name_or_path", zero.dtype)
-    with sharded_loading(zero):
-        model = load(dropout=0.0)
+
+    def load(zero: ZeroSettings, dropout: float):
+        with sharded_loading(zero):
+            return load_causal_lm(path, "--model_name_or_path", zero.dtype, dropout)
+
+    model = load(zero, 0.0)
     companions = (model.config, tokenizer, type(model).__name__, (EOS,))
     engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)

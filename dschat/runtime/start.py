@@ -1,0 +1,27 @@
+"""Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
+
+from transformers import set_seed
+
+import dschat.distributed as dist
+from dschat.checkpoint.compatibility import check_start
+from dschat.config import CommonConfig
+from dschat.observability import console
+from dschat.observability.metrics_log import check_sinks
+from dschat.runtime.output_dir import check_output_dir
+
+
+def start_step(config: CommonConfig, default_output_dir: str) -> None:
+    """Collective. Set up the console, join the process group, seed, check the output folder.
+
+    ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
+    `console.release`, so that a mistake found until then stands alone on the screen.
+
+    Raises ``UserError`` where the step cannot write or resume there, or a metrics sink is missing.
+    """
+    console.setup(config.log_level, hold=True)
+    dist.init()
+    set_seed(config.seed)
+    config.output_dir = config.output_dir or default_output_dir
+    check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
+    check_start(config)
+    check_sinks(config)
