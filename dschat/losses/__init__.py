@@ -1,14 +1,14 @@
-"""The arithmetic of the three steps: log-probs, entropy, KL, rewards, advantages, losses.
+"""Log-probs, entropy, KL, rewards, advantages and losses: pure functions of tensors.
 
-Comes in: tensors. Goes out: tensors, and for a loss ``(loss_sum, metrics)``. Every reduction is a
-SUM, with its count beside it: the trainer divides by the tokens of the whole optimizer step over
-all ranks, so that the update is the same however the batch is cut. This module must not know ranks,
-models, tokenizers or configs; nothing here communicates or moves a tensor to another device.
+A loss returns ``(loss_sum, metrics)``. Every reduction is a SUM, returned with its count: the
+trainer divides by the tokens of the whole optimizer step over all ranks, so that the update does
+not depend on how the batch is split. Nothing here communicates or moves a tensor to another device.
 
-Conventions. B batch, T sequence, A answer (one column per action), V vocabulary. Masks are bool.
-Inputs may be of any float dtype, results are fp32. Where a mask is False nothing leaks, NaN and inf
-included: values are replaced by ``torch.where`` before any ``exp`` or product, because the gradient
-of ``0 * inf`` is NaN. Metrics are detached 0-d fp32 sums on the inputs' device.
+Conventions. B batch, S sequences of a rollout, T sequence length, A answer (one column per action),
+V vocabulary. Masks are bool. Inputs may have any float dtype, results are fp32. Values outside a
+mask, NaN and inf included, never reach a result or a gradient: ``torch.where`` replaces them before
+any ``exp`` or product, because the gradient of ``0 * inf`` is NaN. Metrics are detached 0-d fp32
+sums on the inputs' device.
 """
 
 from dschat.losses.advantages import (

@@ -1,7 +1,7 @@
-"""Rewards and advantages: scores, log-probs and values in, one number per action out.
+"""Computes per-action rewards and advantages from scores, log-probs and values.
 
-Everything here is a constant of the update: no gradient flows through it. Statistics over the whole
-experience are sums that add up over ranks; whoever calls adds them up. Conventions: see
+All of these are constants of the update: no gradient flows through them. Statistics over the whole
+rollout are returned as this rank's sums; the caller adds them up over ranks. Conventions: see
 `dschat.losses`.
 """
 
@@ -19,33 +19,33 @@ def kl_penalty(
 
     Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), with
     d = log policy - log reference: k1 = d (unbiased, may be negative); k2 = d^2 / 2 (biased, low
-    variance); k3 = exp(-d) - 1 + d (unbiased, never negative). Any shape in, the same shape out,
-    fp32. Garbage outside a mask stays garbage here; ``shape_rewards`` drops it.
+    variance); k3 = exp(-d) - 1 + d (unbiased, never negative). Any shape; returns the same shape,
+    fp32. Values outside a mask are not replaced here but in `shape_rewards`.
     """
     log_ratio = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    assert estimator == "k3", f"no KL estimator {estimator!r}; there are k1, k2 and k3"
+    assert estimator == "k3", f"unknown KL estimator {estimator!r}; choose k1, k2 or k3"
     return torch.expm1(-log_ratio) + log_ratio
 
 
 def clip_scores(scores: Tensor, bound: float | None) -> Tensor:
-    """``scores`` of any shape within +- ``bound``; None: as they are. NaN stays NaN."""
+    """Clip ``scores`` of any shape to +- ``bound``; None leaves them unclipped. NaN stays NaN."""
     return scores if bound is None else scores.clamp(-bound, bound)
 
 
 @torch.no_grad()
 def shape_rewards(scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of every action: ``-kl_coef * kl``, and the score on top of the last.
+    """Reward of every action: ``-kl_coef * kl``, plus the score at the last action.
 
-    Ouyang et al. 2022 (arXiv 2203.02155, eq. 2), whose KL is spread over the tokens it sums.
+    Ouyang et al. 2022 (arXiv 2203.02155, eq. 2), with the KL's per-token terms at their tokens.
 
     Args:
         scores: (B,) any float, one score per sequence.
         kl: (B, A) per-token estimate in nats.
-        answer_mask: (B, A) bool. A row without actions gets zeros; its score goes nowhere.
+        answer_mask: (B, A) bool. A row without actions gets zeros, and its score is dropped.
 
     Returns:
         (B, A) fp32, 0 outside the mask.
@@ -60,14 +60,16 @@ def shape_rewards(scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: floa
 def gae(
     rewards: Tensor, values: Tensor, answer_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates, value targets (Schulman et al., arXiv 1506.02438, eq. 16).
+    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16).
 
     ``delta_t = r_t + gamma * V_{t+1} - V_t``; ``A_t = delta_t + gamma * lam * A_{t+1}``; both V and
-    A after the last action are 0 (the episode ends there, truncated or not). Returns are A + V.
+    A after the last action are 0 (the episode ends there, truncated or not). The returns, the
+    critic's targets, are A + V.
 
     Args:
-        rewards, values: (B, A) any float; ``values[:, t]`` is of the state before action t.
-        answer_mask: (B, A) bool, True first and then False: a gap would break the chain.
+        rewards, values: (B, A) any float; ``values[:, t]`` is the value of the state before
+            action t.
+        answer_mask: (B, A) bool, True first and then False: a gap would break the recursion.
 
     Returns:
         advantages, returns: (B, A) fp32, 0 outside the mask. Not whitened.
@@ -78,7 +80,7 @@ def gae(
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
-        # Right of the mask everything is 0, so the recursion enters the last action with zeros.
+        # Past the mask everything is 0, so the recursion starts at the last action with zeros.
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = delta + gamma * lam * next_advantage
         advantages[:, t] = next_advantage
@@ -90,9 +92,9 @@ def gae(
 def masked_whiten_stats(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, sum and sum of squares of ``x`` where ``mask`` holds: three 0-d float64 tensors.
 
-    They add up over ranks, so one all-reduce of the three stands between this and ``whiten``.
-    One pass is enough: ``E[x^2] - E[x]^2`` loses ``1e-16 * (mean / std)^2`` of the variance in
-    float64, and fp32 inputs have themselves no digits left to whiten long before that matters.
+    Sum the three over ranks in one all-reduce before `whiten`. One pass is accurate enough:
+    ``E[x^2] - E[x]^2`` loses ``1e-16 * (mean / std)^2`` of the variance in float64, and fp32 inputs
+    run out of digits long before that matters.
     """
     kept = torch.where(mask, x, 0.0).double()
     return mask.sum().double(), kept.sum(), kept.square().sum()
@@ -100,12 +102,12 @@ def masked_whiten_stats(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, count: Tensor, total: Tensor, total_sq: Tensor) -> Tensor:
-    """Shift and scale ``x`` where masked to mean 0 and (biased) variance 1; eps 1e-8 in the root.
+    """Normalise ``x`` inside ``mask`` to mean 0 and (biased) variance 1, eps 1e-8 in the root.
 
     Args:
-        x, mask: any one shape, float and bool.
-        count, total, total_sq: of the whole population, as ``masked_whiten_stats`` gives them,
-            summed over ranks. A count of 1 has no spread: its mean is taken off, nothing scaled.
+        x, mask: float and bool, of one shape.
+        count, total, total_sq: as `masked_whiten_stats` returns them, summed over ranks. With a
+            count of 1 the mean is subtracted and nothing is scaled.
 
     Returns:
         The shape of ``x``, fp32, 0 outside the mask.
@@ -118,9 +120,10 @@ def whiten(x: Tensor, mask: Tensor, count: Tensor, total: Tensor, total_sq: Tens
 
 @torch.no_grad()
 def returns_to_go(rewards: Tensor, answer_mask: Tensor, gamma: float) -> Tensor:
-    """REINFORCE's weight of every action: the discounted rewards from it on (Williams 1992).
+    """REINFORCE's return of every action: its reward and the discounted later ones (Williams 1992).
 
-    ``rewards`` (S, A) any float, ``answer_mask`` (S, A) bool; returns (S, A) fp32, 0 outside it.
+    ``rewards`` (S, A) any float, ``answer_mask`` (S, A) bool; returns (S, A) fp32, 0 outside the
+    mask.
     """
     zeros = torch.zeros_like(rewards, dtype=torch.float32)
     return gae(rewards, zeros, answer_mask, gamma, lam=1.0)[0]
@@ -130,8 +133,8 @@ def returns_to_go(rewards: Tensor, answer_mask: Tensor, gamma: float) -> Tensor:
 def group_stats(scores: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     """Count, sum and sum of squares of the scores of each group: (3, G) float64.
 
-    They add up over ranks, so one all-reduce stands between this and the functions below, and a
-    group may be split over ranks. ``scores`` (S,) any float; ``group_ids`` (S,) int64 in [0, G).
+    Sum them over ranks before calling the functions below; a group may be split over ranks.
+    ``scores`` (S,) any float; ``group_ids`` (S,) int64 in [0, G).
     """
     scores = scores.double()
     columns = torch.stack([torch.ones_like(scores), scores, scores.square()])
@@ -140,11 +143,11 @@ def group_stats(scores: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 
 
 def _mean_and_variance(stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each group, (G,) float64; the variance with n - 1, and 0 where it is rounding alone."""
+    """Mean and variance (n - 1) of each group, (G,) float64; a variance below rounding is 0."""
     count, total, total_sq = stats
     mean = total / count.clamp(min=1)
     spread = total_sq - total * mean
-    # Squares of fp32 numbers are exact in float64, their sums to count x 1e-16: less is no spread.
+    # Squares of fp32 numbers are exact in float64, their sums to count x 1e-16: less is rounding.
     spread = torch.where(spread > 1e-16 * count * total_sq, spread, 0.0)
     return mean, spread / (count - 1).clamp(min=1)
 
@@ -152,20 +155,20 @@ def _mean_and_variance(stats: Tensor) -> tuple[Tensor, Tensor]:
 def group_has_variance(stats: Tensor) -> Tensor:
     """Whether the scores of a group differ: (3, G) -> (G,) bool.
 
-    Those that all score alike have no advantages; dynamic sampling passes over them (DAPO, arXiv
-    2503.14476, eq. 11).
+    A group of equal scores has no advantages; dynamic sampling drops it (DAPO, arXiv 2503.14476,
+    eq. 11).
     """
     return _mean_and_variance(stats)[1] > 0
 
 
 @torch.no_grad()
 def dr_grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
-    """Score less its group's mean: (S,) fp32 (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    """Score minus its group's mean: (S,) fp32 (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
 
     Args:
         scores: (S,) any float.
         group_ids: (S,) int64 in [0, G).
-        stats: (3, G), as `group_stats` gives them, summed over ranks.
+        stats: (3, G), as `group_stats` returns them, summed over ranks.
     """
     mean, _ = _mean_and_variance(stats)
     return (scores.double() - mean[group_ids]).float()
@@ -173,10 +176,11 @@ def dr_grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tens
 
 @torch.no_grad()
 def grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor, eps: float = 1e-6) -> Tensor:
-    """Score less its group's mean, over its standard deviation + eps: (S,) fp32.
+    """(Score - group mean) / (group standard deviation + eps): (S,) fp32.
 
-    GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The deviation has n - 1, as TRL's and
-    verl's; the paper leaves it open. A group of one gets 0. Arguments as `dr_grpo_advantages`.
+    GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The deviation divides by n - 1, as in
+    TRL and verl; the paper does not say. A group of one gets 0. Arguments as in
+    `dr_grpo_advantages`.
     """
     mean, variance = _mean_and_variance(stats)
     advantages = (scores.double() - mean[group_ids]) / (variance.sqrt()[group_ids] + eps)
@@ -185,10 +189,10 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor, eps: float
 
 @torch.no_grad()
 def rloo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
-    """Score less the mean of the group's others: (S,) fp32.
+    """Score minus the mean of the other scores of its group: (S,) fp32.
 
-    RLOO (Ahmadian et al. 2024, arXiv 2402.14740). A group of one has no others and
-    gets 0. Arguments as `dr_grpo_advantages`.
+    RLOO (Ahmadian et al. 2024, arXiv 2402.14740). A group of one gets 0. Arguments as in
+    `dr_grpo_advantages`.
     """
     count, total, _ = (row[group_ids] for row in stats)
     scores = scores.double()
@@ -198,10 +202,10 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, penalty: float) -> Tensor:
-    """What an answer's score loses for its length (DAPO, arXiv 2503.14476, eq. 13): (S,) fp32.
+    """Soft length penalty of each answer (DAPO, arXiv 2503.14476, eq. 13): (S,) fp32, <= 0.
 
-    Nothing up to ``max_len - buffer_len`` tokens, then in proportion, to ``-penalty`` at
-    ``max_len``. ``lengths`` (S,) int64; a buffer of 0 tokens costs nothing.
+    0 up to ``max_len - buffer_len`` tokens, then linear, down to ``-penalty`` at ``max_len``.
+    ``lengths`` (S,) int64. A buffer of 0 tokens turns the penalty off.
     """
     if buffer_len == 0:
         return torch.zeros_like(lengths, dtype=torch.float32)
@@ -210,14 +214,13 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, penalty: fl
 
 
 class AdaptiveKL:
-    """The KL coefficient, steered to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
+    """KL coefficient controlled to a target KL (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
 
-    ``error = clip((kl - target) / target, -0.2, 0.2)``; ``value *= 1 + error * n / horizon``. So
-    the paper's gain is ``n / horizon``; it is held at 1 or below, for beyond 5 the factor turns
-    negative.
+    ``error = clip((kl - target) / target, -0.2, 0.2)``; ``value *= 1 + error * n / horizon``. The
+    paper's gain is ``n / horizon``, bounded by 1 here: beyond 5 the factor would turn negative.
 
     Args:
-        init: the coefficient to begin with.
+        init: the initial coefficient.
         target: KL per sequence in nats, > 0; None keeps the coefficient fixed.
         horizon: time constant in sequences, > 0.
     """
@@ -230,7 +233,7 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Take in the mean KL per sequence (nats) of ``n`` sequences, over all ranks.
+        """Update from the mean KL per sequence (nats) of ``n`` sequences over all ranks.
 
         NaN and infinity are ignored: they would stay in the coefficient for the rest of the run.
         """

@@ -1,6 +1,7 @@
-"""Log-probs, entropies and the language model's loss: logits in, numbers per token out.
+"""Computes per-token log-probs and entropies, and the language-model loss, from logits.
 
-It must not know advantages or rewards. Conventions: see `dschat.losses`.
+The vocabulary is read in chunks, so that no fp32 copy of (B, T, V) is made. Conventions: see
+`dschat.losses`.
 """
 
 from collections.abc import Iterator
@@ -8,13 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# fp32 elements of one temporary over the vocabulary (16 MiB). On two CPU cores 2^18 to 2^22 run
-# alike, as fast as log_softmax on the whole; a GPU wants few launches: so the largest of these.
+# fp32 elements of one temporary over the vocabulary (16 MiB). On two CPU cores 2^18 to 2^22 are
+# equally fast, as fast as one log_softmax; a GPU needs few launches, hence the largest.
 _CHUNK_ELEMENTS = 1 << 22
 
 
 def _chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Index pairs (batch, time) that cut (B, T, V) into parts of at most ``_CHUNK_ELEMENTS``.
+    """Index pairs (batch, time) that split (B, T, V) into parts of at most ``_CHUNK_ELEMENTS``.
 
     Slices, not a flattened view: ``logits[:, :-1]`` cannot be flattened without a copy.
     """
@@ -27,7 +28,7 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """fp32 logits / T. NOTE: may be ``logits`` itself; never write into it."""
+    """fp32 logits / T. NOTE: may return ``logits`` itself; never write into the result."""
     logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
 
@@ -39,9 +40,9 @@ def _checked_temperature(temperature: float) -> float:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Gathered log-softmax that keeps the logits as they are plus one fp32 number a token.
+    """Gathered log-softmax that saves the logits unchanged plus one fp32 number per token.
 
-    Plain autograd would keep a whole fp32 (B, T, V) for the backward pass: twice bf16 logits.
+    Plain autograd would save an fp32 (B, T, V) for the backward pass: twice bf16 logits.
     """
 
     @staticmethod
@@ -64,7 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_p = _scaled(logits[chunk], ctx.temperature) - logsumexp[chunk].unsqueeze(-1)
             part = log_p.exp_().mul_(-scale[chunk])
             part.scatter_add_(-1, target_ids[chunk].unsqueeze(-1), scale[chunk])
-            # A masked token comes with gradient 0; its logits may be garbage, and 0 * NaN is NaN.
+            # A masked token has gradient 0 but its logits may be NaN, and 0 * NaN is NaN.
             grad[chunk] = part.masked_fill_(scale[chunk] == 0, 0.0)
         return grad, None, None
 
@@ -72,13 +73,14 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-prob of each target under the distribution at its own position.
 
-    ``log_softmax(logits / T)[target]``, in fp32, of the raw logits: before any truncation or
-    penalty. The caller aligns: ``logits[b, t]`` must be the prediction of ``target_ids[b, t]``.
-    Differentiable once. The backward pass needs the logits unchanged; its gradient has their dtype.
+    ``log_softmax(logits / T)[target]`` in fp32, of the raw logits: before any truncation or
+    penalty. The caller aligns the two: ``logits[b, t]`` predicts ``target_ids[b, t]``.
+    Differentiable once. The logits must not change before the backward pass; the gradient has
+    their dtype.
 
     Args:
         logits: (B, T, V), any float dtype.
-        target_ids: (B, T) int64, every one in [0, V), under a mask or not.
+        target_ids: (B, T) int64, all in [0, V), masked ones too.
         temperature: T; 0 (greedy) counts as 1.
 
     Returns:
@@ -89,7 +91,7 @@ def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0)
 
 @torch.no_grad()
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`token_entropy` without gradient: to look at."""
+    """`token_entropy` without gradient, for metrics."""
     return _entropy(logits, _checked_temperature(temperature))
 
 
@@ -97,7 +99,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of ``softmax(logits / T)``: (B, T, V) any float -> (B, T) fp32.
 
     A logit of -inf is a token of probability 0: it adds nothing and gets no gradient. T = 0
-    (greedy) counts as 1. Differentiable once; keeps the logits and one fp32 number a token.
+    (greedy) counts as 1. Differentiable once; saves the logits and one fp32 number per token.
     """
     return _TokenEntropy.apply(logits, _checked_temperature(temperature))
 
@@ -111,7 +113,7 @@ def _entropy(logits: Tensor, temperature: float) -> Tensor:
 
 
 class _TokenEntropy(torch.autograd.Function):
-    """dH/dlogit_j = -p_j (log p_j + H) / T, computed anew chunk by chunk."""
+    """dH/dlogit_j = -p_j (log p_j + H) / T, recomputed chunk by chunk."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, temperature: float) -> Tensor:
@@ -136,10 +138,10 @@ class _TokenEntropy(torch.autograd.Function):
 
 
 def lm_loss(logits: Tensor, input_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Next-token cross entropy in nats, summed over the tokens that ``loss_mask`` marks as TARGETS.
+    """Next-token cross entropy in nats, summed over the TARGET tokens that ``loss_mask`` selects.
 
-    Token t is predicted by ``logits[:, t - 1]``; token 0 is predicted by nothing and never counts,
-    marked or not. Ids outside the mask may be anything, -100 included.
+    Token t is predicted by ``logits[:, t - 1]``; token 0 has no prediction and never counts. Ids
+    outside the mask may be anything, -100 included.
 
     Args:
         logits: (B, T, V), any float dtype.
@@ -148,10 +150,10 @@ def lm_loss(logits: Tensor, input_ids: Tensor, loss_mask: Tensor) -> tuple[Tenso
 
     Returns:
         loss_sum: 0-d fp32.
-        num_tokens: 0-d int64, the targets counted.
+        num_tokens: 0-d int64, the number of targets.
     """
-    # Ids and mask are shifted, not the logits: a slice of the logits would cost one more (B, T, V)
-    # gradient buffer. The last position predicts nothing.
+    # Ids and mask are shifted, not the logits: slicing the logits would cost another (B, T, V)
+    # gradient buffer. The last position has no target.
     mask = torch.zeros_like(loss_mask)
     mask[:, :-1] = loss_mask[:, 1:]
     targets = torch.where(mask, input_ids.roll(-1, dims=1), 0)

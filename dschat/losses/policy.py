@@ -1,7 +1,7 @@
-"""Losses of actor and critic: log-probs or values in, a sum over actions and its metrics out.
+"""Losses of actor and critic: PPO, GSPO, CISPO, clipped value loss, importance weights.
 
-Which sum: `aggregation_weights` says what an action counts, `aggregation_count` what the sum over
-the whole optimizer step is divided by. Conventions: see `dschat.losses`.
+Each loss is a sum over actions. `aggregation_weights` weighs the actions, `aggregation_count` is
+what the sum over the whole optimizer step is divided by. Conventions: see `dschat.losses`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def aggregation_weights(answer_mask: Tensor, how: Aggregation, max_len: int) -> Tensor:
-    """What every action's loss is multiplied by: (B, A) fp32, 0 outside the mask.
+    """Weight of every action's loss: (B, A) fp32, 0 outside the mask.
 
     With `aggregation_count`: ``token`` is the mean over the tokens of the step (DAPO, arXiv
     2503.14476, eq. 12), ``sequence`` the mean over sequences of their means (GRPO, arXiv
@@ -29,7 +29,7 @@ def aggregation_weights(answer_mask: Tensor, how: Aggregation, max_len: int) -> 
 
 
 def aggregation_count(answer_mask: Tensor, how: Aggregation) -> Tensor:
-    """What the sum is divided by: tokens, or sequences with an action. 0-d int64; sums add up."""
+    """Denominator of the loss sum: tokens, or sequences with an action. 0-d int64, to be summed."""
     return answer_mask.sum() if how == "token" else answer_mask.any(dim=1).sum()
 
 
@@ -42,19 +42,19 @@ def rollout_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance weights of actions that the generator drew from probabilities of its own.
+    """Importance weights that correct for the generator sampling from other probabilities.
 
     The weight is training's probability / the generator's, both before the update. ``tis``
     truncates it at ``high`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"; Ionides 2008); ``icepop`` drops actions outside of [low, high] (arXiv
+    off-policy RL training"; Ionides 2008); ``icepop`` drops actions outside [low, high] (arXiv
     2510.18855).
 
     Args:
-        logprobs, rollout_logprobs: (B, A) of the two.
+        logprobs, rollout_logprobs: (B, A), training's and the generator's.
         answer_mask: (B, A) bool.
 
     Returns:
-        weights: (B, A) fp32, 0 outside the mask; 1 inside where ``how`` is off.
+        weights: (B, A) fp32, 0 outside the mask; 1 inside where ``how`` is "off".
         metrics: sums over actions of ``is_weight`` and ``is_cut`` (truncated or dropped).
     """
     ones = answer_mask.float()
@@ -65,7 +65,7 @@ def rollout_weights(
     if how == "tis":
         weights, cut = ratio.clamp(max=high), ratio > high
     else:
-        assert how == "icepop", f"no correction {how!r}; there are off, tis and icepop"
+        assert how == "icepop", f"unknown correction {how!r}; choose off, tis or icepop"
         cut = (ratio < low) | (ratio > high)
         weights = torch.where(cut, 0.0, ratio)
     weights = torch.where(answer_mask, weights, 0.0)
@@ -89,18 +89,18 @@ def policy_loss(
         old_logprobs: (B, A) of the policy at the start of the update.
         advantages: (B, A).
         answer_mask: (B, A) bool.
-        cliprange: epsilon; the ratio is clipped to [1 - epsilon, 1 + epsilon]. A pair is below and
-            above (clip-higher: DAPO, arXiv 2503.14476, eq. 10).
-        weights: (B, A), what each action's loss is multiplied by; None: 1.
-        dual_clip: c > 1; a bad action's loss is at most c times its -advantage (Ye et al. 2020,
-            arXiv 1912.09729, eq. 5).
+        cliprange: epsilon; the ratio is clipped to [1 - epsilon, 1 + epsilon]. A pair is
+            (below, above) (clip-higher: DAPO, arXiv 2503.14476, eq. 10).
+        weights: (B, A), a factor on each action's loss; None: 1.
+        dual_clip: c > 1; where the advantage is negative, the loss is at most -c * advantage (Ye
+            et al. 2020, arXiv 1912.09729, eq. 5).
 
     Returns:
-        loss_sum: 0-d fp32; it or its gradient is non-finite if a ratio leaves fp32's range (e^88),
+        loss_sum: 0-d fp32; it or its gradient is non-finite if a ratio leaves fp32's range (e^88):
             a step to skip.
-        metrics: sums over actions, whatever their weights, of ``clipped`` (1 where a clipped term
-            counts, so that the action has no gradient), ``approxkl`` (half the squared log-ratio),
-            ``ratio``, ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, their count.
+        metrics: unweighted sums over actions of ``clipped`` (1 where a clipped term is the loss, so
+            that the action has no gradient), ``approxkl`` (half the squared log-ratio), ``ratio``,
+            ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, the number of actions.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     losses, is_clipped = _surrogate(log_ratio.exp(), advantages, cliprange)
@@ -121,15 +121,16 @@ def gspo_loss(
     *,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's surrogate with the ratio of whole sequences, the geometric mean of their tokens'.
+    """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' ratios.
 
-    GSPO (Zheng et al. 2025, arXiv 2507.18071), in its form by token (eq. 13-14): with weights
-    1/|o_i| value and gradient are those of eq. 5. Arguments and metrics as `policy_loss`.
+    GSPO (Zheng et al. 2025, arXiv 2507.18071) in its token-level form (eq. 13-14): with weights
+    1/|o_i|, value and gradient are those of eq. 5. Arguments and metrics as in `policy_loss`.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
     of_sequence = log_ratio.detach().sum(dim=1, keepdim=True) / num_actions
-    # NOTE the brackets: a token far off would take the sequence ratio's low digits with it.
+    # NOTE: keep the brackets. Adding a large log-ratio first would round off the low digits of
+    # the sequence's.
     ratio = (of_sequence + (log_ratio - log_ratio.detach())).exp()
     losses, is_clipped = _surrogate(ratio, advantages, cliprange)
     return _summed(losses, weights, answer_mask), _metrics(log_ratio, is_clipped, answer_mask)
@@ -144,10 +145,10 @@ def cispo_loss(
     *,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE weighted by the clipped ratio: every action keeps a gradient.
+    """REINFORCE weighted by the clipped ratio, so that every action keeps a gradient.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5): ``-sg(clip(ratio)) * A * log-prob``. Arguments
-    and metrics as `policy_loss`; ``clipped`` counts ratios outside of the range.
+    and metrics as in `policy_loss`; ``clipped`` counts ratios outside the range.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     low, high = _sides(cliprange)
@@ -160,7 +161,7 @@ def cispo_loss(
     )
 
 
-# --policy_loss -> the function.
+# By the value of --policy_loss.
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "ppo": policy_loss,
     "gspo": gspo_loss,
@@ -173,8 +174,8 @@ def _sides(cliprange: CLIPRANGE) -> tuple[float, float]:
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, cliprange: CLIPRANGE) -> tuple[Tensor, Tensor]:
-    """The larger of the two losses, with the ratio as it is and clipped; and where that is the
-    latter, which has no gradient.
+    """The larger of the unclipped and the clipped loss, and where it is the clipped one, which has
+    no gradient.
     """
     low, high = _sides(cliprange)
     unclipped = -advantages * ratio
@@ -185,7 +186,7 @@ def _surrogate(ratio: Tensor, advantages: Tensor, cliprange: CLIPRANGE) -> tuple
 def _inputs(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, answer_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-ratio and advantages, 0 outside the mask."""
+    """Log-ratio and advantages, both 0 outside the mask."""
     log_ratio = logprobs.float() - old_logprobs.float().detach()
     return (
         torch.where(answer_mask, log_ratio, 0.0),
@@ -217,8 +218,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped squared error of the critic, summed over actions.
 
-    ``0.5 * max((V - R)^2, (clip(V, V_old +- epsilon) - R)^2)``, the value clipping of PPO's first
-    implementation (Engstrom et al. 2020, arXiv 2005.12729, section 3).
+    ``0.5 * max((V - R)^2, (clip(V, V_old +- epsilon) - R)^2)``: the value clipping of the original
+    PPO implementation (Engstrom et al. 2020, arXiv 2005.12729, section 3).
 
     Args:
         values: (B, A) of the critic being trained; the only input that gets a gradient.

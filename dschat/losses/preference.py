@@ -1,8 +1,8 @@
-"""Losses of pairs: what people preferred against what they did not.
+"""Losses on pairs of a chosen and a rejected answer: Bradley-Terry, DPO, IPO, KTO.
 
-`pairwise_loss` trains a reward model on scores; the others train the policy itself on log-ratios,
+`pairwise_loss` trains a reward model on scores. The others train the policy on log-ratios
 ``log policy(answer | prompt) - log reference(answer | prompt)``, each log-prob the sum over the
-answer's tokens. Every loss is a sum over pairs, for whoever divides by the pairs of the whole
+answer's tokens. Every loss is a sum over pairs; the caller divides by the pairs of the whole
 optimizer step. Conventions: see `dschat.losses`.
 """
 
@@ -17,8 +17,8 @@ def pairwise_loss(
     """Bradley-Terry loss ``-log sigmoid(chosen - rejected)``, summed (Ouyang et al. 2022, eq. 1).
 
     Args:
-        chosen_scores, rejected_scores: (B,), any float. B may be 0 (a rank without rows): loss 0,
-            still connected to the scores, so that its backward pass runs.
+        chosen_scores, rejected_scores: (B,), any float. B may be 0 (a rank without rows): the loss
+            is 0 and still connected to the scores, so that its backward pass runs.
 
     Returns:
         loss_sum: 0-d fp32.
@@ -43,8 +43,8 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization: ``-log sigmoid(beta * (chosen - rejected))``, summed.
 
-    Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With ``label_smoothing`` e > 0 its conservative
-    form, for labels of which a share e is wrong (Mitchell 2023, "A note on DPO with noisy
+    Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With ``label_smoothing`` e > 0, conservative
+    DPO for labels of which a share e is wrong (Mitchell 2023, "A note on DPO with noisy
     preferences"): ``-(1 - e) log sigmoid(h) - e log sigmoid(-h)``.
 
     Args:
@@ -52,10 +52,10 @@ def dpo_loss(
 
     Returns:
         loss_sum: 0-d fp32.
-        metrics: what the policy, read as a reward model, says of the pairs: ``beta * logratio`` is
-            an answer's reward up to a constant of the prompt (eq. 5). Sums over pairs of
-            ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` and
-            ``rewards/accuracies`` (a tie counts 0.5); and ``pairs``, their count.
+        metrics: implicit rewards: ``beta * logratio`` is an answer's reward up to a constant per
+            prompt (eq. 5). Sums over pairs of ``rewards/chosen``, ``rewards/rejected``,
+            ``rewards/margins`` and ``rewards/accuracies`` (a tie counts 0.5); and ``pairs``,
+            their count.
     """
     chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
     margin = beta * (chosen - rejected)
@@ -69,11 +69,11 @@ def ipo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Identity preference optimization: ``(chosen - rejected - 1 / (2 beta))^2``, summed.
 
-    Azar et al. 2023 (arXiv 2310.12036), eq. 17, whose tau is ``beta``. As in the paper an answer's
-    log-prob is the sum over its tokens, not their mean: so a margin of 1 / (2 beta) nats is what
-    whole answers are drawn to, whatever their lengths.
+    Azar et al. 2023 (arXiv 2310.12036), eq. 17, with ``beta`` for tau. As in the paper an answer's
+    log-prob is the sum over its tokens, not their mean: the target margin of 1 / (2 beta) nats is
+    that of whole answers, whatever their lengths.
 
-    Args, returns: as in `dpo_loss`.
+    Arguments and returns as in `dpo_loss`.
     """
     chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
     loss_sum = (chosen - rejected - 1 / (2 * beta)).square().sum()
@@ -88,18 +88,18 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Kahneman-Tversky optimization, a pair being one desirable and one undesirable answer.
+    """Kahneman-Tversky optimization; a pair is one desirable and one undesirable answer.
 
     Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7 and 8: the mean over answers of
     ``weight - value``, that is ``w_D * sigmoid(beta * (kl - chosen))`` and
-    ``w_U * sigmoid(beta * (rejected - kl))``. A pair counts with the mean of its two.
+    ``w_U * sigmoid(beta * (rejected - kl))``. A pair's loss is the mean of its two answers'.
 
     Args:
         chosen_logratios, rejected_logratios: (B,), any float; B may be 0.
-        kl: the reference point z_0: how far the policy is from the reference, in nats an answer;
-            estimated from mismatched answers. A negative estimate counts as 0.
+        kl: the reference point z_0, KL(policy || reference) in nats per answer, estimated from
+            mismatched answers. A negative estimate counts as 0.
 
-    Returns: as in `dpo_loss`.
+    Returns as in `dpo_loss`.
     """
     kl = max(float(kl), 0.0)
     chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
@@ -110,7 +110,7 @@ def kto_loss(
 
 
 def _implicit_rewards(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:
-    """The metrics that `dpo_loss` describes."""
+    """The metrics described in `dpo_loss`."""
     chosen, rejected = beta * chosen.detach(), beta * rejected.detach()
     margin = chosen - rejected
     return {
