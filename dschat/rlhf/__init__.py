@@ -1,1 +1,1 @@
-"""Step 3: four models in one engine, experience, PPO, the moving average, evaluation."""
+"""Step 3: the engine of four models, rollouts and experience, PPO and its relatives, evaluation."""

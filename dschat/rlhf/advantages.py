@@ -1,9 +1,8 @@
-"""From scores, log-probs and values to rewards and advantages, by the estimator of the run.
+"""Fills in an experience's advantages, returns, loss mask and importance weights.
 
-An experience of this rank comes in; its ``advantages``, ``returns``, ``loss_mask`` and ``weights``
-are filled in. Statistics are those of the whole rollout, over all ranks, even where a prompt's
-samples lie on several. Answers without a score are in none of them and have advantage 0. It must
-not know models; the formulas are those of `dschat.losses`.
+Statistics are over the whole rollout on all ranks, even where one prompt's samples lie on several.
+Answers without a score count in none of them and get advantage 0. The formulas are in
+`dschat.losses`.
 """
 
 import torch
@@ -28,7 +27,7 @@ from dschat.losses import (
 )
 from dschat.rlhf.experience import Experience
 
-_OF_GROUPS = {
+_GROUP_ESTIMATORS = {
     "grpo": grpo_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": rloo_advantages,
@@ -38,12 +37,16 @@ _OF_GROUPS = {
 def fill_in_advantages(
     e: Experience, args: RLHFConfig, kl_coef: float, num_groups: int, clip: float | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Collective. Rewards (S, A), and this rank's sums over actions of what was corrected.
+    """Collective. Fill in ``e`` by the advantage estimator of ``args``.
 
     Args:
-        kl_coef: weight of the KL in the reward (none where it is in the loss).
+        kl_coef: weight of the KL in the reward; not used where the KL is in the loss.
         num_groups: prompts of the whole rollout, over all ranks.
         clip: see `token_rewards`.
+
+    Returns:
+        rewards: (S, A) fp32.
+        corrected: this rank's sums over actions, see `dschat.losses.rollout_weights`.
     """
     rewards = token_rewards(e, args, 0.0 if args.kl_is_in_loss else kl_coef, clip)
     groups = e.numbers // args.num_samples_per_prompt
@@ -51,17 +54,17 @@ def fill_in_advantages(
         e.advantages, e.returns = gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
         if args.whiten_advantages:
             e.advantages = _whitened(e.advantages, e.scored_mask)
-    elif args.advantage_estimator in _OF_GROUPS:
-        of_sequence = rewards.sum(dim=1)
-        stats = _of_all_ranks(of_sequence, e.scored, groups, num_groups)
-        advantages = _OF_GROUPS[args.advantage_estimator](of_sequence, groups, stats)
+    elif args.advantage_estimator in _GROUP_ESTIMATORS:
+        sequence_rewards = rewards.sum(dim=1)
+        stats = _global_group_stats(sequence_rewards, e.scored, groups, num_groups)
+        advantages = _GROUP_ESTIMATORS[args.advantage_estimator](sequence_rewards, groups, stats)
         e.advantages = advantages.unsqueeze(1).expand_as(rewards)
     else:
-        left = rewards
+        baselined = rewards
         if args.advantage_estimator == "reinforce_pp_baseline":
             without_kl = token_rewards(e, args, 0.0, clip)
-            left = _less_group_mean(rewards, without_kl, e, groups, num_groups)
-        e.advantages = e.returns = returns_to_go(left, e.answer_mask, args.gamma)
+            baselined = _minus_group_mean(rewards, without_kl, e, groups, num_groups)
+        e.advantages = e.returns = returns_to_go(baselined, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.scored_mask)
     e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
@@ -77,12 +80,12 @@ def fill_in_advantages(
 def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None) -> Tensor:
     """The reward of every action: (S, A) fp32, 0 outside the answers.
 
-    An answer's rewards sum up to its score, clipped to +- ``clip`` (None: as it is), less
-    ``missing_eos_penalty`` where it is unfinished, what its length costs, and ``kl_coef`` times its
-    KL. Scores of single actions stand at theirs, as they are; the rest at the last action, and what
-    the clip takes off, it takes there.
+    An answer's rewards sum to its score clipped to +- ``clip`` (None: not clipped), minus
+    ``missing_eos_penalty`` where the answer is unfinished, minus the overlong penalty, minus
+    ``kl_coef`` times its KL. Token scores stay at their actions, unclipped; everything else,
+    the effect of the clip included, is added at the last action.
     """
-    # Without weight it may still be infinite: k3, where the policy all but excludes what it drew.
+    # Not even multiplied by 0: k3 may be infinite where the policy nearly excludes a drawn token.
     kl = torch.zeros_like(e.logprobs)
     if kl_coef != 0:
         kl = kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
@@ -94,25 +97,30 @@ def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float |
         args.overlong_buffer_len,
         args.overlong_penalty,
     )
-    of_tokens = torch.where(e.answer_mask, e.token_scores, 0.0)
-    return shape_rewards(scores, kl, e.answer_mask, kl_coef) + of_tokens
+    token_scores = torch.where(e.answer_mask, e.token_scores, 0.0)
+    return shape_rewards(scores, kl, e.answer_mask, kl_coef) + token_scores
 
 
-def _less_group_mean(
+def _minus_group_mean(
     rewards: Tensor, without_kl: Tensor, e: Experience, groups: Tensor, num_groups: int
 ) -> Tensor:
-    """REINFORCE++-baseline (arXiv 2501.03262): without KL, a group's rewards sum to 0."""
-    of_sequence = without_kl.sum(dim=1)
-    stats = _of_all_ranks(of_sequence, e.scored, groups, num_groups)
-    less = dr_grpo_advantages(of_sequence, groups, stats) - of_sequence
-    nothing = torch.zeros_like(rewards)
-    return rewards + shape_rewards(less, nothing, e.answer_mask, 0.0)
+    """REINFORCE++-baseline (arXiv 2501.03262): subtract the group mean of the rewards without KL.
+
+    The mean is taken off at the last action of each answer.
+    """
+    sequence_rewards = without_kl.sum(dim=1)
+    stats = _global_group_stats(sequence_rewards, e.scored, groups, num_groups)
+    minus_mean = dr_grpo_advantages(sequence_rewards, groups, stats) - sequence_rewards
+    no_kl = torch.zeros_like(rewards)
+    return rewards + shape_rewards(minus_mean, no_kl, e.answer_mask, 0.0)
 
 
-def _of_all_ranks(scores: Tensor, scored: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+def _global_group_stats(scores: Tensor, scored: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """Collective. `group_stats` of the scored answers, over all ranks."""
     return dist.all_reduce_sum(group_stats(scores[scored], groups[scored], num_groups))
 
 
 def _whitened(x: Tensor, mask: Tensor) -> Tensor:
+    """Collective. ``x`` whitened by the statistics of all ranks."""
     stats = torch.stack(masked_whiten_stats(x, mask))
     return whiten(x, mask, *dist.all_reduce_sum(stats))

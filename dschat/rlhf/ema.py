@@ -1,7 +1,6 @@
-"""An exponential moving average of the actor, in fp32, each rank keeping its own shard.
+"""Keeps an exponential moving average of the actor in fp32, sharded over ranks.
 
-A training module comes in; shards that a weight stream can put in place of the actor's go out. It
-must not know optimizers or generation.
+`ShardedEMA.shards` substitutes the average for the actor's weights in a weight stream.
 """
 
 import torch
@@ -11,8 +10,8 @@ import dschat.distributed as dist
 from dschat.hybrid.weight_stream import Shard, module_shards
 
 
-def _own_part(shard: Shard) -> Tensor:
-    """This rank's flat part, fp32: ZeRO-3's own, or an equal slice (padded) of a whole tensor."""
+def _local_part(shard: Shard) -> Tensor:
+    """This rank's flat fp32 part: its ZeRO-3 shard, or an equal (padded) slice of a full tensor."""
     if shard.partitioned:
         return shard.tensor.float().reshape(-1)
     size = -(-shard.numel // dist.world_size())
@@ -22,28 +21,29 @@ def _own_part(shard: Shard) -> Tensor:
 
 
 class ShardedEMA:
-    """``average = decay * average + (1 - decay) * weights`` after every optimizer step; 1/N of it
-    per rank.
+    """``average = decay * average + (1 - decay) * weights``, 1/N of it on each of N ranks.
+
+    Covers the parameters that are trained. `update` comes after every optimizer step.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._module = module
         self._decay = decay
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        self._average = {s.name: _own_part(s).clone() for s in self._shards()}
+        self._average = {s.name: _local_part(s).clone() for s in self._shards()}
 
     def _shards(self) -> list[Shard]:
         return [s for s in module_shards(self._module) if s.name in self._trained]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now. No communication."""
+        """Update from the current weights. No communication."""
         for shard in self._shards():
-            self._average[shard.name].lerp_(_own_part(shard), 1 - self._decay)
+            self._average[shard.name].lerp_(_local_part(shard), 1 - self._decay)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """This process's part of the average, by parameter name: flat, fp32, in place."""
+        """This rank's part of the average, by parameter name: flat, fp32, not copies."""
         return self._average
 
     def shards(self) -> dict[str, Shard]:

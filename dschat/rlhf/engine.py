@@ -1,8 +1,7 @@
-"""The four models of RLHF in one process: actor, reference, critic, reward; and the actor's two
-modes.
+"""Holds the four models of RLHF in one process: actor, reference, critic and reward model.
 
-Model names and knobs come in; engines that train, modules that score and a scope that generates go
-out. It must not know PPO: losses, advantages and the order of things are the trainer's.
+Actor and critic train under DeepSpeed, reference and reward model are frozen. `rollout_mode` is the
+scope in which the actor generates. Losses, advantages and the training loop are the trainer's.
 """
 
 import logging
@@ -54,22 +53,26 @@ logger = logging.getLogger("dschat")
 class DeepSpeedRLHFEngine:
     """Actor, reference, critic and reward model.
 
-    Attributes: ``actor`` and ``critic`` are DeepSpeed engines; ``reward`` and ``ref`` are frozen;
-    ``ema`` is None unless ``enable_ema``. ``critic`` is None where the advantage estimator needs
-    none, ``reward`` where only programs score, ``ref`` where the KL to it has no weight, or where
-    the reference is the actor with its LoRA adapters off.
+    Attributes:
+        actor: a DeepSpeed engine.
+        critic: a DeepSpeed engine; None where the advantage estimator needs no critic.
+        ref: frozen; None where the KL has no weight, or where the reference is the actor with its
+            LoRA adapters off.
+        reward: frozen; None where only reward functions score.
+        ema: the actor's moving average; None unless ``enable_ema``.
 
     Args:
         actor_model_name_or_path: a causal LM, normally step 1's folder.
-        critic_model_name_or_path: a reward model, normally step 2's folder; critic and reward start
-            as it, unless ``args`` has a ``reward_model_name_or_path`` of its own. None: no reward
-            model, and a critic, if any, that starts as the actor.
-        tokenizer: the actor's. A reward model with another one reads the text anew.
+        critic_model_name_or_path: a reward model, normally step 2's folder. Critic and reward model
+            both start from it, unless ``args.reward_model_name_or_path`` names another reward
+            model. None: no reward model, and a critic, if any, that starts from the actor.
+        tokenizer: the actor's. For a reward model with another one the text is re-tokenised.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
 
-    Raises ``UserError`` for a checkpoint that is missing, of the wrong kind or incomplete, and for
-    an ``output_dir`` on a disk without space for what `save` writes.
+    Raises:
+        UserError: a checkpoint that is missing, of the wrong kind or incomplete; an ``output_dir``
+            on a disk without space for what `save` writes.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class DeepSpeedRLHFEngine:
         ).validate_models()
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise UserError(
-                f"tokenizer {type(tokenizer).__name__} is no tokenizer with an EOS token; give the "
-                "actor's: AutoTokenizer.from_pretrained(...)"
+                f"tokenizer: {type(tokenizer).__name__} has no EOS token; pass the actor's, "
+                "AutoTokenizer.from_pretrained(...)"
             )
         self.tokenizer = tokenizer
         self.checkpoints = find_checkpoints(
@@ -98,8 +101,8 @@ class DeepSpeedRLHFEngine:
         self._num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
-        ends = read_generation_config(self.checkpoints.actor, ACTOR)
-        self.stop_ids = stop_ids(tokenizer, ends)
+        generation_config = read_generation_config(self.checkpoints.actor, ACTOR)
+        self.stop_ids = stop_ids(tokenizer, generation_config)
         self._architectures: dict[str, str] = {}  # class names, for config.json
 
         self.actor = self._build_actor()
@@ -108,8 +111,14 @@ class DeepSpeedRLHFEngine:
         if self.args.output_dir is not None:
             check_room(self.args.output_dir, self._saved_bytes())
         self.reward = self._build_reward()
-        own, longest = self.checkpoints.reward_tokenizer, self.checkpoints.reward_max_len
-        self._retokenizer = own and Retokenizer(tokenizer, own, self.stop_ids, longest)
+        self._retokenizer = None
+        if self.checkpoints.reward_tokenizer is not None:
+            self._retokenizer = Retokenizer(
+                tokenizer,
+                self.checkpoints.reward_tokenizer,
+                self.stop_ids,
+                self.checkpoints.reward_max_len,
+            )
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
         )
@@ -135,16 +144,18 @@ class DeepSpeedRLHFEngine:
             )
 
     def _load_score(self, critic: bool, zero: ZeroSettings, dropout: float) -> nn.Module:
-        found, trust = self.checkpoints, self.args.trust_remote_code
-        name, flag = (found.critic, found.critic_flag) if critic else (found.reward, REWARD)
+        checkpoints, trust = self.checkpoints, self.args.trust_remote_code
+        name, flag = checkpoints.reward, REWARD
+        if critic:
+            name, flag = checkpoints.critic, checkpoints.critic_flag
         pad_id = load_config(name, flag, trust).pad_token_id
-        tokenizer = found.critic_tokenizer or self.tokenizer
+        tokenizer = checkpoints.critic_tokenizer or self.tokenizer
         with sharded_loading(zero):
             return load_score_backbone(
                 name,
                 flag,
                 zero.dtype,
-                from_base=critic and found.critic_from_base,
+                from_base=critic and checkpoints.critic_from_base,
                 pad_token_id=tokenizer.pad_token_id if critic or pad_id is None else pad_id,
                 num_tokens=num_ids(tokenizer) if critic else 0,
                 dropout=dropout,
@@ -153,28 +164,28 @@ class DeepSpeedRLHFEngine:
             )
 
     def _trained(self, model: nn.Module, name: str, zero: ZeroSettings, wrap: Any = None) -> Any:
-        """Collective. An engine around ``model``, by the knobs of ``name``: actor or critic."""
+        """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self._num_iters
-        if name == "actor":  # its schedule stands still while the critic trains alone
+        if name == "actor":  # no schedule steps while the critic trains alone
             iterations -= args.critic_warmup_steps
 
-        def own(knob: str) -> Any:
-            return getattr(args, f"{name}_{knob}")
+        def flag(suffix: str) -> Any:
+            return getattr(args, f"{name}_{suffix}")
 
         model = prepare_for_training(
             model,
-            own("gradient_checkpointing"),
-            own("lora_dim"),
+            flag("gradient_checkpointing"),
+            flag("lora_dim"),
             args.lora_alpha,
-            own("lora_modules"),
+            flag("lora_modules"),
             args.only_optimize_lora,
             f"--{name}_lora_modules",
         )
         return initialize_training(
             wrap(model) if wrap else model,
             zero,
-            own("learning_rate"),
-            own("weight_decay"),
+            flag("learning_rate"),
+            flag("weight_decay"),
             args.adam_betas,
             args.lr_scheduler_type,
             args.num_warmup_steps,
@@ -195,7 +206,7 @@ class DeepSpeedRLHFEngine:
 
     @property
     def _is_its_own_reference(self) -> bool:
-        """Whether the actor with its adapters off is the reference: its base is frozen."""
+        """Whether the actor with its adapters off is the reference: with LoRA on a frozen base."""
         return bool(self.args.actor_lora_dim) and self.args.only_optimize_lora
 
     def _build_reference(self) -> nn.Module | None:
@@ -264,7 +275,7 @@ class DeepSpeedRLHFEngine:
         """Collective. The reward model's score of every sequence, at its last token (EOS, or the
         last one of a truncated answer): (B,) fp32.
         """
-        assert self.reward is not None, "there is no reward model"
+        assert self.reward is not None, "no reward model"
         ids, lengths = batch.input_ids, batch.lengths
         if self._retokenizer is not None:
             ids, lengths = (t.to(dist.device()) for t in self._retokenizer.batch(batch))
@@ -272,7 +283,7 @@ class DeepSpeedRLHFEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the actor's weights where it computes."""
+        """The actor's compute dtype."""
         return self._actor_zero.dtype
 
     @property
@@ -281,17 +292,17 @@ class DeepSpeedRLHFEngine:
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """A scope with the model whose log-probs anchor the KL; call it under ``no_grad``."""
+        """A scope that yields the KL's reference model; call it under ``no_grad``."""
         if self.ref is not None:
             yield self.ref
             return
-        assert self._is_its_own_reference, "the reference is missing"
+        assert self._is_its_own_reference, "no reference model"
         with adapters_off(unwrap(self.actor)):
             yield self.actor
 
     @contextmanager
     def rollout_mode(self) -> Iterator[Generator]:
-        """Collective. A scope in which the actor generates; refreshed once per version."""
+        """Collective. A scope in which the actor generates; refreshed once per weight version."""
         engines = [engine for engine in (self.actor, self.critic) if engine is not None]
         with training_states_away(engines, self.args.offload_training_states):
             generator = self.rollout.enter(self.version)
@@ -302,8 +313,8 @@ class DeepSpeedRLHFEngine:
 
     @contextmanager
     def ema_mode(self) -> Iterator[Generator]:
-        """Collective. A scope in which the moving average generates, from a copy made for it."""
-        assert self.ema is not None, "there is no moving average; set enable_ema"
+        """Collective. A scope in which the moving average generates, from a copy of its own."""
+        assert self.ema is not None, "no moving average; set enable_ema"
         yield self.rollout.filled_from(self._actor_stream(ema=True))
 
     def _actor_stream(self, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -341,7 +352,7 @@ class DeepSpeedRLHFEngine:
         self._save_adapter(output_dir / "critic", critic)
 
     def _saved_bytes(self) -> list[int]:
-        """What each of the folders that a run leaves takes."""
+        """Bytes of each model folder that the run writes."""
         actors = 1 + self.args.enable_ema + self.args.keep_best
         critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic).model)]
         return [weight_bytes(unwrap(self.actor))] * actors + critics
@@ -360,8 +371,8 @@ class DeepSpeedRLHFEngine:
             self._save_adapter(Path(folder), unwrap(self.actor))
 
     def _save_adapter(self, folder: Path, module: nn.Module) -> None:
-        """Beside the merged weights. An adapter is of use only on the weights it was trained on:
-        those must have been frozen.
+        """Collective. Write the LoRA adapter beside the merged weights, where the base was frozen:
+        an adapter fits no other weights.
         """
         if hasattr(module, "peft_config") and self.args.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)

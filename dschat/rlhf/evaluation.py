@@ -1,14 +1,12 @@
-"""How good the policy is on held-out prompts, judged by what training uses and by what it never
-sees.
+"""Evaluates the policy on held-out prompts.
 
-A generator and prompts come in; means go out: the score and each of its sources, pass@k, KL to the
-reference, length, share ended by EOS, and the gold score where the prompts are the built-in ones.
-It must not know how the policy is trained.
+Metrics: the score and each of its sources, pass@k, KL to the reference, answer length, share of
+answers that end with EOS, and for the built-in prompts the gold score, which training never sees.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +36,10 @@ class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
     prompts: PromptTable
-    texts: list[str]  # as `gold_score` reads them
-    first_index: int  # number of the first one among those of all ranks
-    total: int  # of all ranks
-    gold: bool  # whether these are the built-in prompts, which the gold scorer knows
+    texts: list[str]  # as the gold scorer reads them
+    first_index: int  # number of the first prompt among those of all ranks
+    total: int  # prompts of all ranks
+    gold: bool  # whether the gold scorer knows these prompts: the built-in ones
 
     @classmethod
     def of(cls, table: Any, args: RLHFConfig) -> "HeldOutPrompts":
@@ -69,7 +67,7 @@ def evaluate_policy(
     collected = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
     e = collected.experience
     sources = collector.sources_of(collected, args.eval_batch_size)
-    of_sources = source_means("eval/scores", sources)
+    by_source = source_means("eval/scores", sources)
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
     scores[~any_applies(sources)] = math.nan
     for source in sources:
@@ -80,24 +78,24 @@ def evaluate_policy(
     sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
         sums["kl"] = _kl(engine, e)
-    sums |= _judged(engine, e, held_out, sampling.n)
+    sums |= _answer_sums(engine, e, held_out, sampling.n)
     if collector.has_programs or args.eval_pass_source:
-        judge = scores
+        pass_scores = scores
         if args.eval_pass_source:
-            judge = _own_scores(args.eval_pass_source, sources)
-        # 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
-        passed = (judge >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
+            pass_scores = _scores_of(args.eval_pass_source, sources)
+        # The tolerance: 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
+        passed = (pass_scores >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
         sums |= _passes(passed.sum(dim=1), sampling.n)
     names = list(sums)
     totals = dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
     metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
     metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
-    return metrics | (of_sources if len(sources) > 1 else {})
+    return metrics | (by_source if len(sources) > 1 else {})
 
 
 @torch.no_grad()
 def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
-    """Collective. Sum over this rank's answers of log-probs less the reference's, in nats."""
+    """Collective. Sum over this rank's answers of log policy - log reference, in nats."""
     total = 0.0
     with evaluating(engine.actor):
         for part, piece in pieces(e, engine.args.eval_batch_size):
@@ -109,9 +107,10 @@ def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
     return total
 
 
-def _own_scores(name: str, sources: list[SourceScores]) -> Tensor:
-    """What the source ``name`` gave: (S,), NaN where it said None. ``UserError`` where it is none
-    of ``sources``.
+def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
+    """The scores of source ``name``: (S,) float64, NaN where it declined.
+
+    Raises ``UserError`` where no source has that name.
     """
     require_source(name, [source.name for source in sources])
     (source,) = (source for source in sources if source.name == name)
@@ -122,32 +121,39 @@ def _own_scores(name: str, sources: list[SourceScores]) -> Tensor:
 
 def require_source(name: str, names: Sequence[str]) -> None:
     """Raise ``UserError`` where no source is called ``name``."""
-    require(name in names, f"--eval_pass_source {name} is none of what scores: {', '.join(names)}")
+    require(
+        name in names,
+        f"--eval_pass_source {name} does not score here; choose from {', '.join(names)}",
+    )
 
 
 def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> None:
-    """What can be known of evaluations before any weight loads.
+    """Check the evaluation flags before any weight loads.
 
     Args:
-        sources: names of all that score, in their order.
-        num_held_out: prompts, over all ranks.
+        sources: names of all score sources, in their order.
+        num_held_out: held-out prompts, over all ranks.
 
     Raises:
-        UserError: ``keep_best`` has nothing to judge by, or a name is none.
+        UserError: ``keep_best`` without held-out prompts, an unknown metric or source.
     """
     if args.eval_pass_source:
         require_source(args.eval_pass_source, sources)
     if not num_held_out:
         none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
-        require(not args.keep_best, f"--keep_best goes by evaluations, but {none}")
+        require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
     elif args.keep_best:
-        name, known = args.best_metric, _metrics_of(args, sources)
-        require(name in known, f"--best_metric {name} is none of {', '.join(known)}")
+        require_metric(args.best_metric, _metric_names(args, sources))
 
 
-def _metrics_of(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
+def require_metric(name: str, names: Collection[str]) -> None:
+    """Raise ``UserError`` where an evaluation has no metric ``name``."""
+    require(name in names, f"--best_metric {name} is not measured; choose from {', '.join(names)}")
+
+
+def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     """The names that `evaluate_policy` returns."""
     names = ["score", "answer_length", "eos_share"]
     if gold_knows(args.eval_data_path or args.data_path):
@@ -161,10 +167,10 @@ def _metrics_of(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     return [f"eval/{name}" for name in names]
 
 
-def _judged(
+def _answer_sums(
     engine: DeepSpeedRLHFEngine, e: Experience, held_out: HeldOutPrompts, n: int
 ) -> dict[str, float]:
-    """Sums over this rank's answers of length, end and gold score: names every rank has."""
+    """Sums over this rank's answers of length, EOS and gold score; the same names on all ranks."""
     names = ["answer_length", "eos_share", *(["gold"] if held_out.gold else [])]
     if not e.num_sequences:
         return dict.fromkeys(names, 0.0)
@@ -182,16 +188,15 @@ def _judged(
 def _passes(num_right: Tensor, n: int) -> dict[str, float]:
     """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times n: sums over answers.
 
-    ``num_right`` (P,): how many of a prompt's n answers pass.
+    ``num_right`` (P,): how many of each prompt's n answers pass.
     """
     ks = sorted({k for k in (2**i for i in range(n.bit_length())) if k < n} | {n})
     return {f"pass@{k}": n * sum(pass_at(k, n, int(c)) for c in num_right) for k in ks}
 
 
 def pass_at(k: int, n: int, num_right: int) -> float:
-    """Chance that one of k answers drawn from n, of which ``num_right`` pass, passes.
+    """Probability that one of k answers passes, estimated from n of which ``num_right`` pass.
 
-    ``1 - C(n - c, k) / C(n, k)``: unbiased for k answers drawn anew (Chen et al. 2021, arXiv
-    2107.03374, eq. 1).
+    ``1 - C(n - c, k) / C(n, k)``, unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     return 1 - math.comb(n - num_right, k) / math.comb(n, k)

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
-from dschat.config import RLHFConfig, UserError
+from dschat.config import RLHFConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.tokenize import text_dataset
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
-from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
+from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import TrainingCheckpointer
@@ -158,8 +158,7 @@ class Reporter:
         name = self._args.best_metric
         if not self._args.keep_best:
             return
-        if name not in metrics:
-            raise UserError(f"--best_metric {name} is none of {', '.join(metrics)}")
+        require_metric(name, metrics)
         if metrics[name] > self._best:
             self._best = metrics[name]
             folder = Path(self._args.output_dir) / "actor_best"

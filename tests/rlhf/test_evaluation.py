@@ -142,7 +142,9 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     assert saved == [tmp_path / "actor_best"] * 2
     report._args.best_metric = "eval/gold"
     scores = iter([1.0])
-    with pytest.raises(UserError, match="--best_metric eval/gold is none of eval/score"):
+    with pytest.raises(
+        UserError, match="--best_metric eval/gold is not measured; choose from eval/score"
+    ):
         report.evaluate()
     report.close()
 

@@ -52,7 +52,7 @@ def test_one_source_may_decide_what_passes():
     assert "eval/pass@1" not in evaluated(model, has_programs=False)
     judged = evaluated(model, has_programs=False, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
-    with pytest.raises(UserError, match="--eval_pass_source rigth is none of .*: right, length"):
+    with pytest.raises(UserError, match="--eval_pass_source rigth does not score .* right, length"):
         evaluated(parts, eval_pass_source="rigth")
 
 
@@ -79,13 +79,13 @@ def test_a_source_that_is_only_logged_fails_no_answer():
             {"keep_best": True, "best_metric": "eval/pass@1"},
             ["reward_model"],
             9,
-            "--best_metric eval/pass@1 is none of eval/score, .*eval/kl$",
+            "--best_metric eval/pass@1 is not measured; .* eval/score, .*eval/kl$",
         ),
         (
             {"keep_best": True, "best_metric": "eval/kl", "kl_coef": 0.0},
             ["length"],
             9,
-            "--best_metric eval/kl is none of eval/score, .*eval/pass@1$",
+            "--best_metric eval/kl is not measured; .* eval/score, .*eval/pass@1$",
         ),
         ({"eval_pass_source": "lenth"}, ["length"], 9, "--eval_pass_source lenth .* length$"),
     ],
