@@ -1,13 +1,10 @@
-"""Seam 4: what rollout and scoring hand to the learner, and the one place that says which token is
-which action.
+"""Defines `Experience`, what rollout and scoring hand to the learner, and its token alignment.
 
 A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the
-token in column p + j; it is predicted by the logits of column p + j - 1, and the critic's value
-before it is taken is the score of that same column p + j - 1. All (S, A) tensors are indexed by
-action, not by column, so answers line up on the left. Masks come from lengths alone: pad may equal
-EOS.
-
-This module must not know models, rewards or ranks.
+token in column p + j; the logits of column p + j - 1 predict it, and the critic's score of column
+p + j - 1 is the value before it. All (S, A) tensors are indexed by action, not by column, so
+answers are aligned on the left. Masks come from lengths alone, because pad may equal EOS. Only
+`action_columns` does this arithmetic.
 """
 
 from dataclasses import dataclass, fields
@@ -27,8 +24,9 @@ from dschat.inference.protocol import Rollout
 class Experience:
     """S sequences of this rank, T columns, at most A actions each. Kept on the CPU.
 
-    ``numbers`` count the sequences of the whole rollout, over ranks: the n samples of prompt k are
-    k n, ..., k n + n - 1. Some may be missing, and a rank may hold any of them, in this order.
+    ``numbers`` index the sequences of the whole rollout over all ranks: the n samples of prompt k
+    are k n, ..., k n + n - 1. Some may be missing, and a rank may hold any of them, in ascending
+    order.
     """
 
     input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
@@ -36,21 +34,21 @@ class Experience:
     prompt_lengths: Tensor  # (S,) int64
     numbers: Tensor  # (S,) int64
     answer_mask: Tensor  # (S, A) bool, True at real actions (EOS is one)
-    loss_mask: Tensor  # (S, A) bool, those of them that the actor learns from
-    finished: Tensor  # (S,) bool, whether the answer ended by itself
-    rollout_logprobs: Tensor  # (S, A) fp32, as the generator reported them
-    logprobs: Tensor  # (S, A) fp32, the actor's, from the training form
+    loss_mask: Tensor  # (S, A) bool, the actions that the actor learns from
+    finished: Tensor  # (S,) bool, whether the answer ended with a stop token
+    rollout_logprobs: Tensor  # (S, A) fp32, the generator's
+    logprobs: Tensor  # (S, A) fp32, the actor's, by the training form
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     values: Tensor  # (S, A) fp32, the critic's, before each action
-    scores: Tensor  # (S,) fp32, of all sources together, neither clipped nor penalised
-    scored: Tensor  # (S,) bool, False where every source declined: score and advantages are 0
-    token_scores: Tensor  # (S, A) fp32, what of the scores belongs to single actions
-    entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, nats
+    scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalised
+    scored: Tensor  # (S,) bool, False where every source declined; then score and advantages are 0
+    token_scores: Tensor  # (S, A) fp32, the part of the scores given to single actions
+    entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, in nats
     weights: Tensor  # (S, A) fp32, importance weights against the generator's distribution
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
-    sources: list[Content] | None = None  # (S,) what the prompts were made of, where known
-    problem: str = ""  # why nothing may be learned from it; the same on all ranks
+    sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
     @property
     def num_sequences(self) -> int:
@@ -62,7 +60,7 @@ class Experience:
         return self.answer_mask & self.scored.unsqueeze(1)
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
-        """These rows on ``device``, columns trimmed to the longest; no rows: one masked dummy."""
+        """These rows on ``device``, trimmed to the longest; a masked dummy where there are no rows."""
         return self.pick(rows).to(device) if rows else _dummy(device)
 
     def pick(self, rows: list[int]) -> "Experience":
@@ -90,10 +88,10 @@ class Experience:
 
 
 def joined(parts: list[Experience]) -> Experience:
-    """All rows of ``parts`` (at least one), in order; padding ids are 0."""
+    """Concatenate the rows of ``parts`` (at least one), in order; padding ids are 0."""
     parts = [part for part in parts if part.num_sequences] or parts[:1]
 
-    def together(name: str) -> Any:
+    def concatenated(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], Tensor):
             if values[0].dim() == 1:
@@ -101,15 +99,15 @@ def joined(parts: list[Experience]) -> Experience:
             width = max(value.shape[1] for value in values)
             return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
         if isinstance(values[0], str):
-            return max(values)  # a problem, where one has any
+            return max(values)  # a problem, if any part has one
         if any(value is None for value in values):
             return None
         return [row for value in values for row in value]
 
-    return Experience(**{f.name: together(f.name) for f in fields(Experience)})
+    return Experience(**{f.name: concatenated(f.name) for f in fields(Experience)})
 
 
-# What is 0 until scoring fills it in, by shape.
+# Per-action fields that are 0 until scoring fills them in.
 _PER_ACTION = (
     "logprobs",
     "ref_logprobs",
@@ -122,7 +120,7 @@ _PER_ACTION = (
 
 
 def _dummy(device: torch.device) -> Experience:
-    """One sequence without actions, for a rank with no rows to run the forwards all must run."""
+    """One sequence without actions: a rank without rows must run as many forwards as the others."""
     long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     row = flat.unsqueeze(1)
     return Experience(
@@ -148,11 +146,10 @@ def from_rollout(
     first_index: int = 0,
     sources: list[Content] | None = None,
 ) -> Experience:
-    """An experience with everything that generation knows; scores, log-probs and values are still
-    zero, weights one.
+    """An experience from ``rollout``; scores, log-probs and values are still 0, weights 1.
 
-    ``prompts`` (and ``sources``, if given) has one entry per sequence of ``rollout`` (a prompt
-    stands once for each of its samples); the first sequence has number ``first_index``.
+    ``prompts`` (and ``sources``, if given) has one entry per sequence of ``rollout``: a prompt is
+    repeated for each of its samples. The first sequence has number ``first_index``.
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
@@ -181,10 +178,9 @@ def from_rollout(
 
 
 def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
-    """The column whose logits predict action j and whose score is the value before it: (S, A)
-    int64.
+    """The column whose logits predict action j and whose score is the value before it.
 
-    Columns past the end of a sequence are those of masked actions; callers clamp them.
+    (S, A) int64. Columns past the end of a sequence belong to masked actions; callers clamp them.
     """
     return prompt_lengths.unsqueeze(1) - 1 + torch.arange(num_actions, device=prompt_lengths.device)
 
@@ -192,18 +188,17 @@ def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
 def gather_actions(
     per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0
 ) -> Tensor:
-    """Reorder (S, columns) by action: (S, A). ``per_column`` begins with column ``first``."""
+    """Gather (S, columns) by action: (S, A). ``per_column`` starts at column ``first``."""
     columns = action_columns(prompt_lengths, num_actions) - first
     return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
 
 
 def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np.ndarray:
-    """Which mini-batch each sequence belongs to, by its number in the rollout: (S,) of (S,) int64.
+    """Assign each sequence to a mini-batch by its number in the rollout: (S,) int64 -> (S,) int64.
 
-    The rollout is cut into blocks of ``num_mini_batches`` consecutive sequences, and a permutation
-    drawn for each block deals one of them to every mini-batch. So the assignment does not depend on
-    the number of ranks, and each rank that holds whole blocks has the same share of every
-    mini-batch.
+    The rollout is split into blocks of ``num_mini_batches`` consecutive sequences; a permutation
+    drawn per block gives one sequence to every mini-batch. So the assignment does not depend on the
+    number of ranks, and a rank that holds whole blocks has an equal share of every mini-batch.
     """
     blocks, places = np.divmod(numbers.numpy(), num_mini_batches)
     permutations = {
@@ -216,7 +211,7 @@ def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np
 
 
 def chunks(rows: list[int], size: int, count: int) -> list[list[int]]:
-    """``rows`` in ``count`` micro-batches of at most ``size``; the last ones may be empty."""
+    """Split ``rows`` into ``count`` micro-batches of at most ``size``; the last may be empty."""
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     assert len(parts) <= count
     return parts + [[] for _ in range(count - len(parts))]

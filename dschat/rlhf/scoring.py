@@ -1,7 +1,6 @@
-"""What the models say of a rollout: log-probs, entropies, values, the reward model's scores.
+"""Computes an experience's log-probs, entropies, values and reward-model scores.
 
-An engine and an experience come in; its fields are filled in, by as many forwards on every rank. It
-must not know where the sequences came from nor what is learned from the numbers.
+Sequences go through the models in micro-batches; every rank runs the same number of forwards.
 """
 
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ def action_logprobs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One forward of ``model``: log-probs of the actions, and entropies; (B, A) fp32 each.
+    """Log-probs of the actions, and entropies if asked for, by one forward: (B, A) fp32 each.
 
-    Entropies carry a gradient where log-probs do.
+    Both carry a gradient, unless under ``no_grad``.
     """
-    first = int(batch.prompt_lengths.min()) - 1  # no column before this predicts an action
+    first = int(batch.prompt_lengths.min()) - 1  # the first column that predicts an action
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, first:-1]
     num_actions = batch.answer_mask.shape[1]
     logprobs = token_logprobs(logits, batch.input_ids[:, first + 1 :], temperature)
@@ -46,9 +45,10 @@ def action_values(critic: nn.Module, batch: Experience) -> Tensor:
 
 @torch.no_grad()
 def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
-    """Collective. Log-probs of actor and reference, entropies and values of ``e``.
+    """Collective. Fill in the log-probs of actor and reference, entropies and values of ``e``.
 
-    With ``old_logprobs`` "rollout" the actor is not asked: the generator's stand for its own.
+    With ``old_logprobs`` "rollout" the actor runs no forward: its log-probs are the generator's,
+    entropies stay 0.
     """
     recompute = args.old_logprobs == "recompute"
     if not recompute:
@@ -83,7 +83,7 @@ def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -
     return scores
 
 
-# The numbers of an experience that a model may spoil, and what messages call them.
+# Fields of an experience that must be finite, with their names in messages.
 _MUST_BE_FINITE = {
     "scores": "scores",
     "rollout_logprobs": "log-probs of the rollout",
@@ -94,20 +94,21 @@ _MUST_BE_FINITE = {
 
 
 def not_finite(e: Experience) -> str:
-    """Collective. What of a scored experience is NaN or infinite, on whatever rank, in words; ""
-    where nothing is.
+    """Collective. A message that counts NaN and infinity in a scored experience, over all ranks;
+    "" where all is finite.
     """
     counts = []
     for name in _MUST_BE_FINITE:
-        of = getattr(e, name)
-        counts.append(float((~torch.isfinite(of if of.dim() == 1 else of[e.answer_mask])).sum()))
+        values = getattr(e, name)
+        values = values if values.dim() == 1 else values[e.answer_mask]
+        counts.append(float((~torch.isfinite(values)).sum()))
     totals = zip(_MUST_BE_FINITE.values(), dist.sum_floats(counts), strict=True)
     named = [f"{count:.0f} {words}" for words, count in totals if count]
     return f"{', '.join(named)} not finite" if named else ""
 
 
 def pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
-    """Collective. Micro-batches on the device, as many on every rank, with their rows."""
+    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number."""
     rows = list(range(e.num_sequences))
     for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
         yield part, e.take(part, dist.device())
