@@ -60,7 +60,7 @@ class Experience:
         return self.answer_mask & self.scored.unsqueeze(1)
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
-        """These rows on ``device``, trimmed to the longest; a masked dummy where there are no rows."""
+        """These rows on ``device``, trimmed to the longest; for no rows a masked dummy."""
         return self.pick(rows).to(device) if rows else _dummy(device)
 
     def pick(self, rows: list[int]) -> "Experience":

@@ -1,8 +1,7 @@
-"""Which checkpoint each of the four models starts from, found and checked before any weight loads.
+"""Decides which checkpoint each of the four models starts from, and checks all of them.
 
-Names and the actor's tokenizer come in; names, kinds and the reward model's own tokenizer go out.
-Only configurations, tokenizers and lists of weight names are read. It must not know how models are
-loaded or trained.
+Only configurations, tokenizers and lists of weight names are read: mistakes show before any weight
+loads.
 """
 
 import copy
@@ -26,11 +25,11 @@ REWARD = "--reward_model_name_or_path"
 
 @dataclass
 class InitialCheckpoints:
-    """Where the models of RLHF come from; None for a model that there is not.
+    """The checkpoints that RLHF starts from; None for a model that this run does not have.
 
-    ``reward_tokenizer`` is None where the reward model reads the actor's ids as they are; else its
-    own tokenizer, by which it reads the text anew. ``critic_from_base``: the critic gets a new
-    score head on a language model.
+    ``reward_tokenizer`` is None where the reward model reads the actor's ids; else it is the reward
+    model's tokenizer, and the text is re-tokenised. ``critic_from_base``: the critic is a language
+    model with a new score head.
     """
 
     actor: str
@@ -40,8 +39,8 @@ class InitialCheckpoints:
     critic_from_base: bool = False
     critic_tokenizer: PreTrainedTokenizerBase | None = None
     reward_tokenizer: PreTrainedTokenizerBase | None = None
-    reward_max_len: int | None = None  # positions of the reward model, where it has so few
-    notes: list[str] = field(default_factory=list)  # what a user should hear of
+    reward_max_len: int | None = None  # positions of the reward model; None: not bounded
+    notes: list[str] = field(default_factory=list)  # warnings for the user
 
 
 def find_checkpoints(
@@ -49,46 +48,48 @@ def find_checkpoints(
 ) -> InitialCheckpoints:
     """Check the models that ``args`` and the two names ask for, together with the tokenizer.
 
-    There is a reward model unless programs score and none is named; there is a critic where the
-    advantage estimator has one. The critic reads the actor's tokens one by one. So where its
-    checkpoint has another vocabulary it cannot start from it: named apart from the reward model's
-    that is an error, else the critic starts as the actor with a new score head; and so it does
-    where neither is named.
+    A run has a reward model if one is named, or if ``critic`` is and no reward functions score. It
+    has a critic if the advantage estimator needs one. The critic values the actor's tokens one by
+    one, so its checkpoint must have the actor's vocabulary. If it has another one, it is an error
+    where the critic is named apart from the reward model; else the critic starts from the actor,
+    with a new score head. It also does where neither is named.
 
     Raises:
-        UserError: naming the flag: a checkpoint that is missing, of the wrong kind, or that cannot
-            be used with this tokenizer.
+        UserError: a checkpoint (its flag named) that is missing, of the wrong kind, or unusable
+            with this tokenizer.
     """
     trust = args.trust_remote_code
     named = args.reward_model_name_or_path
     separate = bool(named) and named != args.critic_model_name_or_path
     scores = bool(named) or (bool(critic) and not args.has_reward_programs)
-    found = InitialCheckpoints(resolve_model(actor))
-    actor_config = load_config(found.actor, ACTOR, trust)
-    require_causal_lm(actor_config, found.actor, ACTOR)
+    checkpoints = InitialCheckpoints(resolve_model(actor))
+    actor_config = load_config(checkpoints.actor, ACTOR, trust)
+    require_causal_lm(actor_config, checkpoints.actor, ACTOR)
     check_tensor_parallel(actor_config, args.inference_tp_size)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     attention = args.attn_implementation
-    check_fit(actor_config, found.actor, ACTOR, "lm", attention, *lora)
-    # The actor's own name is what `RLHFConfig` fills in.
-    if not (scores or args.has_critic) and critic and resolve_model(critic) != found.actor:
+    check_fit(actor_config, checkpoints.actor, ACTOR, "lm", attention, *lora)
+    # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
+    if not (scores or args.has_critic) and critic and resolve_model(critic) != checkpoints.actor:
         raise UserError(
-            f"{CRITIC} {critic} has no use: --advantage_estimator {args.advantage_estimator} has "
-            f"no critic, and programs score; if it is to score too, name it {REWARD}, else leave "
-            "it out"
+            f"{CRITIC} {critic} is not used: --advantage_estimator {args.advantage_estimator} has "
+            f"no critic, and reward functions score; pass it as {REWARD} if it is to score too, "
+            "else leave it out"
         )
     if scores:
-        # One name for both is called by the flag that most users give it with.
+        # Where one model is both, messages name the flag that most users pass.
         flag = REWARD if separate else CRITIC
-        _find_reward(found, resolve_model(named if separate else critic), flag, args, tokenizer)
+        _find_reward(
+            checkpoints, resolve_model(named if separate else critic), flag, args, tokenizer
+        )
     if args.has_critic:
-        name = resolve_model(critic) if critic else found.reward
-        _find_critic(found, name, name == found.reward, args, tokenizer)
-    return found
+        name = resolve_model(critic) if critic else checkpoints.reward
+        _find_critic(checkpoints, name, name == checkpoints.reward, args, tokenizer)
+    return checkpoints
 
 
 def _find_reward(
-    found: InitialCheckpoints,
+    checkpoints: InitialCheckpoints,
     name: str,
     flag: str,
     args: RLHFConfig,
@@ -100,67 +101,70 @@ def _find_reward(
     if reward_form(config, name, flag) == "base":
         raise not_a_reward_model(name, flag, config)
     check_fit(config, name, flag, "score", args.attn_implementation)
-    own = _tokenizer_of(name, config, flag, tokenizer, trust)
-    found.reward = name
-    found.reward_tokenizer = None if own is None or same_tokens(tokenizer, own) else own
-    found.reward_max_len = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if own is None:
-        found.notes.append(f"{name} brings no tokenizer: it is taken to share the actor's")
-    if found.reward_tokenizer is not None:
-        found.notes.append(
+    reward_tokenizer = _tokenizer_of(name, config, flag, tokenizer, trust)
+    checkpoints.reward = name
+    if reward_tokenizer is not None and not same_tokens(tokenizer, reward_tokenizer):
+        checkpoints.reward_tokenizer = reward_tokenizer
+    checkpoints.reward_max_len = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if reward_tokenizer is None:
+        checkpoints.notes.append(f"{name} has no tokenizer: assuming that it shares the actor's")
+    if checkpoints.reward_tokenizer is not None:
+        checkpoints.notes.append(
             f"REWARD MODEL WITH ANOTHER TOKENIZER: {name} does not tokenise as the actor does; "
-            "it reads prompts and answers as text, by its own tokenizer"
+            "prompts and answers are re-tokenised for it as text"
         )
 
 
 def _find_critic(
-    found: InitialCheckpoints,
+    checkpoints: InitialCheckpoints,
     name: str | None,
     is_reward: bool,
     args: RLHFConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """``name`` None: neither it nor a reward model was named."""
-    trust, flag, own = args.trust_remote_code, CRITIC, None
-    if name is None or name == found.actor:
-        name, flag = found.actor, ACTOR
-        found.notes.append(f"CRITIC WITH A NEW SCORE HEAD: it starts as the actor ({name})")
+    """``name`` None: neither a critic nor a reward model was named."""
+    trust, flag, critic_tokenizer = args.trust_remote_code, CRITIC, None
+    if name is None or name == checkpoints.actor:
+        name, flag = checkpoints.actor, ACTOR
+        checkpoints.notes.append(f"CRITIC WITH A NEW SCORE HEAD: it starts from the actor ({name})")
     else:
         config = load_config(name, CRITIC, trust)
-        own = _tokenizer_of(name, config, CRITIC, tokenizer, trust)
-    if own is not None and not same_ids(tokenizer, own):
+        critic_tokenizer = _tokenizer_of(name, config, CRITIC, tokenizer, trust)
+    if critic_tokenizer is not None and not same_ids(tokenizer, critic_tokenizer):
         if not is_reward:
             raise UserError(
                 f"{CRITIC} {name} has another vocabulary than the actor, whose tokens it must "
-                f"value one by one; leave it out ({REWARD} stays), or name a model with the "
+                f"value one by one; leave it out (keep {REWARD}), or name a model with the "
                 "actor's tokenizer"
             )
-        found.notes.append(
+        checkpoints.notes.append(
             f"CRITIC WITH A NEW SCORE HEAD: {name} has another vocabulary than the actor, so "
-            f"the critic starts as the actor ({found.actor}); --critic_warmup_steps trains it first"
+            f"the critic starts from the actor ({checkpoints.actor}); train it first with "
+            "--critic_warmup_steps"
         )
-        name, flag, own = found.actor, ACTOR, None
+        name, flag, critic_tokenizer = checkpoints.actor, ACTOR, None
     config = load_config(name, flag, trust)
     require_score_head(config, name, flag)
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
     check_fit(config, name, flag, "score", args.attn_implementation, *lora)
-    found.critic, found.critic_flag = name, flag
-    found.critic_from_base = reward_form(config, name, flag) == "base"
-    # What is saved with the critic must say where a sequence ends to those who pool by padding.
-    found.critic_tokenizer = copy.deepcopy(own or tokenizer)
-    ensure_distinct_pad(found.critic_tokenizer)
-    found.critic_tokenizer.chat_template = tokenizer.chat_template
+    checkpoints.critic, checkpoints.critic_flag = name, flag
+    checkpoints.critic_from_base = reward_form(config, name, flag) == "base"
+    # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
+    checkpoints.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
+    ensure_distinct_pad(checkpoints.critic_tokenizer)
+    checkpoints.critic_tokenizer.chat_template = tokenizer.chat_template
 
 
-def check_lengths(found: InitialCheckpoints, args: RLHFConfig) -> None:
-    """Raise ``UserError`` where prompt and answer together are longer than a model reads.
+def check_lengths(checkpoints: InitialCheckpoints, args: RLHFConfig) -> None:
+    """Raise ``UserError`` where prompt and answer together exceed a model's positions.
 
-    A reward model with another tokenizer counts other tokens, and cuts what is too long for it.
+    A reward model with another tokenizer is exempt: it counts other tokens, and texts that are too
+    long for it are truncated.
     """
-    reward = None if found.reward_tokenizer else found.reward
+    reward = None if checkpoints.reward_tokenizer else checkpoints.reward
     for name, flag in (
-        (found.actor, ACTOR),
-        (found.critic, found.critic_flag),
+        (checkpoints.actor, ACTOR),
+        (checkpoints.critic, checkpoints.critic_flag),
         (reward, REWARD),
     ):
         if name is None:
@@ -178,17 +182,17 @@ def _tokenizer_of(
     name: str,
     config: PretrainedConfig,
     flag: str,
-    actors: PreTrainedTokenizerBase,
+    actor_tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool,
 ) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's own tokenizer; None where it brings none and its rows fit the actor's."""
+    """The checkpoint's tokenizer; None where it has none and its embedding fits the actor's."""
     try:
         return read_tokenizer(name, flag, trust_remote_code)
     except UserError:
-        if embedding_rows(config) < num_ids(actors):
+        if embedding_rows(config) < num_ids(actor_tokenizer):
             raise UserError(
-                f"{flag} {name} has no tokenizer of its own and knows {embedding_rows(config)} "
-                f"token ids, but the actor's tokenizer uses ids up to {num_ids(actors) - 1}; save "
-                "its tokenizer with it"
+                f"{flag} {name} has no tokenizer, and its embedding has {embedding_rows(config)} "
+                f"rows, but the actor's tokenizer uses ids up to {num_ids(actor_tokenizer) - 1}; "
+                "save its tokenizer with it"
             ) from None
     return None

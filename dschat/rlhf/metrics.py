@@ -1,8 +1,7 @@
-"""What an iteration of RLHF reports: means over the rollout, means over the updates, and how fast
-it went.
+"""Computes the metrics of an RLHF iteration: rollout, updates, throughput.
 
-Sums of this rank come in; the numbers of metrics.jsonl, over all ranks, go out. TRL's names where
-TRL has one. It must not know how anything was computed.
+Each function reduces this rank's sums to the numbers of metrics.jsonl over all ranks. Names are
+TRL's where TRL has one.
 """
 
 import logging
@@ -22,7 +21,7 @@ from dschat.rlhf.experience import Experience
 
 logger = logging.getLogger("dschat")
 
-# Already the same on every rank; everything else in the sums of an update is this rank's own.
+# Already the same on every rank; the other sums of an update are this rank's.
 _GLOBAL = (
     "actor_grad_norm",
     "actor_steps",
@@ -40,12 +39,15 @@ def experience_metrics(
     engine: DeepSpeedRLHFEngine,
     clip: float | None,
 ) -> dict[str, float]:
-    """Collective. Means over all sequences or all actions of a rollout; of scores, rewards and
-    returns over those that have a score.
+    """Collective. Means over all sequences or all actions of a rollout.
 
-    ``rewards`` (S, A); ``corrected``: this rank's sums of the importance weights, see
-    `dschat.losses.rollout_weights`; ``clip``: what scores were clipped to, but not here. KL, values
-    and entropy are those of models that were asked.
+    Means of scores, rewards and returns leave out answers without a score. KL, values and entropy
+    are reported where their model ran.
+
+    Args:
+        rewards: (S, A).
+        corrected: this rank's sums of importance weights, see `dschat.losses.rollout_weights`.
+        clip: the bound that rewards clip scores to; the scores reported here are not clipped.
     """
     mask, args = e.answer_mask, engine.args
     scores = e.scores[e.scored].double()
@@ -104,24 +106,24 @@ def experience_metrics(
 
 
 def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
-    """Collective. What the refresh took and how the inference engine was used, over all ranks.
+    """Collective. Cost of the weight refresh and use of the inference engine, over all ranks.
 
-    Rates are tokens of all ranks per second of generation; a generator without statistics reports
-    its refresh only.
+    Rates are tokens of all ranks per second of generation. A generator without statistics reports
+    the refresh only.
     """
     stats = getattr(generator, "stats", None)
     ranks = dist.world_size()
     names = ("prefill_tokens", "prefill_s", "decode_tokens", "decode_s", "preemptions")
-    mine = [refresh.seconds, float(refresh.num_bytes)]
+    local = [refresh.seconds, float(refresh.num_bytes)]
     if stats is not None:
-        mine += [float(getattr(stats, name)) for name in names]
-        mine += [stats.occupancy, stats.cache_use]
-    seconds, num_bytes, *rest = dist.sum_floats(mine)
+        local += [float(getattr(stats, name)) for name in names]
+        local += [stats.occupancy, stats.cache_use]
+    seconds, num_bytes, *rest = dist.sum_floats(local)
     metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
     if stats is None:
         return metrics
     prefill, prefill_s, decode, decode_s, preemptions, occupancy, cache_use = rest
-    groups = ranks / generator.group.size  # every rank of a group counts the same tokens
+    groups = ranks / generator.group.size  # the ranks of a group count the same tokens
     return metrics | {
         "throughput/prefill_tokens_per_s": prefill / max(prefill_s, 1e-9) * groups,
         "throughput/decode_tokens_per_s": decode / max(decode_s, 1e-9) * groups,
@@ -132,7 +134,7 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
 
 
 def training_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Collective. Means over every optimizer step of an iteration, from this rank's sums."""
+    """Collective. Means over the optimizer steps of an iteration, from this rank's sums."""
     local = sorted(set(sums) - set(_GLOBAL))
     totals = sums | dict(zip(local, dist.sum_floats([sums[k] for k in local]), strict=True))
 
@@ -167,17 +169,15 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether ``rollout/logprob_gap`` is larger than rounding explains; then a warning has said
-    what it may mean.
-    """
+    """Warn where ``rollout/logprob_gap`` is larger than rounding explains; whether it did."""
     gap, bound = metrics.get("rollout/logprob_gap", 0.0), 0.01 if dtype == torch.float32 else 0.1
     if not gap > bound:
         return False
     logger.warning(
-        "rollout/logprob_gap is %.3g nats a token, beyond %g: answers are sampled from another "
-        "distribution than the one that is trained (a model that the generator computes wrongly, "
-        "dropout, or too low a precision). Compare with --enable_hybrid_engine false or --dtype "
-        "fp32; --rollout_is tis weighs it out; if it stays, report it with the model's name",
+        "rollout/logprob_gap is %.3g nats per token, above %g: answers are sampled from another "
+        "distribution than the one that is trained (dropout, low precision, or a model that the "
+        "generator computes wrongly). Compare with --enable_hybrid_engine false or --dtype fp32; "
+        "--rollout_is tis corrects for it; if it persists, report it with the model's name",
         gap,
         bound,
     )
@@ -187,7 +187,7 @@ def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:
 def throughput(
     metrics: dict[str, float], e: Experience, engine: DeepSpeedRLHFEngine, train_actor: bool
 ) -> dict[str, float]:
-    """Collective. Seconds, tokens and model FLOPs per second; scoring counts in the whole."""
+    """Collective. Seconds, tokens per second, TFLOP/s; the whole iteration includes scoring."""
     args = engine.args
     epochs = 0 if e.problem else args.ppo_epochs
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]

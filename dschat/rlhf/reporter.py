@@ -1,8 +1,6 @@
-"""What surrounds the loop of step 3: the line a step, the printed answers, the evaluations, the ptx
-data.
+"""Reports a run of step 3: a console line per iteration, metrics.jsonl, answers, evaluations.
 
-A trainer comes in after each iteration; console, metrics.jsonl and sampled answers go out. It must
-not know how an iteration works.
+Also saves and resumes it at iteration boundaries, and reads the pretraining text of ptx.
 """
 
 import logging
@@ -43,11 +41,10 @@ _NUM_PRINTED = 3
 def unsupervised_steps(
     args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[list[dict[str, Any]]]] | None:
-    """For every optimizer step, this rank's micro-batches of pretraining text; None without ptx
-    data.
+    """Yield this rank's micro-batches of pretraining text per optimizer step; None without ptx.
 
-    As many blocks of text as sequences in a mini-batch, each as long as prompt and answer at most
-    are.
+    A step has as many blocks of text as a mini-batch has sequences, each of the maximal length of
+    prompt + answer.
     """
     if args.unsupervised_dataset_name is None:
         return None
@@ -81,7 +78,7 @@ class Reporter:
         num_iters: int,
         num_rows: int | None = None,
     ) -> None:
-        """``num_rows``: prompts to train on, where they are known to have an end."""
+        """``num_rows``: number of training prompts; None for a stream."""
         self._trainer = trainer
         self._engine = trainer.engine
         self._args = trainer.args
@@ -92,19 +89,19 @@ class Reporter:
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
-        """Collective. Go on where a checkpoint was made; or begin, and evaluate."""
-        self._bounds = checkpointer
+        """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
+        self._checkpointer = checkpointer
         values = checkpointer.begin(self._state())
         if values is None:
             self._log.begin()
             self.evaluate()
             return
-        self._trainer.go_on_from(values)
+        self._trainer.load_run_state(values)
         if values["best_metric"] == self._args.best_metric:
             self._best = values["best"]
         self._log.go_on_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
-        self._evaluate_if_due()  # the checkpoint was made before
+        self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
@@ -114,19 +111,19 @@ class Reporter:
         return state
 
     def step(self, experience: Experience) -> None:
-        """Collective. Report the iteration that just ended, save and evaluate where that is due.
+        """Collective. Report the iteration that just ended; save and evaluate where due.
 
-        Raises ``TrainingStopped`` where the run was asked to stop, once it is saved.
+        Raises ``TrainingStopped``, after saving, where the run was asked to stop.
         """
         done, args = self._trainer.iteration, self._args
-        self._bounds.leave()
+        self._checkpointer.leave()
         self._bar.update()
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
         if args.print_answers and done % args.print_answers_interval == 0:
             self._print_answers(experience)
-        self._bounds.after(done, self._state, is_last=done == self._num_iters)
+        self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
         self._evaluate_if_due()
 
     def _evaluate_if_due(self) -> None:
@@ -135,7 +132,7 @@ class Reporter:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Collective. Held-out prompts, by the actor and (once it differs) its moving average."""
+        """Collective. Evaluate the actor and, once it differs, its moving average."""
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
@@ -154,7 +151,7 @@ class Reporter:
         self._log.write(self._trainer.iteration, metrics)
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
-        """Collective. Save the actor where this evaluation is the best so far."""
+        """Collective. Save the actor if this evaluation is the best so far."""
         name = self._args.best_metric
         if not self._args.keep_best:
             return
@@ -164,16 +161,16 @@ class Reporter:
             folder = Path(self._args.output_dir) / "actor_best"
             self._engine.save_actor(folder)
             logger.info(
-                "best %s so far, %.4f at iteration %d: saved as %s",
+                "best %s so far: %.4f at iteration %d, saved as %s",
                 name,
                 self._best,
                 self._trainer.iteration,
                 folder,
             )
 
-    def _log_held_out(self, metrics: dict[str, float], of: str) -> None:
+    def _log_held_out(self, metrics: dict[str, float], label: str) -> None:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
-        logger.info("%s  (%s)", line, of)
+        logger.info("%s  (%s)", line, label)
 
     def _print_answers(self, e: Experience) -> None:
         tokenizer = self._engine.tokenizer

@@ -110,9 +110,10 @@ class DeepSpeedPPOTrainer:
             values,
         )
 
-    def go_on_from(self, values: dict[str, Any]) -> None:
-        """Take up the values of a `run_state` whose engines and tensors are back already. The KL
-        coefficient is state only where it is adapted, and is told to begin where it began.
+    def load_run_state(self, values: dict[str, Any]) -> None:
+        """Restore the values of a `run_state`; its engines and tensors are restored before.
+
+        The KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
         """
         self.iteration = values["iteration"]
         self.engine.version = values["version"]

@@ -83,7 +83,7 @@ def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypat
     options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "eval_steps": 2}
     trainer = trainer_of(models_folder, **options)
     report = Reporter(trainer, held_out(), 6)
-    report._bounds = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
+    report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
     evaluated = []
     monkeypatch.setattr(report, "evaluate", lambda: evaluated.append(trainer.iteration))
     for trainer.iteration in range(1, 7):

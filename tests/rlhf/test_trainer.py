@@ -249,7 +249,7 @@ def test_what_a_checkpoint_says_of_a_trainer_comes_back(models_folder):
     values = json.loads(json.dumps(trainer.run_state().values))
     values |= {"iteration": 3, "version": 7, "kl_coef": 0.23, "bad": {"actor": 2, "critic": 1}}
     other = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
-    other.go_on_from(values)
+    other.load_run_state(values)
     assert json.loads(json.dumps(other.run_state().values)) == values
     assert other.sampling().seed != trainer.sampling().seed  # that of the fourth iteration
 
@@ -304,7 +304,7 @@ def test_a_resumed_kl_coefficient_is_state_only_where_it_is_adapted(
     )
     if first.kl.target is not None:
         first.kl.value = 0.37
-    second.go_on_from(first.run_state().values)
+    second.load_run_state(first.run_state().values)
     assert second.kl.value == expected
 
 
