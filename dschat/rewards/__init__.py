@@ -1,18 +1,18 @@
-"""Rewards that are programs: Python functions and an HTTP endpoint that score answers.
+"""Scores answers with Python functions and an HTTP endpoint.
 
-    samples       -                        -> what a program sees: prompts, answers, rows' columns
-    load          --reward_fn, a callable  -> a named, weighted function with its arguments
-    modules       a file, a name           -> the module, imported within a time limit
-    call          a function and samples   -> one value a sample, or what went wrong, in one line
-    attempt       the same                 -> values, and the prompt that it went wrong on
-    worker        the same                 -> the same, by a process that can be killed
-    pool          calls                    -> their results later, each within its time limit
-    endpoint      --reward_url             -> values of samples, by requests that are repeated
-    ready         -                        -> the ready-made functions
-    math_answers  two answers              -> whether they are equal as mathematics
-    programs      a config and callables   -> `RewardPrograms`: start on samples, finish with scores
-    total         scores by source         -> their weighted sum, each scaled if asked to
+    samples           the input of a reward function: prompts, answers, columns of their rows
+    loader            resolves --reward_fn and callables to named, weighted functions
+    user_modules      imports the user's modules within a time limit
+    call              calls a function on samples: one value per sample, or a one-line fault
+    attempt           retries a failed call sample by sample to find the prompt that caused it
+    worker            calls functions in a process that can be killed
+    pool              runs calls in threads or worker processes, each with a time limit
+    endpoint          posts samples to --reward_url, with retries
+    library           the ready-made functions: exact_match, math_equal, ...
+    math_answers      compares two answers as mathematics
+    reward_functions  `RewardPrograms`: starts all sources on samples, collects their scores
+    combine           the weighted sum of all sources, each normalised on request
 
-Nothing here knows models, tokenizers or training. Errors of a user's function become `RewardError`,
-the same on every rank.
+No models, tokenizers or training here. Errors of a user's function become `RewardError`, the same
+on every rank.
 """

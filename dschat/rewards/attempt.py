@@ -1,8 +1,4 @@
-"""One source's scores of some samples, whatever goes wrong, and which prompt it went wrong on.
-
-A way to ask and samples come in; a value or a `Fault` for every sample goes out. It must not know
-where the question is answered, nor what becomes of faults.
-"""
+"""Scores samples with one source; on failure, retries sample by sample to find the culprit."""
 
 import time
 from collections.abc import Callable
@@ -11,73 +7,76 @@ from dataclasses import dataclass
 from dschat.rewards.call import Fault, MissingColumn, Value, shortened
 from dschat.rewards.samples import Samples
 
-# Samples and a limit in seconds -> their values; raises `Fault` where the call fails as a whole.
-Ask = Callable[[Samples, float], list[Value | Fault]]
+# Samples and a limit in seconds -> their values; raises `Fault` if the call fails as a whole.
+Score = Callable[[Samples, float], list[Value | Fault]]
 _PROMPT_SHOWN = 80  # characters
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """How a source is asked. Picks nothing: what it is told is all it does."""
+    """How to call a source, and how to retry after a failure."""
 
-    ask: Ask
+    score: Score
     limit_s: float
-    alone: bool  # after a failure, ask again for one sample at a time
-    every: bool  # then go through all of them, to keep what can be scored; else to the first fault
-    ready: Callable[[], None] = lambda: None  # what a call may need done, and does not count in it
+    one_by_one: bool  # after a failure, retry sample by sample
+    all_samples: bool  # retry all samples and keep the valid scores; else stop at the first fault
+    prepare: Callable[[], None] = lambda: None  # runs before each retry, outside its time limit
 
     def values(self, samples: Samples) -> list[Value | Fault]:
-        """A value for every sample, or the fault that stands in its place."""
+        """One value per sample, or a fault in its place."""
         try:
-            return self.ask(samples, self.limit_s)
+            return self.score(samples, self.limit_s)
         except Fault as fault:
-            if not self.alone or isinstance(fault, MissingColumn):
+            if not self.one_by_one or isinstance(fault, MissingColumn):
                 return [fault] * len(samples)
             if len(samples) == 1:
                 return [_at(fault, 0)]
             return self._one_by_one(samples, fault)
 
     def _one_by_one(self, samples: Samples, fault: Fault) -> list[Value | Fault]:
-        """Values of calls with one sample each, all together within the limit of one call.
+        """Values of calls with one sample each, all within the time limit of one call.
 
-        Without ``every`` they stand only up to the culprit; nobody keeps them.
+        Without ``all_samples`` this stops at the first fault.
         """
         end = time.monotonic() + self.limit_s
         values: list[Value | Fault] = [fault] * len(samples)
         for row in range(len(samples)):
             before = time.monotonic()
-            self.ready()
+            self.prepare()
             end += time.monotonic() - before
-            left = end - time.monotonic()
-            if left <= 0:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
                 return values
             try:
-                (value,) = self.ask(samples.part(row, row + 1), left)
-            except Fault as alone:
-                if alone.timed_out and left < self.limit_s / 2:
-                    return values  # too little time was left to say that it hangs
-                value = fault if alone.timed_out and fault.timed_out else alone
+                (value,) = self.score(samples.part(row, row + 1), left_s)
+            except Fault as retried:
+                if retried.timed_out and left_s < self.limit_s / 2:
+                    return values  # too little time left to tell whether this sample hangs
+                value = fault if retried.timed_out and fault.timed_out else retried
             values[row] = _at(value, row) if isinstance(value, Fault) else value
-            if isinstance(value, Fault) and not self.every:
+            if isinstance(value, Fault) and not self.all_samples:
                 return values
-        if self.every or any(isinstance(value, Fault) for value in values):
+        if self.all_samples or any(isinstance(value, Fault) for value in values):
             return values
-        what = f"{fault.what}; asked again for one sample at a time, it went well"
-        return [Fault(what, None, fault.timed_out)] * len(samples)
+        problem = f"{fault.problem}; retried one sample at a time, it succeeded"
+        return [Fault(problem, None, fault.timed_out)] * len(samples)
 
 
 def _at(fault: Fault, row: int) -> Fault:
-    return Fault(fault.what, row, fault.timed_out)
+    return Fault(fault.problem, row, fault.timed_out)
 
 
 def complaint(values: list[Value | Fault], samples: Samples, limit_s: float) -> str | None:
-    """The worst of what went wrong, with its prompt and the remedy; None where nothing did."""
+    """One line for the faults in ``values``, with a prompt and the remedy; None without faults.
+
+    A fault whose sample is known takes precedence.
+    """
     faults = [(row, value) for row, value in enumerate(values) if isinstance(value, Fault)]
     if not faults:
         return None
     row, fault = next(((r, f) for r, f in faults if f.row is not None), faults[0])
     if isinstance(fault, MissingColumn):
-        return fault.what
+        return fault.problem
     if fault.row is not None:
         where = f" on the prompt {quoted(samples.prompts[row])}"
     elif len(samples) > 1:
@@ -85,7 +84,7 @@ def complaint(values: list[Value | Fault], samples: Samples, limit_s: float) -> 
     else:
         where = f" on the prompt {quoted(samples.prompts[0])}"
     remedy = f"raise --reward_timeout_s {limit_s:g} or fix it" if fault.timed_out else "fix it"
-    return f"{fault.what}{where}; {remedy}, or pass --on_reward_error skip"
+    return f"{fault.problem}{where}; {remedy}, or pass --on_reward_error skip"
 
 
 def quoted(prompt: str) -> str:

@@ -1,7 +1,7 @@
-"""Calling a reward function: the arguments it asks for, and what its result means.
+"""Calls a reward function: selects its arguments and validates its result.
 
-A function and samples come in; one value a sample goes out, or a `Fault` that says in one line what
-went wrong. It must not know where functions come from or run, nor torch.
+One value per sample, or a `Fault` with a one-line message. No torch here: worker processes import
+this module and should start fast.
 """
 
 import inspect
@@ -12,10 +12,10 @@ from typing import Any
 from dschat.config import UserError
 from dschat.rewards.samples import Samples
 
-# A score, one a token, or None: not this function's sample.
+# One score, one per token, or None: the function does not score this sample.
 Value = float | list[float] | None
 
-# What a function may ask for by name -> the field of `Samples`; TRL's names beside ours.
+# Parameter name -> field of `Samples`. TRL's names work too.
 GIVEN = {
     "prompts": "prompts",
     "answers": "answers",
@@ -25,41 +25,41 @@ GIVEN = {
     "completion_ids": "answer_ids",
     "finish_reasons": "finish_reasons",
 }
-# Where the right answer stands: `reference` is the first of these columns that the rows have.
+# `reference` is the first of these columns that the rows have.
 REFERENCE = ("reference", "solution", "answer", "target", "ground_truth")
-LONGEST_CALL_S = 1800.0  # where a function has limits of its own; ranks wait an hour for each other
-_LARGEST = 3.4e38  # of a float of 32 bits
+LONGEST_CALL_S = 1800.0  # for functions with their own limits; collectives time out after an hour
+_LARGEST = 3.4e38  # of fp32
 _SHOWN = 200  # characters of a message
 
 
 class Fault(Exception):
-    """What went wrong in a call. ``row``: the sample that did it, where that is known."""
+    """A failed call. ``row``: the sample that caused it, if known."""
 
-    def __init__(self, what: str, row: int | None = None, timed_out: bool = False) -> None:
-        super().__init__(what, row, timed_out)
-        self.what = what
+    def __init__(self, problem: str, row: int | None = None, timed_out: bool = False) -> None:
+        super().__init__(problem, row, timed_out)
+        self.problem = problem
         self.row = row
         self.timed_out = timed_out
 
 
 class MissingColumn(Fault):
-    """The samples lack a column that the function needs: no sample's fault."""
+    """The samples lack a column that the function needs; retrying single samples cannot help."""
 
 
 def parameters(function: Callable) -> dict[str, inspect.Parameter]:
     """The parameters of ``function`` by name.
 
     Raises:
-        UserError: they cannot be read, or one of them has no name to give it by.
+        UserError: no readable signature, or a required parameter is positional-only.
     """
     try:
-        found = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise UserError("has parameters that cannot be read; wrap it in a def") from None
-    for name, parameter in found.items():
+        raise UserError("has no readable signature; wrap it in a def") from None
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise UserError(f"takes {name} by position; reward functions are called with names")
-    return dict(found)
+            raise UserError(f"takes {name} by position; reward functions get keyword arguments")
+    return dict(signature.parameters)
 
 
 def sources_of(
@@ -68,15 +68,15 @@ def sources_of(
     mapped: Mapping[str, str],
     columns: Collection[str],
 ) -> dict[str, str]:
-    """What ``function`` is called with: its parameter -> the column or the name in `GIVEN`.
+    """The source of each argument: parameter -> column, or name in `GIVEN`.
 
     Args:
-        bound: parameters that have their argument already.
-        mapped: parameter -> column, where the user said which.
+        bound: parameters whose argument is already set.
+        mapped: parameter -> column, from ``--reward_args NAME.PARAMETER=@COLUMN``.
         columns: of the rows.
 
     Raises:
-        UserError: it needs a column that there is not.
+        UserError: the rows lack a column that ``function`` needs.
     """
     chosen: dict[str, str] = {}
     for name, parameter in parameters(function).items():
@@ -89,21 +89,21 @@ def sources_of(
         candidates = [name, *(REFERENCE if name == "reference" else ())]
         if name in mapped:
             candidates = [mapped[name]]
-        found = next((c for c in candidates if c in columns or c in GIVEN), None)
-        if found is not None:
-            chosen[name] = found
+        source = next((c for c in candidates if c in columns or c in GIVEN), None)
+        if source is not None:
+            chosen[name] = source
         elif name in mapped or parameter.default is parameter.empty:
-            there = ", ".join(sorted(columns)) or "none"
+            available = ", ".join(sorted(columns)) or "none"
             raise UserError(
                 f"needs the column {' or '.join(candidates)}, which the data lacks "
-                f"(it has: {there}); give {name} a default, or name the column with "
+                f"(it has: {available}); give {name} a default, or name the column with "
                 f"--reward_args NAME.{name}=@COLUMN"
             )
     return chosen
 
 
 def arguments(sources: Mapping[str, str], samples: Samples) -> dict[str, list[Any]]:
-    """The keyword arguments of a call, by what `sources_of` chose."""
+    """The keyword arguments of a call, from the sources that `sources_of` chose."""
     return {
         name: getattr(samples, GIVEN[source]) if source in GIVEN else samples.columns[source]
         for name, source in sources.items()
@@ -111,9 +111,9 @@ def arguments(sources: Mapping[str, str], samples: Samples) -> dict[str, list[An
 
 
 def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> list[Value | Fault]:
-    """One value for each sample, from one call; a fault stands where a value makes no sense.
+    """One value per sample, from one call; a fault in place of each invalid value.
 
-    ``lengths``: the tokens of each answer.
+    ``lengths``: number of tokens of each answer.
 
     Raises:
         Fault: the call failed as a whole.
@@ -122,7 +122,7 @@ def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> l
         return values_of(function(**kwargs), lengths)
     except Fault:
         raise
-    # NOTE everything: it is not our code, and SystemExit in a thread would be lost in silence.
+    # NOTE BaseException: this is user code, and a thread would swallow SystemExit silently.
     # Ctrl-C reaches the main thread, which never runs this.
     except BaseException as error:
         raise Fault(raised(error)) from None
@@ -131,7 +131,7 @@ def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> l
 async def call_async(
     function: Callable[..., Awaitable[Any]], kwargs: Mapping[str, Any], lengths: list[int]
 ) -> list[Value | Fault]:
-    """`call` for a function that is declared with ``async def``."""
+    """`call` for a function declared with ``async def``."""
     try:
         return values_of(await function(**kwargs), lengths)
     except Fault:
@@ -141,7 +141,7 @@ async def call_async(
 
 
 def raised(error: BaseException) -> str:
-    """An exception in a line."""
+    """An exception as one line."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r:.40})"
     try:
@@ -149,23 +149,23 @@ def raised(error: BaseException) -> str:
     except Exception:
         message = ""
     if "signal only works in main thread" in message:
-        message = "it uses signals, which only work in a process: pass --reward_pool process"
+        message = "it uses signals, which work in a process only: pass --reward_pool process"
     name = type(error).__name__
     return f"raised {name}: {shortened(message, _SHOWN)}" if message else f"raised {name}"
 
 
 def values_of(result: Any, lengths: list[int]) -> list[Value | Fault]:
-    """A function's result as one value a sample; lists, tuples, arrays and tensors all do.
+    """A function's result as one value per sample. Accepts lists, tuples, arrays and tensors.
 
     Raises:
-        Fault: it is none of these, or has another number of values than there are samples.
+        Fault: another type, or a length other than the number of samples.
     """
     if inspect.iscoroutine(result):
         result.close()
         raise Fault("returned a coroutine; declare the function with async def")
     values = _listed(result)
     if values is None:
-        raise Fault(f"returned {_kind(result)}, not a list with a number for every sample")
+        raise Fault(f"returned {_kind(result)}, not a list with one number per sample")
     if len(values) != len(lengths):
         raise Fault(f"returned {len(values)} values for {len(lengths)} samples")
     return [_value(*row) for row in zip(range(len(values)), values, lengths, strict=True)]
@@ -186,7 +186,7 @@ def _value(row: int, value: Any, length: int) -> Value | Fault:
 
 
 def _number(value: Any) -> float | str:
-    """A finite float, or words for what is none."""
+    """A finite float, or a description of the invalid value."""
     if isinstance(value, (str, bytes)):
         return f"{_kind(value)}, not a number"
     try:
@@ -201,8 +201,8 @@ def _number(value: Any) -> float | str:
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """A list of what is in ``value``; None where it is one value, or no sequence."""
-    if hasattr(value, "tolist"):  # NumPy's arrays and scalars, torch's tensors
+    """The elements of a sequence, array or tensor; None for a scalar or any other type."""
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors
         value = value.tolist()
     return list(value) if isinstance(value, (list, tuple)) else None
 
@@ -214,7 +214,7 @@ def _kind(value: Any) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """``text``, its middle left out where it is longer than ``limit`` characters."""
+    """``text``, with its middle cut out if it is longer than ``limit`` characters."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2 - 2]} ... {text[len(text) - limit // 2 + 3 :]}"

@@ -1,8 +1,4 @@
-"""A reward is a weighted sum of sources, the reward model among them.
-
-The scores of each source come in; one score a sample, and each source's mean, go out. It must not
-know how a source scores, nor what is learned from the sum.
-"""
+"""Combines the scores of all sources, reward model included, into one weighted sum per sample."""
 
 import math
 from dataclasses import replace
@@ -22,17 +18,18 @@ def combine(
 ) -> tuple[Tensor, list[list[float]] | None]:
     """Collective where ``normalize_reward``. The weighted sum of the sources' scores.
 
-    Each source is normalised first, if at all, with statistics that count these samples too; where
-    one said None it adds 0. One of weight 0 adds nothing, NaN neither. ``scale`` None: as they are.
+    ``normalize_reward`` normalises each source with running statistics that include these samples;
+    ``scale`` None turns it off. A source adds 0 where it returned None. A source of weight 0 adds
+    nothing, not even NaN.
 
     Returns:
-        scores (S,) fp32, NaN where a source with a weight has none; and, where such a source gave
-        scores by token, the weighted sum of those (S,) of (A,). The first counts them too: what
-        belongs to the answer as a whole is the difference.
+        scores (S,) fp32, NaN where a weighted source failed; and the weighted sum of token scores,
+        (S,) of (A,), if a weighted source gave any. The scores include the token scores: the
+        difference belongs to the answer as a whole.
     """
     scales = {source.name: (0.0, 1.0) for source in sources}
     if config.normalize_reward and scale is not None:
-        scale.update({source.name: _that_apply(source) for source in sources})
+        scale.update({source.name: _valid_scores(source) for source in sources})
         scales = {source.name: scale.mean_and_std(source.name) for source in sources}
     total = torch.zeros(len(sources[0].scores), dtype=torch.float64)
     by_token: list[list[float]] | None = None
@@ -51,8 +48,9 @@ def combine(
 
 
 def any_applies(sources: list[SourceScores]) -> Tensor:
-    """Samples of which any source with a weight said something other than None: (S,) bool. All,
-    where none has a weight: then scores are not what is learned from.
+    """Samples that at least one weighted source scored (returned other than None): (S,) bool.
+
+    All True if no source has a weight: then training does not use the scores.
     """
     weighted = [source for source in sources if source.weight]
     applies = torch.full((len(sources[0].scores),), not weighted)
@@ -62,33 +60,32 @@ def any_applies(sources: list[SourceScores]) -> Tensor:
 
 
 def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
-    """The same sources over one generation batch after the other."""
-    together = []
-    for same in zip(*parts, strict=True):
+    """Concatenates the scores of several generation batches, source by source."""
+    joined = []
+    for batches in zip(*parts, strict=True):  # one source's scores in each batch
         by_token = None
-        if any(source.token_scores is not None for source in same):
+        if any(source.token_scores is not None for source in batches):
             by_token = [
                 row
-                for source in same
+                for source in batches
                 for row in (source.token_scores or [[] for _ in source.scores])
             ]
-        joined_fields = {"token_scores": by_token, "applies": None}
+        fields = {"token_scores": by_token, "applies": None}
         for name in ("scores", "applies"):
-            if getattr(same[0], name) is not None:
-                joined_fields[name] = torch.cat([getattr(source, name) for source in same])
-        together.append(replace(same[0], **joined_fields))
-    return together
+            if getattr(batches[0], name) is not None:
+                fields[name] = torch.cat([getattr(source, name) for source in batches])
+        joined.append(replace(batches[0], **fields))
+    return joined
 
 
 def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
-    """Collective. Mean score of each source, of the samples that it scored (those it said None of
-    are none), as it gave them: ``prefix/NAME``.
+    """Collective. Mean raw score of each source over the samples it scored: ``prefix/NAME``.
+
+    Samples where it failed or returned None do not count.
     """
     sums = []
     for source in sources:
-        scored = torch.isfinite(source.scores)
-        if source.applies is not None:
-            scored &= source.applies
+        scored = _scored(source)
         sums += [float(source.scores[scored].double().sum()), float(scored.sum())]
     totals = dist.sum_floats(sums)
     return {
@@ -97,22 +94,26 @@ def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
     }
 
 
-def _that_apply(source: SourceScores) -> Tensor:
-    scores = source.scores
-    known = torch.isfinite(scores)
-    return scores[known if source.applies is None else known & source.applies]
+def _valid_scores(source: SourceScores) -> Tensor:
+    return source.scores[_scored(source)]
+
+
+def _scored(source: SourceScores) -> Tensor:
+    """Samples with a score: (S,) bool."""
+    finite = torch.isfinite(source.scores)
+    return finite if source.applies is None else finite & source.applies
 
 
 def _added(sums: list[list[float]], rows: list[list[float]], factor: float) -> list[list[float]]:
-    """``sums`` + ``factor`` x ``rows``; a row may be shorter than the other."""
+    """``sums`` + ``factor`` x ``rows``; the shorter of two rows is padded with 0."""
     return [
-        [a + factor * b for a, b in zip_longest(ours, theirs, fillvalue=0.0)]
-        for ours, theirs in zip(sums, rows, strict=True)
+        [a + factor * b for a, b in zip_longest(total, row, fillvalue=0.0)]
+        for total, row in zip(sums, rows, strict=True)
     ]
 
 
 class RunningScale:
-    """Mean and standard deviation of every source's scores so far, over all ranks.
+    """Running mean and standard deviation of each source's scores over all ranks.
 
     Counts, means and sums of squared deviations, in float64, are merged by Chan, Golub and LeVeque
     (1979), "Updating formulae and a pairwise algorithm for computing sample variances", eq. 2.1.
@@ -122,17 +123,17 @@ class RunningScale:
         self._moments: dict[str, tuple[float, float, float]] = {}  # name -> count, mean, M2
 
     def update(self, scores: dict[str, Tensor]) -> None:
-        """Collective. Count ``scores`` (n,) of each source; n may be 0 and differ among ranks."""
-        mine = {name: _moments_of(values) for name, values in scores.items()}
-        for theirs in dist.gather_objects(mine):
-            for name, moments in theirs.items():
+        """Collective. Add ``scores`` (n,) of each source; n may be 0 and differ across ranks."""
+        local = {name: _moments_of(values) for name, values in scores.items()}
+        for rank_moments in dist.gather_objects(local):
+            for name, moments in rank_moments.items():
                 self._moments[name] = _merged(self._moments.get(name, (0.0, 0.0, 0.0)), moments)
 
     def mean_and_std(self, name: str) -> tuple[float, float]:
-        """Of the population seen so far; a source that never varied has 1 for its deviation."""
+        """Population mean and standard deviation so far; 1 if all scores were equal."""
         count, mean, m2 = self._moments.get(name, (0.0, 0.0, 0.0))
         std = math.sqrt(m2 / count) if count else 0.0
-        # Scores are fp32: what is left of equal ones by rounding is no deviation.
+        # Scores are fp32: rounding leaves a tiny deviation among equal ones.
         return mean, std if std > 1e-7 * max(1.0, abs(mean)) else 1.0
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -154,7 +155,7 @@ def _moments_of(values: Tensor) -> tuple[float, float, float]:
 def _merged(
     a: tuple[float, float, float], b: tuple[float, float, float]
 ) -> tuple[float, float, float]:
-    """Count, mean and squared deviations of two sets together."""
+    """Count, mean and sum of squared deviations of the union of two sets."""
     count = a[0] + b[0]
     if not count:
         return a

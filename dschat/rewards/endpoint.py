@@ -1,11 +1,8 @@
-"""An HTTP endpoint that scores: a request for some samples, repeated where that may help.
+"""Scores samples with an HTTP endpoint: one POST per batch, retried on transient failures.
 
-Samples come in, one value a sample or a `Fault` goes out. It must not know how many requests run at
-a time, nor torch. The standard library's client: one POST of JSON needs no other.
-
-The protocol: ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}`` comes
-with one entry a sample in each list; the reply is ``{"rewards": [...]}``, with a number, a list of
-one number for each of the answer's tokens, or null for each sample.
+The request is ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}``,
+each list with one entry per sample. The reply is ``{"rewards": [...]}``, one entry per sample: a
+number, a list of one number per token of the answer, or null.
 """
 
 import http.client
@@ -20,12 +17,12 @@ from dschat.rewards.pool import within
 from dschat.rewards.samples import Samples
 
 _LONGEST_PAUSE_S = 30.0
-_MAY_PASS = {408, 425, 429}  # and 5xx: the same request may work later
-_PIECE = 1 << 16
+_TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
+_CHUNK_BYTES = 1 << 16
 
 
 class Endpoint:
-    """One URL. ``first_pause_s`` doubles with every repetition."""
+    """Posts samples to one URL. ``first_pause_s`` doubles with every retry."""
 
     def __init__(self, url: str, retries: int, first_pause_s: float = 0.5) -> None:
         self.url = url
@@ -33,17 +30,17 @@ class Endpoint:
         self._first_pause_s = first_pause_s
 
     def __call__(self, samples: Samples, limit_s: float) -> list[Value | Fault]:
-        """One value for each of ``samples``; no attempt takes longer than ``limit_s``.
+        """One value per sample; no attempt takes longer than ``limit_s``.
 
         Raises:
-            Fault: all attempts failed, or the reply makes no sense.
+            Fault: all attempts failed, or the reply is invalid.
         """
         body = _body(samples)
         lengths = [len(ids) for ids in samples.answer_ids]
         for attempt in range(self._retries + 1):
             try:
                 return values_of(_rewards(self._post(body, limit_s)), lengths)
-            except _Passing as problem:
+            except _TransientFailure as problem:
                 if attempt == self._retries:
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
                     raise Fault(f"{problem} ({times})", timed_out=problem.timed_out) from None
@@ -55,8 +52,8 @@ class Endpoint:
         """The reply's body.
 
         Raises:
-            _Passing: something that may pass.
-            Fault: something that will not.
+            _TransientFailure: a retry may help.
+            Fault: a retry cannot help.
         """
         request = urllib.request.Request(
             self.url, body, {"Content-Type": "application/json", "Accept": "application/json"}
@@ -65,38 +62,39 @@ class Endpoint:
             return within(limit_s, _exchange, request, limit_s)
         except urllib.error.HTTPError as error:
             answered = f"answered {error.code} {error.reason}".strip()
-            if error.code in _MAY_PASS or error.code >= 500:
-                raise _Passing(answered, _seconds(error.headers.get("Retry-After"))) from None
+            if error.code in _TRANSIENT or error.code >= 500:
+                wait_s = _seconds(error.headers.get("Retry-After"))
+                raise _TransientFailure(answered, wait_s) from None
             raise Fault(answered) from None
-        except TimeoutError:
-            raise _Passing(f"did not answer within {limit_s:.3g} s", timed_out=True) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:  # TimeoutError is an OSError
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                what = f"did not answer within {limit_s:.3g} s"
-                raise _Passing(what, timed_out=True) from None
+                message = f"did not answer within {limit_s:.3g} s"
+                raise _TransientFailure(message, timed_out=True) from None
             message = " ".join(str(reason).split()) or type(reason).__name__
-            raise _Passing(f"cannot be reached: {message}") from None
+            raise _TransientFailure(f"cannot be reached: {message}") from None
 
 
 def _exchange(request: urllib.request.Request, limit_s: float) -> bytes:
-    """The reply's body. The limit is that of a thread which nobody waits for any longer; by itself
-    it bounds each read alone, and neither the search for the host nor headers that trickle in.
+    """The reply's body.
+
+    The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
+    but not DNS lookups or slow headers.
     """
-    end, pieces = time.monotonic() + limit_s, []
+    end, chunks = time.monotonic() + limit_s, []
     with urllib.request.urlopen(request, timeout=limit_s) as reply:
-        while piece := reply.read1(_PIECE):
-            pieces.append(piece)
+        while chunk := reply.read1(_CHUNK_BYTES):
+            chunks.append(chunk)
             if time.monotonic() > end:
                 raise TimeoutError
-    return b"".join(pieces)
+    return b"".join(chunks)
 
 
-class _Passing(Exception):
-    """A failure that a repetition may fix, ``wait_s`` from now at the earliest."""
+class _TransientFailure(Exception):
+    """A failure that a retry may fix, ``wait_s`` from now at the earliest."""
 
-    def __init__(self, what: str, wait_s: float = 0.0, timed_out: bool = False) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, wait_s: float = 0.0, timed_out: bool = False) -> None:
+        super().__init__(message)
         self.wait_s = wait_s
         self.timed_out = timed_out
 
@@ -111,12 +109,12 @@ def _body(samples: Samples) -> bytes:
 
 
 def _rewards(reply: bytes) -> list[Any]:
-    """The list in a reply: bare, or under ``rewards`` or ``scores``."""
+    """The list of a reply: at the top level, or under ``rewards`` or ``scores``."""
     try:
         content = json.loads(reply)
     except (ValueError, RecursionError):
         shown = shortened(" ".join(reply[:200].decode(errors="replace").split()), 60)
-        raise Fault(f"answered what is no JSON ({shown!r})") from None
+        raise Fault(f"answered with invalid JSON ({shown!r})") from None
     if isinstance(content, dict):
         content = content.get("rewards", content.get("scores"))
     if not isinstance(content, list):

@@ -1,10 +1,8 @@
 """The ready-made reward functions: ``--reward_fn exact_match``, with ``--reward_args``.
 
-Answers come in, one value a sample goes out: 1 for right and 0 for wrong, unless a class says
-otherwise; None where a row has no reference. They are classes: making one checks its arguments.
-They must not know ranks, weights or how they are run.
-
-No answer makes them fail: one that cannot be judged, or takes too long, is wrong.
+Each is a class whose constructor checks its arguments. A score is 1 for right and 0 for wrong
+unless the class says otherwise, and None for a row without a reference. No answer raises: one that
+cannot be parsed, or takes too long, scores 0.
 """
 
 import functools
@@ -29,19 +27,19 @@ from dschat.rewards.worker import START_S
 
 logger = logging.getLogger("dschat")
 
-_PATTERN_S = 2.0  # what a search in one answer may take
+_PATTERN_S = 2.0  # limit of one regular expression search
 _LONGEST_ANSWER_S = 180.0
-_BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # then a call takes up no other answer
-# NOTE every blank has one place in it: where several could take it, trying all takes n^3 steps.
+_BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # after it, a call starts no other answer
+# NOTE one way only to match each space: ambiguous ones would backtrack in O(n^3).
 _FENCE = regex.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", regex.DOTALL | regex.IGNORECASE)
 
 
 @dataclass
 class ExactMatch:
-    """Whether the answer is the reference, blanks at the ends aside.
+    """Whether the answer equals the reference, ignoring space at both ends.
 
-    A reference that is a list holds several right answers. ``pattern`` finds what counts (its last
-    match; its first group, if it has one) in the answer, and in the reference if it is there.
+    A list as reference holds alternatives. ``pattern`` selects the text to compare: its last match,
+    or the first group of it. A reference without a match is compared as a whole.
     """
 
     pattern: str = ""
@@ -58,15 +56,15 @@ class ExactMatch:
     def _score(self, answer: str, reference: Any) -> float | None:
         if reference is None:
             return None
-        right = reference if isinstance(reference, (list, tuple)) else [reference]
-        found = self._part(answer)
-        if found is None:
+        alternatives = reference if isinstance(reference, (list, tuple)) else [reference]
+        selected = self._select(answer)
+        if selected is None:
             return 0.0
-        texts = [_text(one) for one in right]
-        return float(any(self._same(found, self._part(text) or text) for text in texts))
+        texts = [_text(alternative) for alternative in alternatives]
+        return float(any(self._same(selected, self._select(text) or text) for text in texts))
 
-    def _part(self, text: str) -> str | None:
-        """What counts of ``text``; None where the pattern does not occur."""
+    def _select(self, text: str) -> str | None:
+        """The part of ``text`` to compare; None if the pattern does not match."""
         if self._pattern is None:
             return text
         last = None
@@ -84,10 +82,10 @@ class ExactMatch:
 
 @dataclass
 class MathEqual:
-    """Whether the answer equals the reference as mathematics: 1/2, 0.5 and \\boxed{\\frac12} do.
+    """Whether the answer equals the reference as mathematics: 1/2, 0.5 and \\boxed{\\frac12} agree.
 
-    Decided by math-verify, which finds the last formula or number in a text. An answer that takes
-    longer than ``limit_s`` is wrong.
+    math-verify compares the last formula or number of each text. An answer that takes longer than
+    ``limit_s`` is wrong.
     """
 
     limit_s: float = 3.0
@@ -103,20 +101,24 @@ class MathEqual:
 
     @property
     def limit_per_answer_s(self) -> float:
-        """What an answer may take at most: its own limit, and the start of the process."""
+        """Time limit of one answer, including the start of the process."""
         return self.limit_s + START_S
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
         return _in_time(self._score, answers, reference)
 
-    def _score(self, answer: str, right: Any) -> float | None:
-        return None if right is None else float(are_equal(_text(right), answer, self.limit_s))
+    def _score(self, answer: str, reference: Any) -> float | None:
+        if reference is None:
+            return None
+        return float(are_equal(_text(reference), answer, self.limit_s))
 
 
 @dataclass
 class RegexMatch:
-    """Whether ``pattern`` occurs in the answer, or with ``full`` is all of it. A dot is any
-    character but the end of a line."""
+    """Whether ``pattern`` matches somewhere in the answer, or with ``full`` all of it.
+
+    A dot matches any character except a newline.
+    """
 
     pattern: str = ""
     full: bool = False
@@ -133,17 +135,18 @@ class RegexMatch:
     def _score(self, answer: str) -> float:
         search = self._pattern.fullmatch if self.full else self._pattern.search
         try:
-            found = search(answer, timeout=_PATTERN_S)
+            match = search(answer, timeout=_PATTERN_S)
         except TimeoutError:
-            found = _too_slow("regex_match")
-        return float(found is not None)
+            match = _too_slow("regex_match")
+        return float(match is not None)
 
 
 @dataclass
 class Length:
-    """The answer's length n in tokens. ``target``: 1 - |n - target| / target, at least 0.
+    """Scores the length n of the answer in tokens.
 
-    ``max``: 0 up to it, then - (n - max) / max, at least -1.
+    ``target``: 1 - |n - target| / target, at least 0. ``max``: 0 up to max tokens, then
+    -(n - max) / max, at least -1.
     """
 
     target: int = 0
@@ -153,7 +156,7 @@ class Length:
         require_types(self, "--reward_args length.")
         require(
             (self.target > 0) != (self.max > 0) and min(self.target, self.max) >= 0,
-            "takes one of target and max, above 0: --reward_args length.target=64",
+            "takes either target or max, above 0: --reward_args length.target=64",
         )
 
     def __call__(self, answer_ids: list[list[int]]) -> list[float]:
@@ -167,9 +170,9 @@ class Length:
 
 @dataclass
 class JsonSchema:
-    """Whether the answer is JSON and fits ``schema``: a file, or the schema itself.
+    """Whether the answer is JSON that fits ``schema``: a file, or the schema itself.
 
-    JSON may stand in a fence of three backticks, with nothing around it.
+    The answer may wrap the JSON in a fence of three backticks, with nothing around it.
     """
 
     schema: Any = None
@@ -189,16 +192,16 @@ class JsonSchema:
         except SchemaError as error:
             problem = " ".join(error.message.split())
             raise UserError(
-                f"--reward_args json_schema.schema is no JSON schema: {problem}"
+                f"--reward_args json_schema.schema is not a JSON schema: {problem}"
             ) from None
         self._validator = validator(schema)
         self._unresolvable = Unresolvable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonSchema, (self.schema,)  # what jsonschema makes of it does not travel
+        return JsonSchema, (self.schema,)  # jsonschema's validators cannot be pickled
 
     def _read(self) -> dict[str, Any] | bool:
-        """The schema, from wherever it stands."""
+        """The schema, inline or from its file."""
         flag = "--reward_args json_schema.schema"
         if isinstance(self.schema, (dict, bool)):
             return self.schema
@@ -222,17 +225,17 @@ class JsonSchema:
             content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
             return self._validator.is_valid(content)
         except self._unresolvable:
-            raise  # a reference in the schema that leads nowhere is the schema's fault
-        except Exception:  # 1e999 for a multipleOf, arrays nested too deep for recursion
+            raise  # a dangling $ref is an error in the schema, not in the answer
+        except Exception:  # 1e999 with multipleOf, arrays nested beyond the recursion limit
             return False
 
 
 @dataclass
 class FormatTags:
-    """Whether the answer is <think>...</think><answer>...</answer>: every tag of ``tags`` once, in
-    this order, with something in it, and nothing but blanks outside.
+    """Whether the answer is <think>...</think><answer>...</answer>.
 
-    ``opened``: the prompt ends with the first opening tag, which the answer then lacks.
+    Every tag of ``tags`` occurs once, in this order, with content, and only space is outside.
+    ``opened``: the prompt ends with the first opening tag, so the answer lacks it.
     """
 
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
@@ -256,11 +259,11 @@ class FormatTags:
         for mark in self._marks:
             piece, _, rest = rest.partition(mark)
             pieces.append(piece.strip())
-        # By turns: what stands before an opening tag, outside, and before a closing one, inside.
+        # Alternating: the text before an opening tag is outside, before a closing tag inside.
         return all(pieces[1::2]) and not any([*pieces[::2], rest.strip()])
 
 
-READY: dict[str, Callable[..., Any]] = {
+READY_MADE: dict[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,
     "math_equal": MathEqual,
     "regex_match": RegexMatch,
@@ -271,39 +274,39 @@ READY: dict[str, Callable[..., Any]] = {
 
 
 def _in_time(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[float | None]:
-    """The score of each row; None for those that are left when `_BUDGET_S` are over."""
+    """The score of each row; None for the rows left after `_BUDGET_S`."""
     end = time.monotonic() + _BUDGET_S
     rows = zip(*columns, strict=True)
     return [score(*row) if time.monotonic() < end else None for row in rows]
 
 
-@functools.cache  # said once
+@functools.cache  # logged once
 def _too_slow(name: str) -> None:
     logger.warning(
-        "%s.pattern takes longer than %g s on some answers, which then do not match; simplify it",
+        "%s.pattern takes longer than %g s on some answers and counts as no match; simplify it",
         name,
         _PATTERN_S,
     )
 
 
-def _compiled(pattern: str, name: str) -> Any:
-    """``pattern`` as a regular expression whose searches can be limited; None where it is empty."""
+def _compiled(pattern: str, name: str) -> regex.Pattern | None:
+    """``pattern`` compiled by `regex`, whose searches take a timeout; None if it is empty."""
     if not pattern:
         return None
     try:
         return regex.compile(pattern)
     except regex.error as error:
         raise UserError(
-            f"--reward_args {name}.pattern={pattern}: no regular expression: {error}"
+            f"--reward_args {name}.pattern={pattern}: invalid regular expression: {error}"
         ) from None
 
 
 def _text(value: Any) -> str:
-    """A reference as text: 72.0, as a column of numbers may have it, is 72."""
+    """A reference as text: 72.0, from a column of floats, is 72."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,10 +1,8 @@
-"""Whether two answers are equal as mathematics, decided by math-verify within a time limit.
+"""Compares two answers as mathematics, with math-verify and a time limit.
 
-Two texts come in, a bool goes out. It must not know samples or scores.
-
-An answer is what a policy under training wrote: ``9^{9^{9^9}}`` keeps SymPy busy for ever, in C
-code that no signal interrupts and no other thread runs beside. So it is asked in a process that can
-be killed, which also frees it from math-verify's own limits: signals, which fail in threads.
+A policy in training writes answers such as ``9^{9^{9^9}}``, which keep SymPy busy forever in C code
+that holds the GIL and ignores signals. So the comparison runs in a process that can be killed.
+math-verify's own time limits stay off: they use signals, which fail in threads.
 """
 
 import contextlib
@@ -30,22 +28,22 @@ def require_library() -> None:
 
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:
-    """Whether ``answer`` says what ``reference`` does; an answer that takes longer than ``limit_s``
-    or too much memory does not. A process that has to start first (`START_S`) counts apart.
+    """Whether ``answer`` equals ``reference``; False if it takes over ``limit_s`` or kills the
+    process. The start of a process (up to `START_S`) does not count.
     """
     reference, answer = reference.strip(), answer.strip()
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
-    idle = _idle  # what takes from a queue gives back to the same
+    idle = _idle  # NOTE return the worker to the queue it came from; tests replace the global
     try:
         worker = idle.get_nowait()
     except queue.Empty:
         worker = Worker([("spec", f"{__name__}:Comparison", {})])
-    worker.start()  # what keeps it from starting is no answer's fault
+    worker.start()  # a failure to start raises: the answer did not cause it
     try:
         (value,) = worker.call(0, {"reference": reference, "answer": answer}, [0], limit_s)
     except Fault as fault:
-        # It starts again, if it must, while the next answer is asked of another.
+        # Restart it in the background; the next answer takes another worker.
         threading.Thread(target=_restart, args=(worker, idle), daemon=True).start()
         if fault.timed_out or isinstance(fault, Died):
             return False
@@ -55,20 +53,20 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
 
 
 def _restart(worker: Worker, idle: "queue.SimpleQueue[Worker]") -> None:
-    with contextlib.suppress(Fault):  # the next call will say it
+    with contextlib.suppress(Fault):  # the next call reports it
         worker.start()
     idle.put(worker)
 
 
 class Comparison:
-    """What the process runs. Making one loads what comparing needs: no call waits for that."""
+    """The function of the worker process. Its constructor imports and warms up math-verify."""
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set no limit
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about timeouts off
         self._compare("x^2 + 2x + 1", "(x + 1)^2")
 
     def __call__(self, reference: str, answer: str) -> list[float]:
-        """[1.0] where the two are equal, else [0.0]; so where comparing fails."""
+        """[1.0] if the two are equal; [0.0] if they differ or the comparison raises."""
         try:
             return [float(self._compare(reference, answer))]
         except Exception:  # SymPy raises nearly anything
@@ -77,16 +75,16 @@ class Comparison:
     def _compare(self, reference: str, answer: str) -> bool:
         from math_verify import parse, verify
 
-        expected, found = (
+        expected, actual = (
             parse(_as_latex(text), parsing_timeout=None) for text in (reference, answer)
         )
-        return bool(verify(expected, found, timeout_seconds=None))
+        return bool(verify(expected, actual, timeout_seconds=None))
 
 
 def _as_latex(text: str) -> str:
-    """``text``, in dollars where it is a formula alone: (1, 2) is a pair then, not its last number.
+    """``text`` in dollar signs if it is a formula only: then (1, 2) is a pair, not the number 2.
 
-    Text with words stays as it is, so that the formula is looked for in it.
+    Text with words stays unchanged, so that math-verify searches it for a formula.
     """
     if _DELIMITED.search(text) or _WORD.search(text):
         return text

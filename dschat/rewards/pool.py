@@ -1,11 +1,10 @@
-"""Where reward functions run: threads and processes, each call within its time limit.
+"""Runs reward functions in threads, event loops and processes, each call with a time limit.
 
-Calls come in; their values come out, or a `Fault`. It must not know what a call is about, nor what
-a thread that runs functions does first: whoever has it made gives that as ``begin``.
+Python cannot stop a thread. One that exceeds its limit is abandoned: the run continues without it,
+and it exits with the run. A function that computes in C without releasing the GIL (a huge power, a
+catastrophic regular expression) blocks every thread of the process: it needs a worker process.
 
-A thread cannot be stopped. One that overruns is given up: the run goes on without it, and it ends
-with the run. Python runs one thread at a time, so a function that computes for long in C without
-letting go (a huge power, a wild regular expression) still stops everything: it needs a process.
+``begin`` runs first in each new thread that calls reward functions.
 """
 
 import asyncio
@@ -19,17 +18,18 @@ from dschat.rewards.call import Fault, Value, call, call_async
 from dschat.rewards.worker import Worker
 
 Values = list[Value | Fault]
-_GRACE_S = 1.0  # what an event loop may take to notice a time limit
+_GRACE_S = 1.0  # for an event loop to cancel a call that reached its limit
 
 
 def nothing() -> None:
-    """For ``begin``, where a thread has nothing to do first."""
+    """The default of ``begin``."""
 
 
 class Pool:
-    """Daemon threads that carry out jobs in their order.
+    """Daemon threads that run jobs in the order of submission.
 
-    Not `concurrent.futures`' own: its threads keep a run that Ctrl-C ends from ending.
+    `concurrent.futures.ThreadPoolExecutor` joins its threads at exit, so a run interrupted with
+    Ctrl-C would not exit.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -39,7 +39,7 @@ class Pool:
             threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
-        """The result of ``job(*args)``, later."""
+        """A future with the result of ``job(*args)``."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._jobs.put((future, job, args))
         return future
@@ -50,27 +50,27 @@ class Pool:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            _carry_out(*item)
+            _run_job(*item)
 
 
 def at_once(job: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
-    """`Pool.submit` without a pool: the job is done when this returns."""
+    """`Pool.submit` without a pool: runs the job before it returns."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_result(job(*args))
     return future
 
 
-def _carry_out(future: concurrent.futures.Future, job: Callable[..., Any], args: tuple) -> None:
+def _run_job(future: concurrent.futures.Future, job: Callable[..., Any], args: tuple) -> None:
     try:
         future.set_result(job(*args))
-    except BaseException as error:  # whoever waits for the result gets it
+    except BaseException as error:  # `future.result` raises it in the waiting thread
         future.set_exception(error)
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
     """The result of ``job(*args)`` in a thread of its own; `TimeoutError` after ``limit_s``."""
     future: concurrent.futures.Future = concurrent.futures.Future()
-    threading.Thread(target=_carry_out, args=(future, job, args), daemon=True).start()
+    threading.Thread(target=_run_job, args=(future, job, args), daemon=True).start()
     if not concurrent.futures.wait([future], timeout=limit_s).done:
         raise TimeoutError
     return future.result()
@@ -83,20 +83,20 @@ def in_thread(
     limit_s: float,
     begin: Callable[[], None] = nothing,
 ) -> Values:
-    """`call` in a thread of its own, for at most ``limit_s``."""
+    """`call` in a thread of its own, with a limit of ``limit_s``."""
 
-    def begun() -> Values:
+    def job() -> Values:
         begin()
         return call(function, kwargs, lengths)
 
     try:
-        return within(limit_s, begun)
+        return within(limit_s, job)
     except TimeoutError:
-        raise _overran(limit_s) from None
+        raise _timed_out(limit_s) from None
 
 
 class Processes:
-    """As many worker processes as calls at a time; all know all functions."""
+    """Worker processes, one per concurrent call. Each holds all functions."""
 
     def __init__(self, recipes: list[tuple[Any, ...]], count: int) -> None:
         self._all = [Worker(recipes) for _ in range(count)]
@@ -107,20 +107,20 @@ class Processes:
     def call(
         self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
     ) -> Values:
-        """`Worker.call` by the next one that is idle."""
+        """`Worker.call` on the next idle worker."""
         worker = self._idle.get()
         try:
             return worker.call(number, kwargs, lengths, limit_s)
         finally:
             self._idle.put(worker)
 
-    def ready(self) -> None:
-        """Let the next call find a process that has started."""
+    def prepare(self) -> None:
+        """Start the process that the next call uses."""
         worker = self._idle.get()
         try:
             worker.start()
         except Fault:
-            pass  # the call will say it
+            pass  # the call reports it
         finally:
             self._idle.put(worker)
 
@@ -130,8 +130,9 @@ class Processes:
 
 
 class Loop:
-    """An event loop in a thread, for the coroutines of one function: what it keeps open serves
-    every call, and where it blocks the loop nobody else is held up, or blamed.
+    """An event loop in a thread, for the coroutines of one function.
+
+    Its open connections serve every call. A function that blocks its loop delays no other one.
     """
 
     def __init__(self, begin: Callable[[], None] = nothing) -> None:
@@ -142,14 +143,14 @@ class Loop:
     def call(
         self, function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
     ) -> Values:
-        """`call_async`, for at most ``limit_s``; waits for it."""
+        """`call_async` with a limit of ``limit_s``; blocks until it is done."""
         limited = self._limited(call_async(function, kwargs, lengths), limit_s)
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(limited, loop)
         if not concurrent.futures.wait([future], timeout=limit_s + _GRACE_S).done:
             with self._lock:
                 if self._loop is loop:
-                    self._loop = None  # given up, as a thread is
+                    self._loop = None  # abandoned with its thread
             raise Fault("blocks the event loop; await in it, or declare it with def", None, True)
         return future.result()
 
@@ -158,7 +159,7 @@ class Loop:
         try:
             return await asyncio.wait_for(values, limit_s)
         except asyncio.TimeoutError:
-            raise _overran(limit_s) from None
+            raise _timed_out(limit_s) from None
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -178,5 +179,5 @@ class Loop:
                 self._loop = None
 
 
-def _overran(limit_s: float) -> Fault:
+def _timed_out(limit_s: float) -> Fault:
     return Fault(f"did not return within {limit_s:.3g} s", timed_out=True)

@@ -1,7 +1,6 @@
-"""`RewardPrograms`: every program that scores, started on samples and asked for the scores later.
+"""Runs all reward functions and the endpoint: starts them on samples, collects the scores later.
 
-A config and callables come in; scores by source go out, or a `RewardError` that is the same on
-every rank. It must not know models, nor how scores become rewards.
+A failure is a `RewardError` with the same message on every rank.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.attempt import Attempts, complaint
+from dschat.rewards.attempt import Attempts, Score, complaint
 from dschat.rewards.call import (
     LONGEST_CALL_S,
     Fault,
@@ -34,29 +33,29 @@ from dschat.rewards.samples import Samples
 
 logger = logging.getLogger("dschat")
 
-REWARD_MODEL = "reward_model"  # the name of that source, which no program can have
+REWARD_MODEL = "reward_model"  # reserved source names
 ENDPOINT = "http"
-_NO_JSON = "let it return what JSON can say, for checkpoints, or rename it"
+_NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
 
 
 class RewardError(UserError):
-    """A reward program failed. Every rank raises it, with the words of the first that met it."""
+    """A reward function or the endpoint failed. Every rank raises the first rank's message."""
 
 
 @dataclass
 class SourceScores:
-    """What one source says of this rank's samples."""
+    """One source's scores of this rank's samples."""
 
     name: str
     weight: float
-    scores: Tensor  # (S,) fp32; NaN where the source failed, and that is let pass
+    scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
     token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
-    applies: Tensor | None = None  # (S,) bool, False where the source said None; it scores 0 there
+    applies: Tensor | None = None  # (S,) bool, False where the source returned None (scores 0)
 
 
 @dataclass
 class _Source:
-    """A program, ready to be asked."""
+    """A reward function or the endpoint, with its retry policy and where its calls run."""
 
     name: str
     label: str
@@ -68,21 +67,24 @@ class _Source:
 
 @dataclass
 class Pending:
-    """Samples that are being scored: for each source its parts of them and their values."""
+    """Samples being scored: for each source, its parts of the samples and their futures."""
 
     samples: Samples
     calls: list[list[tuple[Samples, "Future[list[Value | Fault]]"]]]
 
 
 class RewardPrograms:
-    """The functions and the endpoint of a run. `start` returns at once where ``overlaps``."""
+    """The reward functions and the endpoint of a run.
+
+    ``overlaps``: at least one source scores in the background after `start` returns.
+    """
 
     def __init__(self, config: RewardSourcesConfig, functions: Sequence[Program]) -> None:
         self._functions = list(functions)
         self._config = config
         self._closing: list[Callable[[], None]] = []
-        self._stateful = self._that_have_state()
-        self.state_dict()  # what cannot be saved is found now
+        self._stateful = self._stateful_functions()
+        self.state_dict()  # fail now if a state cannot be saved
         self._sources = [*self._function_sources(), *self._endpoint_sources()]
         self.weights = {source.name: source.weight for source in self._sources}
         self.names = list(self.weights)
@@ -90,10 +92,10 @@ class RewardPrograms:
 
     @classmethod
     def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardPrograms":
-        """The programs of ``config``, and of Python: callables, specs, or pairs with a weight.
+        """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
 
         Raises:
-            UserError: one cannot be found, imported or made, or cannot run in ``reward_pool``.
+            UserError: one cannot be found, imported or constructed, or run in ``reward_pool``.
         """
         if callable(reward_fns) or isinstance(reward_fns, str):
             raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
@@ -102,7 +104,7 @@ class RewardPrograms:
         return cls(config, load_programs(specs, reward_fns, args, taken))
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise `UserError` where a function needs a column that is not among the rows' own."""
+        """Raise `UserError` if a function needs a column that is not in ``columns``."""
         for program in self._functions:
             try:
                 program.sources(columns)
@@ -112,9 +114,9 @@ class RewardPrograms:
     # -- scoring -----------------------------------------------------------------------------------
 
     def start(self, samples: Samples) -> Pending:
-        """Begin to score; without a pool, functions are done when this returns."""
+        """Start scoring. With ``reward_pool`` none, functions run before this returns."""
         calls = {}
-        # What runs elsewhere first: what runs here holds up the rest.
+        # Background sources first: a source that runs in this thread blocks the loop.
         for source in sorted(self._sources, key=lambda source: source.submit is at_once):
             parts = [samples.part(*cut) for cut in source.cuts(samples)]
             calls[source.name] = [
@@ -123,45 +125,45 @@ class RewardPrograms:
         return Pending(samples, [calls[name] for name in self.names])
 
     def finish(self, pending: Pending) -> list[SourceScores]:
-        """Collective. Wait for the scores of ``pending``, one entry a source, in their order.
+        """Collective. Wait for the scores of ``pending``: one entry per source, in their order.
 
         Raises:
-            RewardError: a program failed on any rank, unless ``on_reward_error`` lets it pass.
+            RewardError: a source failed on any rank and ``on_reward_error`` is error.
         """
-        found, complaints = [], []
+        scores, complaints = [], []
+        limit_s = self._config.reward_timeout_s
         for source, parts in zip(self._sources, pending.calls, strict=True):
             values = [value for _, future in parts for value in future.result()]
-            said = [complaint(f.result(), part, self._config.reward_timeout_s) for part, f in parts]
-            complaints.append(next(filter(None, said), None))
-            found.append(_scores(source, values, pending.samples))
+            lines = [complaint(future.result(), part, limit_s) for part, future in parts]
+            complaints.append(next(filter(None, lines), None))
+            scores.append(_scores(source, values, pending.samples))
         if self._sources:
-            self._judge(complaints, [int(s.scores.isnan().sum()) for s in found], pending)
-        return found
+            self._raise_or_warn(complaints, [int(s.scores.isnan().sum()) for s in scores], pending)
+        return scores
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Collective where a function has a state. Its name -> that of each rank's, as JSON gives
-        it back.
+        """Collective if a function has a state. Function name -> the states of all ranks, as JSON.
 
         Raises:
-            RewardError: a function's ``state_dict()`` failed, or is nothing that JSON can say.
+            RewardError: a function's ``state_dict()`` raised, or JSON cannot represent its result.
         """
-        mine: dict[str, Any] = {}
+        local: dict[str, Any] = {}
         problem = ""
         for program in self._stateful:
             try:
-                mine[program.name] = json.loads(json.dumps(program.function.state_dict()))
+                local[program.name] = json.loads(json.dumps(program.function.state_dict()))
             except Exception as error:
-                problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NO_JSON}"
-        everybody = dist.gather_objects((mine, problem)) if self._stateful else []
-        for _, theirs in everybody:
-            if theirs:
-                raise RewardError(theirs)
-        return {p.name: [states[p.name] for states, _ in everybody] for p in self._stateful}
+                problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NOT_JSON}"
+        ranks = dist.gather_objects((local, problem)) if self._stateful else []
+        for _, rank_problem in ranks:
+            if rank_problem:
+                raise RewardError(rank_problem)
+        return {p.name: [states[p.name] for states, _ in ranks] for p in self._stateful}
 
     def load_state_dict(self, states: dict[str, list[Any]]) -> None:
-        """Give each function what this rank's had; with other ranks, what that of some rank had."""
+        """Restore each function's state of this rank; of rank modulo n after n ranks saved it."""
         for program in self._stateful:
             if program.name in states:
                 of_ranks = states[program.name]
@@ -169,91 +171,94 @@ class RewardPrograms:
                     program.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
                 except Exception as error:
                     raise UserError(
-                        f"{program.label}: load_state_dict() {raised(error)}; fix it, or begin "
-                        "anew with --overwrite_output_dir (train.py: --restart)"
+                        f"{program.label}: load_state_dict() {raised(error)}; fix it, or start "
+                        "over with --overwrite_output_dir (train.py: --restart)"
                     ) from None
 
-    def _that_have_state(self) -> list[Program]:
-        """Objects with ``state_dict`` and ``load_state_dict``; those of torch are weights."""
+    def _stateful_functions(self) -> list[Program]:
+        """Functions with ``state_dict`` and ``load_state_dict``, except modules of torch."""
         methods = ("state_dict", "load_state_dict")
-        found = [
+        stateful = [
             p
             for p in self._functions
             if all(callable(getattr(p.function, name, None)) for name in methods)
             and not isinstance(p.function, torch.nn.Module)
         ]
         if self._config.reward_pool != "process":
-            return found
-        for program in found:
+            return stateful
+        for program in stateful:
             if not program.is_async:
                 logger.warning(
-                    "%s has a state, which checkpoints do not hold: every process of --reward_pool "
-                    "process has another",
+                    "checkpoints do not hold the state of %s: with --reward_pool process, every "
+                    "process has its own",
                     program.label,
                 )
-        return [program for program in found if program.is_async]
+        return [program for program in stateful if program.is_async]
 
     def close(self) -> None:
-        """Let go of threads and processes."""
+        """Stop threads and processes."""
         for close in self._closing:
             close()
         self._closing = []
 
-    def _judge(self, complaints: list[str | None], failed: list[int], pending: Pending) -> None:
-        """Collective. End the run where a program failed on any rank, or say what it cost."""
-        everybody = dist.gather_objects((complaints, failed, len(pending.samples)))
+    def _raise_or_warn(
+        self, complaints: list[str | None], num_failed: list[int], pending: Pending
+    ) -> None:
+        """Collective. For a source that failed on any rank: raise, or log the lost samples."""
+        ranks = dist.gather_objects((complaints, num_failed, len(pending.samples)))
         for number, source in enumerate(self._sources):
-            said = next((c[number] for c, _, _ in everybody if c[number]), None)
-            if said is None:
+            line = next((lines[number] for lines, _, _ in ranks if lines[number]), None)
+            if line is None:
                 continue
             if self._config.on_reward_error == "error":
-                raise RewardError(f"{source.label} {said}")
-            lost = sum(counts[number] for _, counts, _ in everybody)
-            total = sum(size for _, _, size in everybody)
-            said = said.removesuffix(", or pass --on_reward_error skip")
-            logger.warning("%d of %d samples have no score: %s %s", lost, total, source.label, said)
+                raise RewardError(f"{source.label} {line}")
+            lost = sum(counts[number] for _, counts, _ in ranks)
+            total = sum(size for _, _, size in ranks)
+            line = line.removesuffix(", or pass --on_reward_error skip")
+            logger.warning("%d of %d samples have no score: %s %s", lost, total, source.label, line)
 
     # -- sources -----------------------------------------------------------------------------------
 
     def _function_sources(self) -> list[_Source]:
         config, pool = self._config, self._config.reward_pool
-        waits = [program for program in self._functions if program.is_async]
-        works = [program for program in self._functions if not program.is_async]
+        coroutines = [program for program in self._functions if program.is_async]
+        functions = [program for program in self._functions if not program.is_async]
         sources = {}
-        if waits:
-            threads = self._kept(Pool(config.reward_workers))
-            for p in waits:
-                loop = self._kept(Loop(begin=use_own_device))
-                ask = functools.partial(_ask, p, functools.partial(loop.call, p.function))
-                sources[p.name] = self._source(p, ask, threads.submit, 1)
-        submit, parts, ready = at_once, 1, Attempts.ready
-        if works and pool != "none":
-            submit, parts = self._kept(Pool(config.reward_workers)).submit, config.reward_workers
-        if works and pool == "process":
-            recipes = [portable(p) for p in works]
-            for p in works:
-                p.leave_to_others()
-            processes = self._kept(Processes(recipes, config.reward_workers))
-            ready = processes.ready
-        for number, p in enumerate(works):
+        if coroutines:
+            threads = self._closed_later(Pool(config.reward_workers))
+            for p in coroutines:
+                loop = self._closed_later(Loop(begin=use_own_device))
+                score = functools.partial(_score, p, functools.partial(loop.call, p.function))
+                sources[p.name] = self._source(p, score, threads.submit, 1)
+        submit, num_parts, prepare = at_once, 1, Attempts.prepare
+        if functions and pool != "none":
+            num_parts = config.reward_workers
+            submit = self._closed_later(Pool(num_parts)).submit
+        if functions and pool == "process":
+            recipes = [portable(p) for p in functions]
+            for p in functions:
+                p.release()
+            processes = self._closed_later(Processes(recipes, config.reward_workers))
+            prepare = processes.prepare
+        for number, p in enumerate(functions):
             if pool == "process":
-                carry_out = functools.partial(processes.call, number)
+                run = functools.partial(processes.call, number)
             else:
-                carry_out = functools.partial(in_thread, p.function, begin=use_own_device)
-            ask = functools.partial(_ask, p, carry_out)
-            sources[p.name] = self._source(p, ask, submit, parts, ready)
+                run = functools.partial(in_thread, p.function, begin=use_own_device)
+            score = functools.partial(_score, p, run)
+            sources[p.name] = self._source(p, score, submit, num_parts, prepare)
         return [sources[program.name] for program in self._functions]
 
     def _source(
         self,
         program: Program,
-        ask: Callable,
+        score: Score,
         submit: Callable,
         num_parts: int,
-        ready: Callable[[], None] = Attempts.ready,
+        prepare: Callable[[], None] = Attempts.prepare,
     ) -> _Source:
         skips = self._config.on_reward_error == "skip"
-        attempts = Attempts(ask, self._config.reward_timeout_s, True, skips, ready)
+        attempts = Attempts(score, self._config.reward_timeout_s, True, skips, prepare)
         cuts = functools.partial(Samples.cuts, count=num_parts)
         return _Source(program.name, program.label, program.weight, attempts, submit, cuts)
 
@@ -263,7 +268,8 @@ class RewardPrograms:
             return []
         endpoint = Endpoint(config.reward_url, config.reward_retries)
         attempts = Attempts(endpoint, config.reward_timeout_s, False, False)
-        threads, size = self._kept(Pool(config.reward_workers)), config.reward_url_batch_size
+        threads = self._closed_later(Pool(config.reward_workers))
+        size = config.reward_url_batch_size
 
         def cuts(samples: Samples) -> list[tuple[int, int]]:
             starts = range(0, len(samples), size)
@@ -273,34 +279,34 @@ class RewardPrograms:
         weight = config.reward_url_weight
         return [_Source(ENDPOINT, label, weight, attempts, threads.submit, cuts)]
 
-    def _kept(self, resource: Any) -> Any:
-        """``resource``, to be closed with the rest."""
+    def _closed_later(self, resource: Any) -> Any:
+        """Registers ``resource`` for `close` and returns it."""
         self._closing.append(resource.close)
         return resource
 
 
 def use_own_device() -> None:
-    """For a new thread: CUDA's current device belongs to a thread, and is 0 in each that begins."""
+    """Set this rank's CUDA device in a new thread, where the current device is 0."""
     device = dist.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _ask(
+def _score(
     program: Program,
-    carry_out: Callable[[dict[str, Any], list[int], float], list[Value | Fault]],
+    run: Callable[[dict[str, Any], list[int], float], list[Value | Fault]],
     samples: Samples,
     limit_s: float,
 ) -> list[Value | Fault]:
-    """Call ``program`` on ``samples``, wherever ``carry_out`` calls it."""
+    """Call ``program`` on ``samples``, in the thread or process of ``run``."""
     try:
         sources = program.sources(samples.columns)
     except UserError as error:
         raise MissingColumn(str(error)) from None
-    # A copy: a function may change what it gets, and may be asked again.
+    # A copy: a function may change its arguments, and a retry needs the original ones.
     kwargs = program.bound | arguments(sources, samples.part(0, len(samples)))
     limit_s = max(limit_s, min(len(samples) * program.limit_per_answer_s, LONGEST_CALL_S))
-    return carry_out(kwargs, [len(ids) for ids in samples.answer_ids], limit_s)
+    return run(kwargs, [len(ids) for ids in samples.answer_ids], limit_s)
 
 
 def _scores(source: _Source, values: list[Value | Fault], samples: Samples) -> SourceScores:
@@ -313,7 +319,7 @@ def _scores(source: _Source, values: list[Value | Fault], samples: Samples) -> S
         if isinstance(value, list):
             scores.append(sum(value))
             tokens.append(value)
-        else:  # one for the whole answer stands at its end
+        else:  # one score for the whole answer goes to its last token
             scores.append(value or 0.0)
             tokens.append([0.0] * (len(ids) - 1) + [value or 0.0] if ids else [])
     return SourceScores(

@@ -1,6 +1,6 @@
-"""What a reward program sees: prompts, answers and whatever else their rows hold.
+"""The input of reward functions: prompts, answers and the columns of their rows.
 
-Must not know torch: processes that run reward functions import this and should start at once.
+No torch here: worker processes import this module and should start fast.
 """
 
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass
 class Samples:
-    """S answers of this rank. The samples of a prompt stand together."""
+    """S answers of this rank. The samples of one prompt are adjacent."""
 
     prompts: list[str]  # (S,)
     answers: list[str]  # (S,)
     prompt_ids: list[list[int]]  # (S,) of token ids
     answer_ids: list[list[int]]  # (S,) of token ids, EOS included
     finish_reasons: list[str]  # (S,) "stop" or "length"
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # name -> (S,), the rows' own
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # name -> (S,), from the data
 
     def __len__(self) -> int:
         return len(self.answers)
 
     def part(self, start: int, stop: int) -> "Samples":
-        """Samples ``start`` to ``stop``, in new lists."""
+        """A copy of samples ``start`` to ``stop``."""
         return Samples(
             self.prompts[start:stop],
             self.answers[start:stop],
@@ -33,9 +33,9 @@ class Samples:
         )
 
     def cuts(self, count: int) -> list[tuple[int, int]]:
-        """At most ``count`` parts, as (start, stop), about as long; a prompt's samples stay in one.
+        """At most ``count`` parts of similar size, as (start, stop).
 
-        So a function that compares the answers to a prompt sees them all.
+        The samples of a prompt stay in one part, for functions that compare them.
         """
         size, cuts, start = len(self), [], 0
         for part in range(1, count + 1):

@@ -20,10 +20,10 @@ IMPORT_S = 120.0
 
 
 def file_module(where: str) -> ModuleType:
-    """The module of a file, imported once a process; its folder goes where Python looks."""
+    """The module of a file, imported once per process; its folder is added to ``sys.path``."""
     path = Path(os.path.expanduser(where)).absolute()
     if not path.is_file():
-        raise UserError("is not there: no such file; check the path")
+        raise UserError("not found: no such file; check the path")
     name = f"reward_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -31,7 +31,7 @@ def file_module(where: str) -> ModuleType:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError("is no Python file; name one that ends in .py")
+        raise UserError("is not a Python file; name one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -44,6 +44,7 @@ def file_module(where: str) -> ModuleType:
 
 
 def named_module(where: str) -> ModuleType:
+    """The module ``pkg.mod``, also from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` would
     try:
@@ -53,7 +54,7 @@ def named_module(where: str) -> ModuleType:
         missing = error.name or ""
         if where == missing or where.startswith(f"{missing}."):
             raise UserError(
-                f"is not there: no module {missing}; install it, or name a file (file.py:name)"
+                f"not found: no module {missing}; install it, or name a file (file.py:name)"
             ) from None
         raise _not_imported(error, "") from None
     except (Exception, SystemExit, _TooLong) as error:
@@ -61,14 +62,14 @@ def named_module(where: str) -> ModuleType:
 
 
 class _TooLong(BaseException):
-    """An import goes on and on. No `Exception`, which the module itself may catch."""
+    """An import reached its time limit. A `BaseException`: the module may catch `Exception`."""
 
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """A scope in which `_TooLong` is raised after `IMPORT_S`, whatever it waits for; but for C code
-    that computes. Where Python takes no signals (another thread than the main one) there is no
-    limit.
+    """Raises `_TooLong` after `IMPORT_S`, even in a blocking wait, but not inside C code.
+
+    Without effect outside the main thread, where Python handles no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +88,7 @@ def _limited() -> Iterator[None]:
 
 
 def _not_imported(error: BaseException, path: str) -> UserError:
-    """With the line of the user's own file where it has one."""
+    """The error of a failed import, with the line in the file ``path`` if known."""
     lines, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == path:
@@ -98,7 +99,7 @@ def _not_imported(error: BaseException, path: str) -> UserError:
     at = f" in line {line}" if line else ""
     if isinstance(error, _TooLong):
         return UserError(
-            f"cannot be imported: it was not done after {IMPORT_S:g} s{at}; let the module define "
-            "things alone, and what takes long be done by a class when it is made"
+            f"cannot be imported: it was not done after {IMPORT_S:g} s{at}; move slow set-up from "
+            "the module into the constructor of a class"
         )
     return UserError(f"cannot be imported: it {raised(error)}{at}; fix it")

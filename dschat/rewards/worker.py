@@ -1,9 +1,8 @@
-"""A process of our own that calls reward functions, and is killed when one takes too long.
+"""Calls reward functions in a process that is killed when a call takes too long.
 
-Recipes of functions and calls come in; values or a `Fault` go out. It must not know pools, scores
-or torch. A fresh interpreter, not a fork: the parent has threads and may hold a GPU; and not
-`multiprocessing`, which would import the user's main script again. It leads a process group, so
-that what functions start ends with it.
+The process is a fresh interpreter. A fork is unsafe: the parent has threads and may hold a GPU.
+`multiprocessing` would import the user's main script again. It leads a process group, so that
+processes started by functions die with it. No torch here, so that it starts fast.
 """
 
 import contextlib
@@ -21,22 +20,22 @@ from typing import Any, NoReturn
 
 from dschat.config import UserError
 from dschat.rewards.call import Fault, Value, call, raised
-from dschat.rewards.loader import made
+from dschat.rewards.loader import rebuild
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
-_GRACE_S = 5.0  # how long after a call's limit a process ends by itself that nobody killed
-_LONGEST_S = 1e6  # of that limit: beyond some 1e9 the timer refuses it
+_GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itself
+_LONGEST_S = 1e6  # of that limit: faulthandler's timer rejects more than some 1e9
 
 
 class Died(Fault):
-    """The process ended in the call."""
+    """The process exited during the call."""
 
 
 class Worker:
-    """One process; it starts with the first call, and anew after each that it did not survive."""
+    """One process, started by the first call and restarted after each call that killed it."""
 
     def __init__(self, recipes: Sequence[tuple[Any, ...]]) -> None:
-        """``recipes``: of the functions, which are called by their number among them."""
+        """``recipes``: of the functions, see `dschat.rewards.loader.portable`."""
         self._recipes = list(recipes)
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
@@ -47,7 +46,7 @@ class Worker:
         """Call function ``number``; see `dschat.rewards.call.call`.
 
         Raises:
-            Fault: the call failed, took longer than ``limit_s``, or (`Died`) the process ended.
+            Fault: the call failed or took longer than ``limit_s``; `Died`: the process exited.
         """
         self.start()
         try:
@@ -55,7 +54,7 @@ class Worker:
         except OSError:
             raise self._died() from None
         except Exception as error:  # pickle raises nearly anything
-            raise Fault(f"cannot get its samples in another process: it {raised(error)}") from None
+            raise Fault(f"cannot send its samples to another process: it {raised(error)}") from None
         reply = self._answer(limit_s)
         if isinstance(reply, Fault):
             raise reply
@@ -68,9 +67,9 @@ class Worker:
             self._process = self._pipe = None
 
     def _kill(self) -> int:
-        """End the process and those that it started, and return its exit code."""
-        # NOTE the process is not waited for before: that would free its id, and the group's, for
-        # others. One that has ended keeps its exit code.
+        """Kill the process group and return the exit code of the process."""
+        # NOTE no wait() before killpg: it would free the process and group id for reuse. The exit
+        # code of a dead process stays available.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
@@ -80,23 +79,27 @@ class Worker:
         return os.waitid(os.P_PID, self._process.pid, options) is None
 
     def start(self) -> None:
-        """Start the process, unless it is there; ``Fault`` where the functions cannot be made."""
+        """Start the process unless it runs.
+
+        Raises:
+            Fault: the functions cannot be rebuilt there.
+        """
         if self._process is not None and self._runs():
             return
         self.close()
-        self._pipe, theirs = Pipe()
-        end = theirs.fileno()
+        self._pipe, child_end = Pipe()
+        descriptor = child_end.fileno()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from dschat.rewards.worker import serve; serve({end})"
+            f"from dschat.rewards.worker import serve; serve({descriptor})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
-            pass_fds=[end],
+            pass_fds=[descriptor],
             start_new_session=True,
         )
-        theirs.close()
+        child_end.close()
         try:
             self._pipe.send(self._recipes)
         except OSError:
@@ -123,19 +126,19 @@ class Worker:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """The process: make the functions, then call them until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Main loop of the process: rebuild the functions, then call them until the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGUSR1, lambda *_: None)  # SLURM sends it to all processes of a task
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
     try:
-        functions = [made(recipe) for recipe in messages.get()]
+        functions = [rebuild(recipe) for recipe in messages.get()]
     except UserError as error:
         pipe.send(str(error))
     except (Exception, SystemExit) as error:
-        pipe.send(f"cannot be made in another process: it {raised(error)}")
+        pipe.send(f"cannot be rebuilt in another process: it {raised(error)}")
     else:
         pipe.send(None)
     while True:
@@ -144,7 +147,7 @@ def serve(descriptor: int) -> NoReturn:
             if isinstance(message, Fault):
                 raise message
             number, kwargs, lengths, limit_s = message
-            with _ending_alone(limit_s):
+            with _self_exit(limit_s):
                 reply: Any = call(functions[number], kwargs, lengths)
         except Fault as fault:
             reply = fault
@@ -152,15 +155,15 @@ def serve(descriptor: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _ending_alone(limit_s: float) -> Iterator[None]:
-    """A scope that ends the process where it takes longer than ``limit_s`` and a grace.
+def _self_exit(limit_s: float) -> Iterator[None]:
+    """Exits the process if the body takes longer than ``limit_s`` plus a grace period.
 
-    The parent kills it before that; but one that is gone cannot, and `_listen` does not hear of it
-    while a call computes in C code that keeps the interpreter's lock. This timer needs no lock.
+    A parent that is alive kills the process earlier. If the parent is dead and a call holds the GIL
+    in C code, `_listen` cannot run. faulthandler's timer does not need the GIL.
     """
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         limit_s = min(limit_s, _LONGEST_S) + _GRACE_S
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=devnull)
         try:
             yield
         finally:
@@ -168,13 +171,13 @@ def _ending_alone(limit_s: float) -> Iterator[None]:
 
 
 def _listen(pipe: Connection, messages: "queue.SimpleQueue[Any]") -> None:
-    """Hand over what comes; a parent that is gone ends the process, in the middle of a call too."""
+    """Queue incoming messages; exit, even during a call, when the parent closes the pipe."""
     while True:
         try:
             messages.put(pipe.recv())
         except (EOFError, OSError):
             if os.getpgrp() == os.getpid():
-                os.killpg(0, signal.SIGKILL)  # what functions started, and itself
+                os.killpg(0, signal.SIGKILL)  # this process and those that functions started
             os._exit(0)
         except Exception as error:  # unpickling raises nearly anything
-            messages.put(Fault(f"cannot read its samples in its process: it {raised(error)}"))
+            messages.put(Fault(f"cannot unpickle its samples in its process: it {raised(error)}"))

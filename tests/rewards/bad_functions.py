@@ -1,4 +1,4 @@
-"""Reward functions as they go wrong. Those that pick a victim pick the prompt "p2"."""
+"""Reward functions that fail in every way. Those that fail for one prompt fail for "p2"."""
 
 import asyncio
 import os
@@ -122,7 +122,7 @@ def is_killed(prompts):
 
 
 def keeps_the_interpreter(prompts):
-    """Computes in C, where no other thread runs and no signal is heard."""
+    """Computes in C with the GIL held: no other thread runs, no signal is handled."""
     if "p2" in prompts:
         return [9 ** (9**9)]
     return [1.0] * len(prompts)
@@ -151,7 +151,7 @@ def wants_more(answers, tests):
 
 
 def starts_another(path, how):
-    """Starts a process that runs for long, and then hangs, dies or returns."""
+    """Starts a long-running process, then hangs, dies or returns."""
     process = subprocess.Popen(["sleep", "600"])
     with open(path, "w") as file:
         file.write(f"{process.pid}\n")

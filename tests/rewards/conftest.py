@@ -1,4 +1,4 @@
-"""Samples for reward programs, and programs that are closed after a test."""
+"""Samples, and reward programs that are closed after a test."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from dschat.rewards.samples import Samples
 
 @pytest.fixture
 def samples():
-    """``samples(n)``: n of them, two a prompt; answer ai has i % 3 + 1 tokens."""
+    """``samples(n)``: n samples, two per prompt; answer ai has i % 3 + 1 tokens."""
 
     def make(n: int, **columns: list) -> Samples:
         return Samples(

@@ -1,5 +1,5 @@
-"""Every kind of bad function: one line that names it, what it did and the prompt it did it on; and
-where failures may pass, the samples that cost nothing keep their scores.
+"""Failing functions: the error is one line with function, cause and prompt; with
+``--on_reward_error skip`` only the failed samples lose their scores.
 """
 
 import math
@@ -17,7 +17,7 @@ from dschat.rewards.reward_functions import RewardError
 FILE = Path(__file__).with_name("bad_functions.py")
 P2 = "on the prompt 'p2'"
 FIRST = "on 8 samples, the first on the prompt 'p0'"
-# Name, where it runs, and what the line says, in order. It ends with the remedy.
+# Function, reward_pool, and pieces of the error line in order. The line ends with the remedy.
 BAD = [
     ("raises", "none", "raised KeyError: 'no such\\nkey'", P2),
     ("raises", "process", "raised KeyError: 'no such\\nkey'", P2),
@@ -96,24 +96,24 @@ def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
         ("is_nan", "none", [4, 5]),
         ("wrong_tokens", "none", [4, 5]),
         ("dies", "process", [4, 5]),
-        ("only_alone", "none", []),  # asked for one at a time, it works
+        ("only_alone", "none", []),  # retried one sample at a time, it works
         ("one_number", "none", range(8)),
-        ("hangs", "none", range(4, 8)),  # it took the time of all that follow
+        ("hangs", "none", range(4, 8)),  # it used up the time of all later samples
         ("hangs", "thread", range(4, 8)),
     ],
 )
-def test_what_may_pass_costs_only_its_samples(programs, samples, caplog, name, pool, lost):
+def test_skip_drops_only_the_failed_samples(programs, samples, caplog, name, pool, lost):
     (source,) = ask(programs, samples, name, pool, on_reward_error="skip")
     expected = [math.nan if row in lost else 1.0 for row in range(8)]
     assert source.scores.tolist() == pytest.approx(expected, nan_ok=True)
-    said = [record.getMessage() for record in caplog.records]
-    (line,) = said or [f"{name} "]  # once, however many it cost
+    messages = [record.getMessage() for record in caplog.records]
+    (line,) = messages or [f"{name} "]  # one line, however many samples it lost
     assert name in line
     assert not lost or line.startswith(f"{len(lost)} of 8 samples have no score: --reward_fn")
     assert "skip" not in line
 
 
-def test_what_a_function_does_to_its_arguments_stays_there(programs, samples):
+def test_a_function_that_changes_its_arguments_affects_no_other(programs, samples):
     def vandal(answers, answer_ids, finish_reasons, reference):
         count = len(answers)
         for values in (answers, finish_reasons, reference):
@@ -134,7 +134,7 @@ def test_what_a_function_does_to_its_arguments_stays_there(programs, samples):
 
 
 def test_keyboard_interrupt_passes_through(programs, samples):
-    """Ctrl-C reaches the main thread, whatever the function's thread is at."""
+    """Ctrl-C reaches the main thread while the function's thread is busy."""
     main, over = threading.main_thread().ident, threading.Event()
 
     def interrupted(prompts):
@@ -150,10 +150,10 @@ def test_keyboard_interrupt_passes_through(programs, samples):
 
 
 @pytest.mark.parametrize("function", [lambda answers: [0.0], len])
-def test_what_cannot_go_to_a_process_is_refused_at_once(programs, function):
-    if function is len:  # a builtin can, but takes its argument by position
+def test_a_function_that_cannot_be_pickled_is_refused_for_processes(programs, function):
+    if function is len:  # a builtin can be pickled, but takes its argument by position
         with pytest.raises(UserError, match="takes obj by position"):
             programs([function])
         return
-    with pytest.raises(UserError, match="cannot go to another process .* file.py:name"):
+    with pytest.raises(UserError, match="cannot run in another process .* file.py:name"):
         programs([function], reward_pool="process")

@@ -1,4 +1,4 @@
-"""What a function is called with, by its parameters; and what its result means."""
+"""The arguments of a call, selected by parameter names; and the validation of its result."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def bound(answers, bonus): ...
         (bound, {"answers": ["a0", "a1"]}),
     ],
 )
-def test_a_function_gets_what_it_declares(samples, function, expected):
+def test_arguments_follow_the_signature(samples, function, expected):
     given = samples(2, tests=[8, 9], solution=["r", "s"], target=["x", "y"])
     given.prompts[1] = "p1"
     sources = sources_of(function, {"bonus"}, {}, given.columns)
@@ -77,10 +77,10 @@ def test_results():
     assert values_of([], []) == []
 
 
-def test_a_value_without_sense_is_one_samples_fault():
+def test_an_invalid_value_is_a_fault_of_its_sample():
     values = values_of([1.0, float("nan"), "1", [1.0], b"", object()], [2] * 6)
     assert values[0] == 1
-    assert [(v.row, v.what) for v in values[1:] if isinstance(v, Fault)] == [
+    assert [(v.row, v.problem) for v in values[1:] if isinstance(v, Fault)] == [
         (1, "returned nan"),
         (2, "returned '1', not a number"),
         (3, "returned 1 values for an answer of 2 tokens"),

@@ -1,4 +1,4 @@
-"""The weighted sum of sources, scaled by what they have scored so far, against NumPy."""
+"""The weighted sum of sources, normalised with running statistics, against NumPy."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_a_source_without_weight_adds_nothing(normalize):
 
 
 def test_normalised_scores_against_numpy():
-    """Each source by the mean and deviation of all its scores so far, these included."""
+    """Mean and deviation are those of all scores so far, the current ones included."""
     rng = np.random.default_rng(0)
     rounds = [rng.normal(1e4, 3, 7), rng.normal(1e4, 5, 2), rng.normal(0, 1, 5)]
     config, scale = RLHFConfig(normalize_reward=True), RunningScale()
@@ -58,7 +58,7 @@ def test_normalised_scores_against_numpy():
         np.testing.assert_allclose(by_token, np.array(steps) / seen.std(), rtol=1e-6)
 
 
-def test_what_a_source_does_not_score_moves_nothing():
+def test_none_does_not_change_the_statistics():
     config, scale = RLHFConfig(normalize_reward=True), RunningScale()
     applies = torch.tensor([True, False, True, True])
     scores, _ = combine([source("a", 1.0, [1.0, 0.0, 3.0, np.nan], applies=applies)], config, scale)
@@ -66,7 +66,7 @@ def test_what_a_source_does_not_score_moves_nothing():
     assert scale.state_dict() == {"a": [2, 2, 2]}
 
 
-def test_statistics_go_on_where_they_were_saved():
+def test_statistics_resume_from_a_saved_state():
     config, scale, resumed = RLHFConfig(normalize_reward=True), RunningScale(), RunningScale()
     combine([source("a", 1.0, [1.0, 5.0])], config, scale)
     state = scale.state_dict()

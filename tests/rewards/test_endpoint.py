@@ -1,4 +1,4 @@
-"""An endpoint on this machine: what it is sent, how often, and every way its replies go wrong."""
+"""A local endpoint: its requests, retries, and every kind of invalid reply."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ def wait_until(holds):
 
 
 class Server:
-    """Answers with ``replies`` in turn, the last one for ever: (status, body, pause in s)."""
+    """Answers with ``replies`` in turn, then repeats the last: (status, body, pause in s)."""
 
     def __init__(self):
         self.replies = [(200, None, 0)]
@@ -77,7 +77,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def ask(server, programs, samples, monkeypatch):
-    """``ask(n)``: what the endpoint says of n samples, with quick repetitions."""
+    """``ask(n)``: the endpoint's scores of n samples, with short pauses between retries."""
     make = module.Endpoint.__init__
     monkeypatch.setattr(module.Endpoint, "__init__", lambda *a: make(*a, first_pause_s=0.05))
 
@@ -116,7 +116,7 @@ def test_no_more_requests_at_a_time_than_workers(server, ask):
 @pytest.mark.parametrize(
     "body", [[1, 0.5], {"scores": [1, 0.5]}, {"rewards": [1, 0.5], "scores": [7, 7]}]
 )
-def test_the_list_may_stand_in_several_places(server, ask, body):
+def test_accepted_forms_of_the_reply(server, ask, body):
     server.replies = [(200, body, 0)]
     assert ask(2).scores.tolist() == [1, 0.5]
 
@@ -129,7 +129,7 @@ def test_numbers_by_token_and_null(server, ask):
     assert source.applies.tolist() == [False, True, True]
 
 
-def test_a_failure_that_passes_is_asked_again_after_growing_pauses(server, ask):
+def test_a_transient_failure_is_retried_after_growing_pauses(server, ask):
     server.replies = [(503, b"", 0), (429, b"", 0), (200, None, 0)]
     assert ask(2).scores.tolist() == [0, 1]
     first, second, third = server.times
@@ -137,7 +137,7 @@ def test_a_failure_that_passes_is_asked_again_after_growing_pauses(server, ask):
     assert third - second >= 0.1
 
 
-def test_an_endpoint_that_is_not_there(server, ask):
+def test_an_endpoint_that_refuses_connections(server, ask):
     server.close()
     with pytest.raises(RewardError, match=r"cannot be reached: .*refused \(2 times\)"):
         ask(1, reward_retries=1)
@@ -149,8 +149,8 @@ def test_an_endpoint_that_is_not_there(server, ask):
         ((500, b"Traceback", 0), 3, r"answered 500 Internal Server Error \(3 times\)"),
         ((200, None, 1.5), 3, r"did not answer within 0.3 s \(3 times\).*--reward_timeout_s 0.3"),
         ((404, b"", 0), 1, "answered 404 Not Found"),
-        ((200, b"<html>oops", 0), 1, r"answered what is no JSON \('<html>oops'\)"),
-        ((200, b"", 0), 1, r"answered what is no JSON \(''\)"),
+        ((200, b"<html>oops", 0), 1, r"answered with invalid JSON \('<html>oops'\)"),
+        ((200, b"", 0), 1, r"answered with invalid JSON \(''\)"),
         ((200, {"reward": [1]}, 0), 1, 'answered JSON without a list "rewards"'),
         ((200, 3, 0), 1, 'answered JSON without a list "rewards"'),
         ((200, [1.0], 0), 1, "returned 1 values for 2 samples"),
@@ -172,7 +172,7 @@ def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words)
 
 
 def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
-    """Each comes well within the limit, and no end of them: the client refuses the 101st."""
+    """Each header arrives in time, but they never end; the client rejects the 101st."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server.url = f"http://127.0.0.1:{listening.getsockname()[1]}/score"
 
@@ -189,7 +189,7 @@ def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
             ask(1, reward_retries=0, reward_timeout_s=0.3)
 
 
-def test_a_failure_that_may_pass_costs_its_batch(server, ask, caplog):
+def test_skip_drops_the_failed_batch(server, ask, caplog):
     server.replies = [(400, b"", 0), (200, None, 0)]
     source = ask(4, reward_url_batch_size=2, reward_workers=1, on_reward_error="skip")
     assert source.scores.isnan().tolist() == [True, True, False, False]

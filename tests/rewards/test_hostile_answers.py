@@ -1,4 +1,4 @@
-"""No answer, however hostile, makes a ready-made reward fail, or score outside of its range."""
+"""No answer, however hostile, makes a ready-made function raise or score out of its range."""
 
 import json
 import sys
@@ -104,7 +104,7 @@ def test_json_that_its_schema_cannot_judge_does_not_fit(schema, answer):
     assert ready.JsonSchema(schema)([answer]) == [0]
 
 
-def test_a_schema_that_refers_to_nothing_is_no_answers_fault():
+def test_a_dangling_reference_in_the_schema_raises():
     with pytest.raises(ready.JsonSchema(True)._unresolvable, match="none"):
         ready.JsonSchema({"$ref": "#/$defs/none"})(["1"])
 
@@ -120,13 +120,13 @@ def test_an_answer_that_cannot_be_compared_is_wrong(monkeypatch):
     library.verify = fails
     assert comparison("1/2", "0.5") == [0]
     with pytest.raises(ValueError, match="no such thing"):
-        Comparison()  # what does not work at all is no answer's fault
+        Comparison()  # a broken math-verify raises; it does not score 0
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(answers)
 def test_no_answer_makes_math_equal_fail(answer):
-    """In its processes; those that take long cost a second each."""
+    """In worker processes; slow answers cost a second each."""
     (score,) = ready.MathEqual(limit_s=1.0)([answer], ["7"])
     assert score in (0, 1)

@@ -1,4 +1,4 @@
-"""The ready-made functions, on answers as policies write them."""
+"""The ready-made functions, on answers such as policies write."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from dschat.config import UserError
 from dschat.rewards import library, math_answers
 from dschat.rewards.call import LONGEST_CALL_S, Fault
 from dschat.rewards.loader import load_programs
-from dschat.rewards.reward_functions import _ask
+from dschat.rewards.reward_functions import _score
 from dschat.rewards.samples import Samples
 from dschat.rewards.worker import Died
 
@@ -33,7 +33,7 @@ def one(function, answer, *reference):
         ({}, "", "Paris", 0),
         ({}, "", "", 1),
         ({}, "72", 72, 1),
-        ({}, "72", 72.0, 1),  # as a column of numbers with gaps has it
+        ({}, "72", 72.0, 1),  # a column of numbers with gaps holds floats
         ({}, "72.5", 72.5, 1),
         ({}, "b", ["a", "b"], 1),
         ({}, "c", ["a", "b"], 0),
@@ -56,7 +56,7 @@ def test_exact_match(settings, answer, reference, score):
         ("\\frac{1}{2}", "The answer is \\boxed{0.5}.", 1),
         ("72", "So she has 72 apples.", 1),
         ("72", "72 or 73", 0),
-        ("72", "\\boxed{71} or \\boxed{72}", 0),  # naming several is no answer
+        ("72", "\\boxed{71} or \\boxed{72}", 0),  # several answers are wrong
         ("(1, 2)", "(1,2)", 1),
         ("(1, 2)", "2", 0),
         ("x^2 + 2x + 1", "$(x+1)^2$", 1),
@@ -74,8 +74,8 @@ def test_math_equal(reference, answer, score):
     assert one(library.MathEqual(), answer, reference) == score
 
 
-def test_math_that_never_ends_is_wrong_and_holds_up_nobody():
-    """A tower of powers keeps SymPy in C code; in a thread, as a pool calls it."""
+def test_an_endless_comparison_is_wrong_and_blocks_no_other_thread():
+    """A tower of powers keeps SymPy in C code; called from a thread, as a pool does."""
     scores = []
 
     def work():
@@ -130,15 +130,15 @@ def wait_until(holds):
 
 @pytest.fixture
 def mathematician(monkeypatch):
-    """A class of its own for each test: threads of the one before may still start theirs again."""
+    """A new class for each test: threads of an earlier test may still restart their workers."""
     monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
     fresh = type("Fresh", (Mathematician,), {"made": set(), "called": set()})
     monkeypatch.setattr(math_answers, "Worker", fresh)
     return fresh
 
 
-def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician):
-    """However many: each has its own limit, and that of a call is not theirs."""
+def test_slow_and_deadly_answers_score_zero(programs, samples, mathematician):
+    """Each answer has its own limit, so many of them may exceed the limit of the call."""
     limits = {"reward_timeout_s": 0.15, "reward_args": ["math_equal.limit_s=0.05"]}
     given = samples(8, reference=["0.5"] * 8)
     given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
@@ -148,17 +148,17 @@ def test_hard_answers_are_wrong_and_end_no_run(programs, samples, mathematician)
         assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
-def test_a_process_is_replaced_while_the_next_answer_is_asked(mathematician):
+def test_a_process_restarts_while_another_one_compares(mathematician):
     library.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
     wait_until(lambda: math_answers._idle.qsize() == 2)
-    assert math_answers._idle.qsize() == 2  # by turns
+    assert math_answers._idle.qsize() == 2  # used in turn
     assert mathematician.started == 2 + 4  # all are running again
     assert library.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
     assert mathematician.started == 2 + 4
 
 
-def test_a_process_comes_back_to_the_queue_it_was_lent_by(mathematician, monkeypatch):
-    """It did not, once, when it took long: the next test got a process in place of its stand-in."""
+def test_a_worker_returns_to_the_queue_it_came_from(mathematician, monkeypatch):
+    """A slow one once returned to the next test's queue, in place of that test's fake."""
     lender = math_answers._idle
     library.MathEqual(limit_s=0.01)(["slow"], ["0.5"])
     monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
@@ -166,7 +166,7 @@ def test_a_process_comes_back_to_the_queue_it_was_lent_by(mathematician, monkeyp
     assert (lender.qsize(), math_answers._idle.qsize()) == (1, 0)
 
 
-def test_a_process_that_cannot_start_is_no_wrong_answer(mathematician, monkeypatch):
+def test_a_process_that_cannot_start_raises(mathematician, monkeypatch):
     def fails(_):
         raise Died("ended its process")
 
@@ -188,7 +188,7 @@ def test_regex_match(settings, answer, score):
     assert one(library.RegexMatch(**settings), answer) == score
 
 
-def test_where_a_wild_pattern_takes_too_long_it_does_not_match(monkeypatch, caplog):
+def test_a_search_that_times_out_does_not_match(monkeypatch, caplog):
     monkeypatch.setattr(library, "_PATTERN_S", 0.05)
     library._too_slow.cache_clear()
     wild, answer = r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$", "a" * 5000 + "b" + "a" * 5000
@@ -197,15 +197,15 @@ def test_where_a_wild_pattern_takes_too_long_it_does_not_match(monkeypatch, capl
     assert caplog.text.count("regex_match.pattern takes longer than 0.05 s") == 1
 
 
-def test_a_call_that_has_taken_long_scores_no_more_answers(monkeypatch):
-    """None, that is, not wrong; and the limit of the call is above what it then takes."""
+def test_a_call_over_its_budget_returns_none_for_the_rest(monkeypatch):
+    """None, not 0; and the limit of the call leaves room for the answer in progress."""
     clock = iter([0, 1, library._BUDGET_S - 1, library._BUDGET_S, library._BUDGET_S + 1])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(library, "are_equal", lambda *_: True)
     slowest = library.MathEqual(limit_s=library._LONGEST_ANSWER_S)
     assert slowest(["1"] * 4, ["1"] * 4) == [1, 1, None, None]
     assert library._BUDGET_S + slowest.limit_per_answer_s <= LONGEST_CALL_S
-    # Where it fails it is asked once more, and no rank waits longer for another.
+    # Also after one retry, the other ranks have waited less than their timeout.
     wait_min = inspect.signature(dist.init).parameters["timeout_minutes"].default
     assert 60 * wait_min >= 2 * LONGEST_CALL_S
     with pytest.raises(UserError, match="math_equal.limit_s=181 must be above 0, and at most 180"):
@@ -224,7 +224,7 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        _ask(program, carry_out, given, 60.0)
+        _score(program, carry_out, given, 60.0)
     assert limits == [123, 246, 1800]
 
 
@@ -254,7 +254,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ('Here: ```json\n{"n": 3}\n```', 0),
         ("[" * 100_000, 0),
         ('```json  \n\n{"n": 3}\n\n  ```', 1),
-        ("```" + "\n " * 3000 + "x", 0),  # in no more steps than it has characters, or nearly
+        ("```" + "\n " * 3000 + "x", 0),  # in about as many steps as characters
     ],
 )
 def test_json_schema(tmp_path, answer, score):
@@ -279,7 +279,7 @@ def test_json_schema(tmp_path, answer, score):
         ({}, "<think>so</think><answer>4", 0),
         ({}, "4", 0),
         ({"opened": True}, "so</think><answer>4</answer>", 1),
-        ({"opened": True}, "<think>so</think><answer>4</answer>", 0),  # it is there twice
+        ({"opened": True}, "<think>so</think><answer>4</answer>", 0),  # opened twice
         ({"opened": True}, "</think><answer>4</answer>", 0),
         ({"tags": ["a"]}, "<a>x</a>", 1),
     ],
@@ -288,7 +288,7 @@ def test_format_tags(settings, answer, score):
     assert one(library.FormatTags(**settings), answer) == score
 
 
-def test_a_library_that_is_missing_is_named(monkeypatch):
+def test_a_missing_dependency_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     for make in (library.MathEqual, lambda: library.JsonSchema(SCHEMA)):

@@ -1,4 +1,4 @@
-"""Specs, callables and arguments become named, weighted programs; or one line says why not."""
+"""Specs, callables and arguments become named, weighted programs; errors are one line."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import pytest
 from dschat.config import UserError
 from dschat.rewards import user_modules
 from dschat.rewards.library import ExactMatch, JsonSchema
-from dschat.rewards.loader import load_programs, made, portable
+from dschat.rewards.loader import load_programs, portable, rebuild
 
 SCORES = """
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def test_specs_names_and_weights(folder):
         ("score_5", 1),
     ]
     assert [p.name for p in programs if p.is_async] == ["later"]
-    assert programs[0].function(answers=["a"]) == [2]  # the file beside it was found
+    assert programs[0].function(answers=["a"]) == [2]  # it imports the file beside it
     assert programs[0].function is programs[1].function  # a file is imported once
     assert programs[2].function(answers=["a", "b"]) == [5, 5]
 
@@ -112,7 +112,7 @@ def test_names_that_metrics_can_have():
 
 
 def test_arguments(folder):
-    """Those of a function are bound, those of a class make it; YAML, unless declared str."""
+    """Bound to a function, passed to a class's constructor; YAML unless declared str."""
     first, second, longer = load(
         "scores.py:score",
         "scores.py:score",
@@ -134,7 +134,7 @@ def test_arguments_from_columns():
 def test_another_process_makes_the_same(folder):
     given = [re.escape, JsonSchema({"type": "object"}), ExactMatch(pattern="a(b)")]
     programs = load("scores.py:Longer", given=given, args=["Longer.than=1"])
-    longer, escape, schema, match = (made(portable(program)) for program in programs)
+    longer, escape, schema, match = (rebuild(portable(program)) for program in programs)
     assert longer(answers=["a", "ab"]) == [0, 1]
     assert escape is re.escape
     assert schema(answers=["{}", "[]"]) == [1, 0]
@@ -156,40 +156,40 @@ class Needs:
 @pytest.mark.parametrize(
     ("spec", "args", "words"),
     [
-        ("exact_mach", [], "--reward_fn exact_mach is no ready-made .*did you mean exact_match"),
-        ("nowhere.py:f", [], "--reward_fn nowhere.py:f is not there: no such file; check the path"),
+        ("exact_mach", [], "--reward_fn exact_mach is not a ready-made .*did you mean exact_match"),
+        ("nowhere.py:f", [], "--reward_fn nowhere.py:f not found: no such file; check the path"),
         ("scores.py:scor", [], "scores.py has no scor; did you mean score?"),
         ("scores.py:", [], "scores.py has no name after the colon"),
-        ("scores.py", [], "is no ready-made function .* file.py:name"),
+        ("scores.py", [], "is not a ready-made function .* file.py:name"),
         ("broken.py:f", [], "broken.py:f cannot be imported: .*SyntaxError.* in line 1; fix it"),
         ("fails.py:f", [], "cannot be imported: it raised KeyError: 'NO_SUCH_.* in line 3"),
         ("leaves.py:f", [], r"cannot be imported: it called sys.exit\(1\)"),
         ("lacks.py:f", [], "cannot be imported: .*No module named 'no_such_package'"),
-        ("no.such.mod:f", [], "is not there: no module no; install it, or name a file"),
-        ("pack.nothing:f", [], "is not there: no module pack.nothing"),
+        ("no.such.mod:f", [], "not found: no module no; install it, or name a file"),
+        ("pack.nothing:f", [], "not found: no module pack.nothing"),
         ("scores.py:number", [], "--reward_fn scores.py:number is a int, not a function"),
-        ("scores.py:NotCallable", [], "whose instances are no functions; give it __call__"),
+        ("scores.py:NotCallable", [], "whose instances are not callable; give it __call__"),
         ("scores.py:score:nan", [], "the weight nan is not a finite number"),
         ("scores.py:score", ["bonus=1"], "--reward_args bonus=1 is not NAME.KEY=VALUE"),
         ("scores.py:score", ["scor.bonus=1"], r"no --reward_fn is called scor \(score\)"),
         ("scores.py:score", ["score.bonu=1"], "it takes no bonu; it takes: bonus, pattern"),
         ("scores.py:score", ["score.bonu=@x"], "it takes no bonu; it takes: answers, bonus"),
         ("scores.py:score", ["score.answers=1"], "answers comes from the samples"),
-        ("scores.py:score", ["score.bonus=[1"], "score.bonus=.*the value is no YAML"),
-        ("length", [], "--reward_fn length: takes one of target and max, above 0"),
+        ("scores.py:score", ["score.bonus=[1"], "score.bonus=.*the value is not YAML"),
+        ("length", [], "--reward_fn length: takes either target or max, above 0"),
         ("length", ["length.target=long"], "--reward_args length.target 'long' is not a whole"),
-        ("length", ["length.target=4", "length.max=4"], "takes one of target and max"),
+        ("length", ["length.target=4", "length.max=4"], "takes either target or max"),
         ("regex_match", [], "is missing its pattern: --reward_args regex_match.pattern"),
-        ("regex_match", ["regex_match.pattern=(a"], r"pattern=\(a: no regular expression"),
-        ("exact_match", ["exact_match.pattern=(a"], r"pattern=\(a: no regular expression"),
+        ("regex_match", ["regex_match.pattern=(a"], r"pattern=\(a: invalid regular expression"),
+        ("exact_match", ["exact_match.pattern=(a"], r"pattern=\(a: invalid regular expression"),
         ("json_schema", [], "is missing its schema: --reward_args json_schema.schema=FILE"),
         ("json_schema", ["json_schema.schema=none.json"], "none.json: No such file.* check the"),
         ("json_schema", ["json_schema.schema=beside.py"], "beside.py: broken JSON"),
-        ("json_schema", ["json_schema.schema={type: 3}"], "is no JSON schema: 3 is not valid"),
+        ("json_schema", ["json_schema.schema={type: 3}"], "is not a JSON schema: 3 is not valid"),
         ("math_equal", ["math_equal.limit_s=0"], "math_equal.limit_s=0 must be above 0"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(folder, spec, args, words):
+def test_errors_of_specs_and_arguments_are_one_line(folder, spec, args, words):
     with pytest.raises(UserError, match=words) as caught:
         load(spec, args=args)
     assert len(str(caught.value).splitlines()) == 1
@@ -210,7 +210,7 @@ def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
     line = ENDLESS[text] if ".py" in spec else ""
     before = signal.getsignal(signal.SIGALRM)
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"it was not done after 0.05 s ?{line}; let the mod"):
+        with pytest.raises(UserError, match=rf"it was not done after 0.05 s ?{line}; move slow"):
             load(spec)
     load("quick.py:f")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -220,13 +220,13 @@ def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (3, "reward_fns: 3 is no function, spec or"),
+        (3, "reward_fns: 3 is not a function, spec or"),
         ((abs_of, "2"), "the weight '2' of .* is not a number"),
         ((abs_of, float("inf")), "the weight inf is not a finite number"),
-        ("exact_mach", "reward_fns 'exact_mach' is no ready-made function"),
-        (Needs, "cannot be made: it raised TypeError: .*'what'; see --reward_args"),
+        ("exact_mach", "reward_fns 'exact_mach' is not a ready-made function"),
+        (Needs, "cannot be constructed: it raised TypeError: .*'what'; see --reward_args"),
     ],
 )
-def test_what_python_gives_is_checked_too(given, words):
+def test_errors_of_callables(given, words):
     with pytest.raises(UserError, match=words):
         load(given=[given])

@@ -1,9 +1,12 @@
-"""All programs of a run together: pools agree, slow ones overlap, and ranks fail together."""
+"""All sources of a run: every pool gives the same scores, slow sources overlap, ranks fail
+together.
+"""
 
 import asyncio
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +18,7 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.rewards.loader import find
+from dschat.rewards.loader import resolve
 from dschat.rewards.reward_functions import RewardError, RewardPrograms, SourceScores
 
 HERE = Path(__file__).parent
@@ -74,7 +77,7 @@ def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file,
     ids = [[float(j) for j in range(i % 3 + 1)] for i in range(9)]
     assert [plain(source) for source in scores] == [
         ("number", 2, [float(i) for i in range(9)], None, [True] * 9),
-        # The answers to a prompt are never parted: the last has one, the others two.
+        # A prompt's answers stay in one part: the last prompt has one, the others two.
         ("rank_in_group", 1, [2, 3, 2, 3, 2, 3, 2, 3, 1], None, [True] * 9),
         ("by_token", 1, [sum(row) for row in ids], ids, [True] * 9),
         ("later", 1, [1, 0, *[1] * 7], None, [True, False, *[True] * 7]),
@@ -82,7 +85,7 @@ def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file,
     assert [source.scores.tolist() for source in few] == [[0], [1], [0], [1]]
 
 
-def test_processes_are_others_and_stay(programs, samples, file):
+def test_worker_processes_are_reused(programs, samples, file):
     asked = programs(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
     first, second = (set(asked.finish(asked.start(samples(8)))[0].scores.tolist()) for _ in "ab")
     assert len(first) == 2
@@ -97,7 +100,7 @@ def test_a_rank_without_samples(programs, samples, file):
         assert source.token_scores is None
 
 
-def test_without_programs_there_is_nothing_to_wait_for(programs, samples):
+def test_no_sources(programs, samples):
     asked = programs()
     assert (asked.names, asked.overlaps) == ([], False)
     assert asked.finish(asked.start(samples(3))) == []
@@ -112,7 +115,7 @@ def constant(answers):
     [(False, "none", False), (False, "thread", True), (True, "none", True)],
 )
 def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool, overlaps):
-    """They wait for what happens after `start`; without a pool that would never come."""
+    """They wait for an event after `start`; without a pool they would wait forever."""
     later = threading.Event()
 
     def slow(answers):
@@ -124,7 +127,7 @@ def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool,
             await asyncio.sleep(0.01)
         return [1.0] * len(answers)
 
-    # The constant runs here and now, but holds up none of the others.
+    # The constant runs in this thread, but the others start before it.
     asked = programs([constant, slow_one if is_async else slow], reward_pool=pool)
     pending = asked.start(samples(16))
     later.set()
@@ -144,8 +147,8 @@ def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
     assert asked.finish(asked.start(samples(16)))[0].scores.tolist() == [1] * 16
 
 
-def test_a_loop_that_is_kept(programs, samples):
-    """What a coroutine opened in one call serves the next."""
+def test_an_event_loop_is_reused(programs, samples):
+    """An object bound to the loop in one call works in the next."""
     loops = []
 
     async def remembers(answers):
@@ -158,7 +161,7 @@ def test_a_loop_that_is_kept(programs, samples):
     assert loops[0] is loops[1]
 
 
-def test_a_function_that_blocks_its_loop_holds_up_and_shames_no_other(programs, samples):
+def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
     async def innocent(answers):
         await asyncio.sleep(0.05)
         return [1.0] * len(answers)
@@ -173,8 +176,8 @@ def test_a_function_that_blocks_its_loop_holds_up_and_shames_no_other(programs, 
 
 
 @pytest.mark.parametrize("pool", ["none", "thread"])
-def test_functions_find_their_own_device(programs, samples, monkeypatch, pool):
-    """CUDA's current device is a thread's, and 0 where nobody has set it."""
+def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatch, pool):
+    """CUDA's current device is per thread, and 0 in a new one."""
     device = threading.local()
     monkeypatch.setattr(dist, "device", lambda: torch.device("cuda", 3))
     monkeypatch.setattr(torch.cuda, "set_device", lambda to: setattr(device, "current", to))
@@ -205,13 +208,13 @@ class Heavy:
 
 
 @pytest.mark.parametrize(("pool", "kept"), [("none", 1), ("process", 0)])
-def test_an_instance_stays_where_it_is_called(programs, tmp_path, pool, kept):
-    """Making one here checks its arguments; in a pool, processes have one each."""
+def test_an_instance_is_released_if_processes_call_it(programs, tmp_path, pool, kept):
+    """The training process constructs one to check its arguments; each worker has its own."""
     path = tmp_path / f"heavy_{pool}.py"
     path.write_text(HEAVY)
     asked = programs(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
     gc.collect()
-    assert len(find(f"{path}:made")) == kept
+    assert len(resolve(f"{path}:made")) == kept
     asked.check_columns(["difficulty"])
     with pytest.raises(UserError, match="needs the column difficulty"):
         asked.check_columns(["level"])
@@ -225,13 +228,13 @@ def test_columns_are_checked_before_anything_runs(programs, file):
     assert "(it has: level, solution)" in str(e.value)
 
 
-def test_a_list_is_wanted():
+def test_a_single_function_is_refused():
     with pytest.raises(UserError, match=r"give a list: \[\.\.\.\]"):
         RewardPrograms.of(RLHFConfig(), constant)
 
 
 class Counts:
-    """Scores by how often it was called."""
+    """Scores with the number of calls so far."""
 
     def __init__(self):
         self.seen = {"calls": 0}
@@ -247,7 +250,7 @@ class Counts:
         self.seen = {"calls": state["calls"]}
 
 
-def test_what_a_function_remembers_is_kept(programs, samples, monkeypatch):
+def test_a_functions_state_is_saved_and_restored(programs, samples, monkeypatch):
     first, second = programs([Counts(), constant]), programs([Counts(), constant])
     for _ in range(3):
         first.finish(first.start(samples(2)))
@@ -257,7 +260,7 @@ def test_what_a_function_remembers_is_kept(programs, samples, monkeypatch):
     assert state == {"counts": [{"calls": 3}]}  # a copy
     second.load_state_dict(json.loads(json.dumps(state)))
     assert second.finish(second.start(samples(2)))[0].scores.tolist() == [4, 4]
-    second.load_state_dict({})  # of a checkpoint from before it was named: it begins
+    second.load_state_dict({})  # from a checkpoint without this function: a fresh state
     assert second.state_dict() == {"counts": [{"calls": 4}]}
     of_ranks = {"counts": [{"calls": 7}, {"calls": 9}]}
     for rank, score in ((0, 8), (1, 10), (2, 8)):
@@ -270,7 +273,7 @@ def test_what_a_function_remembers_is_kept(programs, samples, monkeypatch):
         second.load_state_dict({"counts": [{}]})
 
 
-def test_states_of_all_ranks_are_kept_and_their_errors_told(programs, monkeypatch):
+def test_states_and_errors_of_all_ranks_are_gathered(programs, monkeypatch):
     asked = programs([Counts()])
     theirs = ({"counts": {"calls": 5}}, "")
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
@@ -290,17 +293,15 @@ class Network(torch.nn.Module):
         return [0.0] * len(answers)
 
 
-def test_a_state_that_cannot_be_kept_is_told_at_the_start(programs, caplog):
+def test_a_state_that_cannot_be_saved_is_reported_at_the_start(programs, caplog):
     with pytest.raises(UserError, match=r"unspeakable: state_dict\(\) raised TypeError: .* JSON"):
         programs([Unspeakable()])
-    assert programs([Network()]).state_dict() == {}  # weights, which nobody trains
-    assert programs([f"{HERE}/test_reward_functions.py:Counts"]).state_dict() == {
-        "Counts": [{"calls": 0}]
-    }
+    assert programs([Network()]).state_dict() == {}  # frozen weights
+    assert programs([f"{__file__}:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
     assert not caplog.records
-    asked = programs([f"{HERE}/test_reward_functions.py:Counts"], reward_pool="process")
+    asked = programs([f"{__file__}:Counts"], reward_pool="process")
     assert asked.state_dict() == {}
-    assert "Counts' has a state, which checkpoints do not hold" in caplog.text
+    assert re.search("checkpoints do not hold the state of .*:Counts'", caplog.text)
 
 
 RANK = """

@@ -1,4 +1,4 @@
-"""docs/rewards.md: its functions and requests work, its tables say what there is."""
+"""docs/rewards.md: its functions and requests work, its tables are complete."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from dschat.config import RLHFConfig
 from dschat.rewards.call import GIVEN, REFERENCE
 from dschat.rewards.endpoint import _body, _rewards
-from dschat.rewards.library import READY
+from dschat.rewards.library import READY_MADE
 from dschat.rewards.samples import Samples
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
@@ -57,7 +57,7 @@ def test_the_names_that_functions_may_declare():
 
 def test_the_ready_made_functions_are_listed():
     listed = {names(row[0])[0]: set(names(row[-1])) for row in table("name")}
-    assert listed == {name: {f.name for f in fields(made)} for name, made in READY.items()}
+    assert listed == {name: {f.name for f in fields(made)} for name, made in READY_MADE.items()}
 
 
 def test_the_pools_are_listed():

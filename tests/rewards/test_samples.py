@@ -1,4 +1,4 @@
-"""How samples are cut: the answers to a prompt stay together."""
+"""Samples are cut into parts; the answers to a prompt stay together."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from dschat.rewards.samples import Samples
 @pytest.mark.parametrize(
     ("groups", "count", "expected"),
     [
-        ([5, 1, 6], 3, [(0, 5), (5, 12)]),  # 4 and 8 are within a prompt's answers
+        ([5, 1, 6], 3, [(0, 5), (5, 12)]),  # cuts at 4 and 8 would split a prompt's answers
         ([2, 2, 2, 2], 2, [(0, 4), (4, 8)]),
         ([3, 3], 4, [(0, 3), (3, 6)]),
         ([1] * 5, 2, [(0, 2), (2, 5)]),

@@ -1,4 +1,4 @@
-"""The process that calls functions: what it dies of, and that it outlives nobody."""
+"""The worker process: how it dies and restarts, and that it never outlives its parent."""
 
 import os
 import signal
@@ -22,25 +22,25 @@ def test_a_process_that_ends_in_a_call_has_died():
     worker = Worker([("spec", f"{BAD}:dies", {})])
     with pytest.raises(Died, match="exit code 7"):
         worker.call(0, {"prompts": ["p2"]}, [1], 10)
-    assert worker.call(0, {"prompts": ["p1"]}, [1], 10) == [1.0]  # anew
+    assert worker.call(0, {"prompts": ["p1"]}, [1], 10) == [1.0]  # restarted
     worker.close()
 
 
 def started(pids):
-    """The process that a function started, once its id is written in full."""
+    """The id of the process that a function started, once it is written in full."""
     wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
     return int(pids.read_text())
 
 
 def ends(pid):
-    """Whether process ``pid`` does by itself; else it is killed."""
+    """Whether process ``pid`` exits by itself; otherwise it is killed."""
 
     def is_over():
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
             return True
-        return state == "Z"  # nobody has waited for it yet
+        return state == "Z"  # exited, not yet reaped
 
     wait_until(is_over)
     if over := is_over():
@@ -50,7 +50,7 @@ def ends(pid):
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])
-def test_what_a_function_starts_ends_with_its_process(how, tmp_path):
+def test_child_processes_of_a_function_die_with_the_worker(how, tmp_path):
     worker = Worker([("spec", f"{BAD}:starts_another", {})])
     pids = tmp_path / "pids"
     worker.start()
@@ -60,7 +60,7 @@ def test_what_a_function_starts_ends_with_its_process(how, tmp_path):
     worker.close()
 
 
-def test_what_a_function_started_ends_with_the_run(tmp_path):
+def test_child_processes_of_a_function_die_with_the_run(tmp_path):
     pids = tmp_path / "pids"
     code = (
         "import os; from dschat.rewards.worker import Worker; "
@@ -77,8 +77,8 @@ def wait_until(holds):
         time.sleep(0.01)
 
 
-def test_a_process_ends_with_its_parent_in_the_middle_of_a_call():
-    """The parent closes nothing and kills nobody: its end of the pipe is gone with it."""
+def test_a_worker_exits_with_its_parent_during_a_call():
+    """The parent neither closes the worker nor kills it: the pipe closes when it exits."""
     ours, theirs = Pipe()
     end = theirs.fileno()
     code = f"from dschat.rewards import worker; worker.serve({end})"
@@ -94,8 +94,8 @@ def test_a_process_ends_with_its_parent_in_the_middle_of_a_call():
         process.kill()
 
 
-def test_a_process_ends_though_its_parent_is_gone_and_its_function_keeps_the_interpreter():
-    """Nobody kills it, and no thread of it runs to notice."""
+def test_an_orphaned_worker_exits_though_its_function_holds_the_gil():
+    """No parent kills it, and none of its threads can run."""
     ours, theirs = Pipe()
     end = theirs.fileno()
     code = f"from dschat.rewards import worker; worker._GRACE_S = 0.9; worker.serve({end})"
@@ -105,7 +105,7 @@ def test_a_process_ends_though_its_parent_is_gone_and_its_function_keeps_the_int
     assert ours.recv() is None
     ours.send((0, {"prompts": ["p1"]}, [1], 0.1))
     assert ours.recv() == [1.0]
-    time.sleep(1.1)  # a call that is over ends nothing
+    time.sleep(1.1)  # the timer of a finished call is cancelled
     assert process.poll() is None
     busy = psutil.Process(process.pid).cpu_times().user
     ours.send((0, {"prompts": ["p2"]}, [1], 0.1))

@@ -205,7 +205,10 @@ def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"beta": 0.1}, "--beta is not used by --loss pairwise; leave it out, or choose --loss dpo"),
+        (
+            {"beta": 0.1},
+            "--beta is not used by --loss pairwise; leave it out, or choose --loss dpo",
+        ),
         ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing is not used by --loss ipo"),
         ({"loss": "dpo", "kto_desirable_weight": 1.0}, "--kto_desirable_weight is not used by"),
         ({"precompute_ref_logprobs": True}, "--precompute_ref_logprobs is not used by"),
