@@ -28,7 +28,7 @@ from transformers import (
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
 from dschat.estimate.activations import LARGE_BLOCK, Pass, Work, run_pass
-from dschat.models.config_files import made_of
+from dschat.models.config_files import build_from
 from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import ScoreModel
@@ -173,7 +173,7 @@ class Models:
                 return auto.from_config(config, **options)
 
         with _quiet():
-            module = made_of(config, make, use.name, use.flag)
+            module = build_from(config, make, use.name, use.flag)
         with _quiet():
             module = prepare_for_training(
                 module,

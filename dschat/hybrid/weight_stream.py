@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dschat.distributed as dist
-from dschat.models.lora import Adapter, adapters, merge, unwrapped_name
+from dschat.models.lora import LoraAdapter, adapters, merge, unwrapped_name
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -143,7 +143,7 @@ def weight_stream(
     rest = [shard for shard in shards if unwrapped_name(shard.name) is not None]
     for name, tensor in whole_tensors(rest, device, buckets):
         target = unwrapped_name(name)
-        adapter: Adapter | None = found.get(target)
+        adapter: LoraAdapter | None = found.get(target)
         if adapter is not None:
             tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)
         yield target, tensor.to(dtypes[name])

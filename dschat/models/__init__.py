@@ -1,1 +1,1 @@
-"""Loading tokenizers, actors and reward models; LoRA; the Hugging Face generator."""
+"""Loads models and tokenizers: causal LMs, score models, chat templates, LoRA."""

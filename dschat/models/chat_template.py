@@ -1,15 +1,11 @@
-"""The chat template of tokenizers that have none; and where one that has failed did so.
-
-Comes in: a tokenizer. Goes out: a Jinja template, as ``tokenizer.chat_template`` takes it. It must
-not know messages, models or training.
-"""
+"""Supplies a chat template for tokenizers without one; describes errors in a template."""
 
 import traceback
-from typing import Any
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
-# Each message is rendered by itself. Earlier answers keep the EOS they were written with.
+# Every message is rendered independently. Each answer ends with EOS.
 _TURNS = (
     "{% for m in messages %}"
     "{% if m['role'] == 'user' %}{{ '\\n\\nHuman: ' + m['content'] }}"
@@ -20,11 +16,11 @@ _TURNS = (
 )
 
 
-def default_template(tokenizer: Any) -> str:
-    """Turns of Human and Assistant; with the BOS that this tokenizer puts before any text.
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Human and Assistant turns, with a leading BOS if this tokenizer adds one to text.
 
-    A rendered chat is tokenised without special tokens of the tokenizer's own, by us and by others
-    who find the template in a saved folder: so the BOS must be in it.
+    Rendered chats are tokenised with ``add_special_tokens=False``, also by other programs that load
+    the saved template, so the template itself must contain the BOS.
     """
     bos = tokenizer.bos_token_id
     ids = tokenizer("a")["input_ids"]
@@ -33,13 +29,10 @@ def default_template(tokenizer: Any) -> str:
 
 
 def failure(error: Exception) -> str:
-    """What a template raised, and in which of its lines: "line 3: TypeError: ...".
-
-    Jinja's frames have the template's line numbers.
-    """
+    """A template's error as one line with its line number: "line 3: TypeError: ..."."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)  # of wrong syntax
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)  # syntax errors have it
     kind = "" if isinstance(error, TemplateError) else type(error).__name__
     parts = (f"line {line}" if line else "", kind, str(error).strip().partition("\n")[0])
     return ": ".join(filter(None, parts))

@@ -1,10 +1,9 @@
-"""Reads config.json and generation_config.json of a model; what cannot be right in them is one line
-that names the file and the field.
+"""Reads config.json and generation_config.json; an invalid field is a one-line error naming it.
 
-transformers checks some fields while it reads a configuration, others when a model is made of it,
-and many never. What it raises is whatever came up: AttributeError, ZeroDivisionError, IndexError.
-So every exception is the file's fault here, and the field is found by leaving out one after
-another. No weight is read.
+transformers checks some fields when it reads a configuration, others when it builds the model, and
+many never. It raises any exception: AttributeError, ZeroDivisionError, IndexError. So every
+exception here is blamed on the file, and `culprit` finds the field by dropping one after another.
+No weights are read.
 """
 
 import json
@@ -22,31 +21,31 @@ from transformers.utils import cached_file
 from dschat.config import UserError
 
 T = TypeVar("T")
-Fault = tuple[str, Any, str]  # a field, its value, what is wrong with it
+Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-# By transformers' common names; where a family has others, its `attribute_map` knows them.
-_SIZES = {  # and what no model comes near, but a damaged file may ask for
+# transformers' common field names; `attribute_map` translates those of a model family.
+_SIZES = {  # upper bounds, far above any model, against damaged files
     "vocab_size": 100_000_000,
     "hidden_size": 1_000_000,
     "intermediate_size": 10_000_000,
-    "num_hidden_layers": 2_000,  # laying out a million takes hours
+    "num_hidden_layers": 2_000,  # building a million layers takes hours
     "num_attention_heads": 100_000,
     "num_key_value_heads": 100_000,
     "head_dim": 100_000,
     "max_position_embeddings": 10_000_000_000,
 }
-_YES_OR_NO = ("is_causal", "is_decoder", "output_hidden_states", "output_attentions", "return_dict")
+_BOOLEANS = ("is_causal", "is_decoder", "output_hidden_states", "output_attentions", "return_dict")
 _ROPE = {"rope_theta": math.inf, "factor": math.inf, "partial_rotary_factor": 1}
-_MOST_LABELS = 10_000  # transformers makes a table of their names
+_MAX_LABELS = 10_000  # transformers builds a table of their names
 
 
 def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | None:
-    """The object in a JSON file of a checkpoint; None where it has no such file.
+    """The object in a JSON file of a checkpoint; None if the file does not exist.
 
     Raises:
-        OSError: no such folder, and no such model on the hub.
-        UserError: the file is damaged, or holds something else.
+        OSError: neither a folder nor a model on the hub.
+        UserError: the file is not valid JSON, or not an object.
     """
     file = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
     if file is None:
@@ -54,7 +53,7 @@ def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | N
     try:
         content = json.loads(Path(file).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _fault(name_or_path, filename, flag, f"is not JSON ({_said(error)})") from error
+        raise _fault(name_or_path, filename, flag, f"is not JSON ({_reason(error)})") from error
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise _fault(name_or_path, filename, flag, f"holds a {kind}, not an object with fields")
@@ -62,16 +61,16 @@ def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | N
 
 
 def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a checkpoint, with sizes that a model can have.
+    """The configuration of a checkpoint, with its sizes validated.
 
     Raises:
-        OSError: as `read_json`; or there is no config.json.
-        UserError: naming ``flag`` and the field that cannot be right.
+        OSError: as `read_json`; or config.json does not exist.
+        UserError: naming ``flag`` and the invalid field.
     """
     raw = read_json(name_or_path, CONFIG, flag)
     if raw is None:
         raise FileNotFoundError(f"{name_or_path} has no {CONFIG}")
-    for fault in _wrong_before_reading(raw):
+    for fault in _raw_faults(raw):
         raise _wrong_field(name_or_path, CONFIG, flag, fault)
 
     def read(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -82,34 +81,37 @@ def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     config = _attempt(read, raw, name_or_path, CONFIG, flag)
     try:
         text = config.get_text_config()
-    except ValueError as error:  # several: no model of text alone
-        raise _fault(name_or_path, CONFIG, flag, f"cannot be used ({_said(error)})") from error
+    except ValueError as error:  # several text configs: not a text-only model
+        raise _fault(name_or_path, CONFIG, flag, f"cannot be used ({_reason(error)})") from error
     if not isinstance(text, PretrainedConfig):
         fault = ("text_config", text, f"not of a {type(config).__name__}")
         raise _wrong_field(name_or_path, CONFIG, flag, fault)
-    for fault in _wrong_in(text):
+    for fault in _config_faults(text):
         raise _wrong_field(name_or_path, CONFIG, flag, fault)
     return config
 
 
-def made_of(
-    config: PretrainedConfig, make: Callable[[PretrainedConfig], T], name_or_path: str, flag: str
+def build_from(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], T], name_or_path: str, flag: str
 ) -> T:
-    """``make(config)``, without memory for weights; ``UserError`` naming the field it fails for."""
+    """``build(config)``; a failure is a ``UserError`` naming the field that caused it.
 
-    def make_of(fields: Mapping[str, Any]) -> T:
-        return make(config if fields is whole else type(config).from_dict(dict(fields)))
+    ``build`` may run once per field, so it should not allocate weights.
+    """
 
-    whole = config.to_dict()
-    return _attempt(make_of, whole, name_or_path, CONFIG, flag)
+    def build_with(fields: Mapping[str, Any]) -> T:
+        return build(config if fields is complete else type(config).from_dict(dict(fields)))
+
+    complete = config.to_dict()
+    return _attempt(build_with, complete, name_or_path, CONFIG, flag)
 
 
 def read_generation_config(name_or_path: str, flag: str) -> GenerationConfig | None:
-    """The checkpoint's generation config; None where it has none.
+    """The checkpoint's generation config; None if it has none.
 
     Raises:
-        UserError: naming ``flag`` and the field that cannot be right. transformers takes a damaged
-            file for none, and answers would not end where the checkpoint says.
+        UserError: naming ``flag`` and the invalid field. transformers ignores a damaged file, and
+            generation would miss the checkpoint's EOS ids.
     """
     raw = read_json(name_or_path, GENERATION_CONFIG, flag)
     if raw is None:
@@ -134,14 +136,14 @@ def _attempt(
     filename: str,
     flag: str,
 ) -> T:
-    """``action(fields)``. Where it fails, the first field without which it does not is named."""
+    """``action(fields)``; a failure is a ``UserError`` naming the field that `culprit` finds."""
     with _silence():
         try:
             return action(fields)
         except UserError:
             raise
         except Exception as error:
-            field, reason = culprit(action, fields), _said(error)
+            field, reason = culprit(action, fields), _reason(error)
             if field is None:
                 raise _fault(name_or_path, filename, flag, f"cannot be used ({reason})") from error
             fault = (field, fields[field], reason)
@@ -149,7 +151,7 @@ def _attempt(
 
 
 def culprit(action: Callable[[Mapping[str, Any]], Any], fields: Mapping[str, Any]) -> str | None:
-    """The first field without which ``action`` succeeds; None where no single one is to blame."""
+    """The first field without which ``action`` succeeds; None if there is no such field."""
 
     def works(without: str | None) -> bool:
         try:
@@ -163,7 +165,7 @@ def culprit(action: Callable[[Mapping[str, Any]], Any], fields: Mapping[str, Any
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Without transformers' own words on what is one line here."""
+    """Mutes transformers' logs and warnings: the error raised here says it in one line."""
     logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -173,8 +175,8 @@ def _silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _wrong_before_reading(raw: Mapping[str, Any]) -> Iterator[Fault]:
-    """Fields that transformers takes as they are, or spends hours on."""
+def _raw_faults(raw: Mapping[str, Any]) -> Iterator[Fault]:
+    """Invalid fields that transformers does not check, or spends hours on."""
     names, code, kind = raw.get("architectures"), raw.get("auto_map"), raw.get("model_type")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -182,35 +184,35 @@ def _wrong_before_reading(raw: Mapping[str, Any]) -> Iterator[Fault]:
         yield "architectures", names, "not a list of class names"
     if "auto_map" in raw and not isinstance(code, dict):
         yield "auto_map", code, "not an object"
-    # Without one, transformers takes any architecture whose name is somewhere in the path.
+    # Without model_type, transformers guesses it from the path.
     if not (isinstance(kind, str) and kind) and not code:
         yield "model_type", kind, "not the name of an architecture"
-    for field in _YES_OR_NO:
+    for field in _BOOLEANS:
         if not isinstance(raw.get(field), bool | None):
             yield field, raw[field], "neither true nor false"
     labels = raw.get("num_labels")
-    if isinstance(labels, (int, float)) and labels > _MOST_LABELS:
-        yield "num_labels", labels, f"more than {_MOST_LABELS:,}"
+    if isinstance(labels, (int, float)) and labels > _MAX_LABELS:
+        yield "num_labels", labels, f"more than {_MAX_LABELS:,}"
 
 
-def _wrong_in(config: PretrainedConfig) -> Iterator[Fault]:
-    """Fields with which no model works."""
+def _config_faults(config: PretrainedConfig) -> Iterator[Fault]:
+    """Fields with values that no model supports."""
     names = getattr(config, "attribute_map", {})
     for size, most in _SIZES.items():
-        values = _of_all_layers(config, size)  # some families have a list, by layer
+        values = _of_all_layers(config, size)  # in some families a list, one per layer
         for value in values if values and isinstance(values, (list, tuple)) else [values]:
             if value is not None and not (type(value) is int and 1 <= value <= most):
                 yield names.get(size, size), values, f"not a whole number from 1 to {most:,}"
     heads = _of_all_layers(config, "num_attention_heads")
     groups = _of_all_layers(config, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        yield "num_key_value_heads", groups, f"no divisor of the {heads} attention heads"
+        yield "num_key_value_heads", groups, f"not a divisor of the {heads} attention heads"
     for name, value in vars(config).items():
         is_epsilon = name.endswith(("_eps", "_epsilon")) and value is not None
         if is_epsilon and not (_is_number(value) and 0 <= value < 1):
             yield name, value, "not a number from 0 to 1"
     rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # of all layers, or by their kind
+    for settings in (rope, *rope.values()):  # one for all layers, or one per layer type
         for name, most in _ROPE.items():
             value = settings.get(name, 1.0) if isinstance(settings, dict) else 1.0
             if not (_is_number(value) and 0 < value <= most):
@@ -218,8 +220,8 @@ def _wrong_in(config: PretrainedConfig) -> Iterator[Fault]:
 
 
 def _of_all_layers(config: PretrainedConfig, name: str) -> Any:
-    """A field; None where there is none, where the class computes it (XLNet's length of -1), or
-    where transformers has one for each layer.
+    """The value of a field; None if it is absent, computed by the class (XLNet's length of -1), or
+    differs between layers.
     """
     if isinstance(getattr(type(config), name, None), property):
         return None
@@ -234,21 +236,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _wrong_field(name_or_path: str, filename: str, flag: str, fault: Fault) -> UserError:
-    field, value, why = fault
+    field, value, reason = fault
     shown = json.dumps(value, default=str)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return _fault(name_or_path, filename, flag, f"cannot be used: {field} is {shown} ({why})")
+    return _fault(name_or_path, filename, flag, f"cannot be used: {field} is {shown} ({reason})")
 
 
-def _fault(name_or_path: str, filename: str, flag: str, what: str) -> UserError:
+def _fault(name_or_path: str, filename: str, flag: str, problem: str) -> UserError:
     return UserError(
-        f"{flag} {name_or_path}: its {filename} {what}; correct it, or copy or download it again"
+        f"{flag} {name_or_path}: its {filename} {problem}; correct it, or copy or download it again"
     )
 
 
-def _said(error: BaseException) -> str:
-    """What an exception says, in a line."""
-    error = error.__cause__ or error  # huggingface_hub's checks of a field wrap the reason
+def _reason(error: BaseException) -> str:
+    """An exception's message as one line."""
+    error = error.__cause__ or error  # huggingface_hub's field validation wraps the reason
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0].partition(". ")[0].rstrip(".") if lines else type(error).__name__
     text = f"unknown: {text}" if isinstance(error, KeyError) else text

@@ -1,9 +1,8 @@
-"""Whether a checkpoint can do what the flags ask of it, told before any weight is read.
+"""Checks a checkpoint against the flags before any weights load.
 
-A name, its configuration and knobs come in; nothing goes out, or one line that says which flag asks
-for what is not there. The model is made on the meta device, where a weight has a shape and no
-bytes. It must not know how weights load or train; call it outside ZeRO-3's scope of loading, in
-which a module without memory cannot be made.
+Builds the model on the meta device and compares its parameters with the headers of the weight
+files. NOTE: call it outside ZeRO-3's loading context, in which modules cannot be built on the meta
+device.
 """
 
 import copy
@@ -22,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from dschat.config import UserError
-from dschat.models.config_files import made_of, read_generation_config
+from dschat.models.config_files import build_from, read_generation_config
 from dschat.models.lora import check_rank
 from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
 
@@ -39,14 +38,14 @@ def check_fit(
     lora_modules: Sequence[str] = (),
     lora_flag: str = "--lora_dim",
 ) -> None:
-    """Whether this checkpoint makes a model of ``kind``.
+    """Raise ``UserError`` unless this checkpoint loads as a model of ``kind``.
 
     Args:
-        lora_dim: rank of the adapters on ``lora_modules``; 0: there are none.
+        lora_dim: rank of the adapters on ``lora_modules``; 0: no adapters.
 
     Raises:
-        UserError: it lacks weights or stores integers for them, the architecture has no such
-            attention or modules, or adapters of that rank do not fit into memory.
+        UserError: missing, reshaped or integer weights, an attention implementation or LoRA modules
+            that the architecture lacks, or adapters that exceed the memory.
     """
     headers = checkpoint_headers(name_or_path, flag)
     if not headers:
@@ -57,20 +56,20 @@ def check_fit(
     if integers := integer_weights(headers):
         raise UserError(
             f"{flag} {name_or_path} stores {len(integers)} weights as integers, such as "
-            f"{integers[0]}; name the checkpoint in floating point that it was made from"
+            f"{integers[0]}; name the floating-point checkpoint that it was made from"
         )
     if kind == "lm":
-        read_generation_config(name_or_path, flag)  # says where answers end
+        read_generation_config(name_or_path, flag)  # has the EOS ids
     if getattr(config, "auto_map", None):
-        return  # its own code makes it, which loading runs
-    model = _empty(config, name_or_path, flag, kind, attn_implementation)
+        return  # only its own code can build it, which loading runs
+    model = _meta_model(config, name_or_path, flag, kind, attn_implementation)
     legacy = kind == "score" and reward_form(config, name_or_path, flag) == "v_head"
     shapes = {key: stored.shape for key, stored in headers.items()}
-    missing, other = _differences(model, shapes, "score." if kind == "score" else "\0")
-    if other and not legacy:
+    missing, reshaped = _differences(model, shapes, "score." if kind == "score" else "\0")
+    if reshaped and not legacy:
         raise UserError(
             f"{flag} {name_or_path}: its weights have other shapes than its config.json asks for: "
-            f"{other[0]}; copy or download both again"
+            f"{reshaped[0]}; copy or download both again"
         )
     if missing and not legacy:
         shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
@@ -85,20 +84,22 @@ def check_fit(
 def check_positions(
     config: PretrainedConfig, length: int, name_or_path: str, flags: str, remedy: str
 ) -> None:
-    """Raise ``UserError`` where sequences of ``length`` tokens are longer than the model reads."""
+    """Raise ``UserError`` if ``length`` tokens exceed the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise UserError(f"{flags} {length}: {name_or_path} has {positions} positions; {remedy}")
 
 
-def _empty(
+def _meta_model(
     config: PretrainedConfig,
     name_or_path: str,
     flag: str,
     kind: Kind,
     attn_implementation: str | None,
 ) -> PreTrainedModel:
-    def make(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model on the meta device: shapes without memory."""
+
+    def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         config = copy.deepcopy(config)
         auto_class = AutoModelForCausalLM
         if kind == "score":
@@ -109,12 +110,12 @@ def _empty(
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
 
-    logging.disable(logging.WARNING)  # its advice is for those who compute with the model
+    logging.disable(logging.WARNING)  # its advice concerns models that compute
     try:
-        model = made_of(config, make, name_or_path, flag)
+        model = build_from(config, build, name_or_path, flag)
         if not attn_implementation:
             return model
-        return make(config, attn_implementation=attn_implementation)
+        return build(config, attn_implementation=attn_implementation)
     except (ValueError, ImportError) as error:
         if isinstance(error, UserError):
             raise
@@ -130,10 +131,10 @@ def _empty(
 def _differences(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], may_miss: str
 ) -> tuple[list[str], list[str]]:
-    """Names of weights that the model has and ``shapes`` lacks, sorted; then the others that have
-    another shape there: "NAME (64, 32) instead of (64, 48)".
+    """Sorted names of the model's weights that ``shapes`` lacks, and a line for each one with
+    another shape: "NAME (64, 32) instead of (64, 48)".
 
-    None where weights are made of several on disk: only loading knows how.
+    Both are empty if loading fuses or splits tensors: then names on disk cannot be compared.
     """
     transforms = get_model_conversion_mapping(model)
     if any(isinstance(transform, WeightConverter) for transform in transforms):
@@ -145,18 +146,18 @@ def _differences(
             key, _ = transform.rename_source_key(key)
         return key.removeprefix(prefix)
 
-    there = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
-    there |= {plain(key): shape for key, shape in shapes.items()}
+    stored = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
+    stored |= {plain(key): shape for key, shape in shapes.items()}
     for tied, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         pair = (tied.removeprefix(prefix), source.removeprefix(prefix))
         for name, other in (pair, pair[::-1]):
-            if other in there:
-                there.setdefault(name, there[other])
-    missing, different = [], []
+            if other in stored:
+                stored.setdefault(name, stored[other])
+    missing, reshaped = [], []
     for name, parameter in model.named_parameters():
-        shape = there.get(name.removeprefix(prefix))
+        shape = stored.get(name.removeprefix(prefix))
         if shape is None and not name.startswith(may_miss):
             missing.append(name)
         elif shape is not None and shape != tuple(parameter.shape):
-            different.append(f"{name} {shape} instead of {tuple(parameter.shape)}")
-    return sorted(missing), different
+            reshaped.append(f"{name} {shape} instead of {tuple(parameter.shape)}")
+    return sorted(missing), reshaped

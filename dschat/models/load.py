@@ -1,9 +1,7 @@
-"""Loading checkpoints: a causal LM, or a score model, with every missing or unexpected key an
-error.
+"""Loads causal LMs and score models; a missing or unexpected weight is an error.
 
-A name or folder comes in, a transformers module goes out. Under ZeRO-3 the caller wraps the call in
-`deepspeed_setup.sharded_loading`, and the module arrives in shards; nothing else here knows of
-DeepSpeed.
+Under ZeRO-3 the caller wraps the call in `sharded_loading` of `dschat.runtime.deepspeed_engine`,
+and the parameters are sharded as they load.
 """
 
 import pickle
@@ -43,7 +41,7 @@ transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
-    """Set every dropout probability that this configuration has (layer dropout too)."""
+    """Set every dropout probability of this configuration, layer dropout included."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and any(
             word in key for word in ("dropout", "pdrop", "layerdrop")
@@ -62,11 +60,15 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """An ``AutoModelForCausalLM`` with exactly the checkpoint's weights, on the CPU or sharded.
 
-    ``num_tokens``: ids of the tokenizer; embedding and head grow to it where they have fewer rows.
+    ``num_tokens``: size of the tokenizer; embedding and head grow to it if they have fewer rows.
+
+    Raises:
+        UserError: naming ``flag``: not a causal LM, or unreadable, missing, unexpected, reshaped or
+            non-finite weights.
     """
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
-    pad_token_id = _keep_padding_inside(config)
+    pad_token_id = _drop_invalid_pad(config)
     if config.get_text_config().tie_word_embeddings and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
@@ -80,7 +82,7 @@ def load_causal_lm(
         attn_implementation,
         trust_remote_code,
     )
-    model = _checked(model, name_or_path, flag, may_miss=(), may_ignore=())
+    model = _checked(model, name_or_path, flag, may_be_missing=(), may_be_unused=())
     grow_embeddings(model, num_tokens)
     if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
         model.config.pad_token_id = pad_token_id
@@ -100,18 +102,21 @@ def load_score_backbone(
 ) -> PreTrainedModel:
     """An ``AutoModelForSequenceClassification(num_labels=1)``.
 
-    ``from_base``: step 2 starting from a language model; then exactly the score head may be missing
-    and the LM head unused. ``num_tokens`` is the tokenizer's size: the embedding grows to it where
-    it is smaller. DeepSpeed-Chat's own checkpoints are read too.
+    ``from_base``: step 2 may start from a causal LM; then the score head may be missing and the LM
+    head is unused. ``num_tokens``: size of the tokenizer; the embedding grows to it if it has fewer
+    rows. Reads reward models of DeepSpeed-Chat too.
+
+    Raises:
+        UserError: naming ``flag``; as `load_causal_lm`, or not a reward model.
     """
     config = load_config(name_or_path, flag, trust_remote_code)
     form = reward_form(config, name_or_path, flag)
     if form == "base" and not from_base:
         raise not_a_reward_model(name_or_path, flag, config)
     config.num_labels = 1
-    if pad_token_id < config.vocab_size:  # an embedding refuses a padding row that it does not have
+    if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
         config.pad_token_id = pad_token_id
-    _keep_padding_inside(config)
+    _drop_invalid_pad(config)
     model = _from_pretrained(
         AutoModelForSequenceClassification,
         name_or_path,
@@ -126,26 +131,26 @@ def load_score_backbone(
     if not hasattr(model, "score"):
         raise no_score_head(name_or_path, flag, type(model).__name__)
     is_new = form == "base"
-    may_miss = ("score.",) if is_new else ()
-    may_ignore = ("lm_head.", "embed_out.") if is_new else ()
-    model = _checked(model, name_or_path, flag, may_miss, may_ignore)
+    may_be_missing = ("score.",) if is_new else ()
+    may_be_unused = ("lm_head.", "embed_out.") if is_new else ()
+    model = _checked(model, name_or_path, flag, may_be_missing, may_be_unused)
     grow_embeddings(model, num_tokens)
     model.config.pad_token_id = pad_token_id
     return model
 
 
 def not_a_reward_model(name_or_path: str, flag: str, config: PretrainedConfig) -> UserError:
-    """The error for a language model where a reward model is asked for."""
+    """The error for a causal LM in place of a reward model."""
     return UserError(
         f"{flag} {name_or_path} is not a reward model (its config.json says "
         f"{config.architectures}); train one with step 2 first"
     )
 
 
-def _keep_padding_inside(config: PretrainedConfig) -> int | None:
-    """Take a pad id that the embedding has no row for out of ``config``, and return what it was.
+def _drop_invalid_pad(config: PretrainedConfig) -> int | None:
+    """Remove a pad id outside the embedding from ``config``; returns the original pad id.
 
-    ``nn.Embedding`` refuses such an id, and takes -1 for its last row.
+    ``nn.Embedding`` rejects such an id as padding_idx, and takes -1 as its last row.
     """
     text = config.get_text_config()
     pad_token_id = getattr(text, "pad_token_id", None)
@@ -182,7 +187,7 @@ def _from_pretrained(
             config=config,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # we name them ourselves, in one line
+            ignore_mismatched_sizes=True,  # `_checked` reports them in one line
             **options,
         )
     except (OSError, SafetensorError) as error:
@@ -196,10 +201,10 @@ def _from_pretrained(
             raise
         reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
-    model.config.use_cache = False  # training never reads the cache; generation asks for it
-    # Masks come from lengths, so no row is padding: where pad is EOS, EOS must learn.
+    model.config.use_cache = False  # training does not read the cache; generation enables it
+    # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
     model.get_input_embeddings().padding_idx = None
-    if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys there
+    if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys under ZeRO-3
         keys = set(state) if state is not None else checkpoint_keys(name_or_path, flag)
         info["unexpected_keys"] = _unexpected_keys(model, keys)
     model.dschat_loading_info = info
@@ -210,40 +215,43 @@ def _checked(
     model: PreTrainedModel,
     name_or_path: str,
     flag: str,
-    may_miss: tuple[str, ...],
-    may_ignore: tuple[str, ...],
+    may_be_missing: tuple[str, ...],
+    may_be_unused: tuple[str, ...],
 ) -> PreTrainedModel:
-    """Collective under ZeRO-3. ``model``, or ``UserError`` where its weights are not all right."""
+    """Collective under ZeRO-3. ``model``; ``UserError`` if weights do not match or are not finite.
+
+    ``may_be_missing`` and ``may_be_unused`` are prefixes of keys.
+    """
     info = model.__dict__.pop("dschat_loading_info")
-    missing = {k for k in info["missing_keys"] if not k.startswith(may_miss or ("\0",))}
+    missing = {k for k in info["missing_keys"] if not k.startswith(may_be_missing or ("\0",))}
     unexpected = {
         k
         for k in info["unexpected_keys"]
-        if not (is_constant(k) or k.startswith(may_ignore or ("\0",)))
+        if not (is_constant(k) or k.startswith(may_be_unused or ("\0",)))
     }
     reshaped = {f"{name} {tuple(on_disk)}" for name, on_disk, _ in info["mismatched_keys"]}
     faults = (("lacks", missing), ("has unexpected", unexpected), ("has of other shapes", reshaped))
-    for what, keys in faults:
+    for problem, keys in faults:
         if keys:
             shown = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
             raise UserError(
-                f"{flag} {name_or_path} {what} {len(keys)} weights of a {type(model).__name__}: "
+                f"{flag} {name_or_path} {problem} {len(keys)} weights of a {type(model).__name__}: "
                 f"{shown}"
             )
-    faulty = [name for name, weight in _own_weights(model) if not is_finite(weight)]
-    # NOTE: under ZeRO-3 a rank sees its own shards, and all must leave together.
-    everyones = dist.gather_objects(faulty) if is_deepspeed_zero3_enabled() else [faulty]
-    if found := sorted(set().union(*everyones)):
+    not_finite = [name for name, weight in _local_weights(model) if not is_finite(weight)]
+    # NOTE: under ZeRO-3 a rank sees only its shards, and all ranks must raise together.
+    ranks = dist.gather_objects(not_finite) if is_deepspeed_zero3_enabled() else [not_finite]
+    if names := sorted(set().union(*ranks)):
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         raise UserError(
             f"{flag} {name_or_path} has values that are NaN or infinite (in {dtype}) in "
-            f"{len(found)} weights, such as {found[0]}; copy it again, or name a model from before "
+            f"{len(names)} weights, such as {names[0]}; copy it again, or name a model from before "
             "it diverged"
         )
     return model
 
 
-def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, or this rank's shard of it without padding."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor"):
@@ -255,16 +263,16 @@ def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
-    """Those of ``keys`` that the model has no place for."""
+    """Those of ``keys`` that the model does not load."""
     prefix = model.base_model_prefix + "."
     ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    wanted = {k.removeprefix(prefix) for k in model.state_dict()}
+    expected = {k.removeprefix(prefix) for k in model.state_dict()}
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    wanted |= {k.removeprefix(prefix) for k in tied}
+    expected |= {k.removeprefix(prefix) for k in tied}
     renamings = get_model_conversion_mapping(model)
 
     def current(key: str) -> str:
-        """What transformers 5 calls the tensor (GPT-NeoX's head is embed_out on disk)."""
+        """transformers 5's name of the tensor (GPT-NeoX's head is embed_out on disk)."""
         for renaming in renamings:
             key, _ = renaming.rename_source_key(key)
         return key
@@ -272,6 +280,6 @@ def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
     return {
         key
         for key in keys
-        if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & wanted
+        if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & expected
         and not any(re.search(pattern, key) for pattern in ignored)
     }

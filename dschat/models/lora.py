@@ -1,12 +1,10 @@
-"""LoRA through PEFT: adding adapters, switching them off, and merging them into a stream of
-weights.
+"""LoRA with PEFT: adds adapters, disables them, and merges them into a stream of weights.
 
-A transformers module comes in; a ``PeftModel`` around it goes out. It must not know ZeRO: whoever
-gathers the weights hands `merge` whole tensors.
+No ZeRO here: the caller of `merge` gathers the weights.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,12 +28,12 @@ def add_lora(
     only_optimize_lora: bool,
     flag: str,
 ) -> PeftModel:
-    """Wrap ``model`` in adapters of ``rank`` on ``modules``: PEFT's names, all-linear, or a part of
-    the path with a dot at its end (``decoder.layers.``: every linear layer below it, as
-    DeepSpeed-Chat's scripts say it).
+    """Wrap ``model`` with adapters of ``rank`` on ``modules``.
 
-    The score head of a reward model or critic is always trained. Without ``only_optimize_lora`` the
-    rest of the model is trained besides, as DeepSpeed-Chat did.
+    ``modules`` are PEFT's names, all-linear, or a part of the path that ends with a dot, as in
+    DeepSpeed-Chat's scripts (``decoder.layers.``: every linear layer below it). The score head of a
+    reward model or critic always trains. Without ``only_optimize_lora`` the whole model trains, as
+    in DeepSpeed-Chat. ``alpha`` 0 means 2 * ``rank``.
     """
     config = LoraConfig(
         r=rank,
@@ -56,10 +54,10 @@ def add_lora(
 
 
 def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str | list[str]:
-    """What PEFT is told to put adapters on: names of linear layers, or ends of them.
+    """PEFT's ``target_modules``: names of linear layers, or suffixes of them.
 
     Raises:
-        UserError: naming ``flag``: no such module, or one that takes no adapter.
+        UserError: naming ``flag``: no such module, or one that LoRA does not support.
     """
     if "all-linear" in modules:
         return "all-linear"
@@ -67,7 +65,7 @@ def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str |
 
 
 def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
-    """``wanted``, or the linear layers below it."""
+    """``[wanted]``, or the linear layers below it if it ends with a dot."""
     layers = linear_layers(model)
     if wanted.endswith(".") and (below := [name for name in layers if wanted in name]):
         return below
@@ -88,7 +86,7 @@ def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that adapters can be put on; heads get none."""
+    """Name -> layer of all layers that can have an adapter: linear ones, except heads."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -97,10 +95,10 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -> None:
-    """Raise ``UserError``, with the figures, where adapters of ``rank`` do not fit into memory.
+    """Raise ``UserError``, with the figures, if adapters of ``rank`` exceed the host memory.
 
-    ``model`` may be on the meta device. Adapters are made whole and in fp32, in the memory of the
-    host; on a CPU their gradients and Adam's two moments live there as well, in shards at best.
+    ``model`` may be on the meta device. PEFT creates adapters unsharded in fp32 in host memory. On
+    a CPU their gradients and Adam's two moments are there as well, sharded at best.
     """
     targets = target_modules(model, modules, flag.replace("_dim", "_modules"))
     ends = tuple(f".{target}" for target in targets) if targets != "all-linear" else ("",)
@@ -111,7 +109,7 @@ def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -
     if needed > free:
         raise UserError(
             f"{flag} {rank}: adapters of this rank take {needed / 2**30:,.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; lower it (8 to 128 are usual)"
+            f"{free / 2**30:.1f} GiB are free; lower it (8 to 128 is usual)"
         )
 
 
@@ -124,9 +122,9 @@ def prepare_for_training(
     only_optimize_lora: bool,
     flag: str,
 ) -> nn.Module:
-    """What a loaded model needs before an engine wraps it: checkpointing, and adapters if any."""
+    """Enable gradient checkpointing and add adapters, before an engine wraps the model."""
     if gradient_checkpointing:
-        # transformers 5.23's name for it, or the one before
+        # renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not lora_dim:
@@ -134,8 +132,8 @@ def prepare_for_training(
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)
 
 
-def adapters_off(module: nn.Module):
-    """A scope in which ``module`` computes without its adapters; a no-op where it has none."""
+def adapters_off(module: nn.Module) -> AbstractContextManager[None]:
+    """Context in which ``module`` computes without its adapters; a no-op if it has none."""
     for child in module.modules():
         if isinstance(child, PeftModel):
             return _quiet_disable(child)
@@ -144,7 +142,7 @@ def adapters_off(module: nn.Module):
 
 @contextmanager
 def _quiet_disable(model: PeftModel) -> Iterator[None]:
-    # NOTE: PEFT's disable_adapter() also flips requires_grad, which ZeRO's hooks must not see.
+    # NOTE: PEFT's disable_adapter() also flips requires_grad, which would break ZeRO's hooks.
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True
@@ -156,8 +154,8 @@ def _quiet_disable(model: PeftModel) -> Iterator[None]:
 
 
 @dataclass
-class Adapter:
-    """One LoRA layer: the names of its parts in the wrapped module, and how they add up."""
+class LoraAdapter:
+    """One LoRA layer: the names of its matrices in the PEFT model, and how to merge them."""
 
     a_name: str
     b_name: str
@@ -166,28 +164,31 @@ class Adapter:
 
 
 def unwrapped_name(name: str) -> str | None:
-    """The checkpoint's name of a PEFT-wrapped module's parameter; None for an adapter's own."""
+    """The checkpoint's name of a parameter of a PEFT model; None for the adapter's matrices."""
     if ".lora_A." in name or ".lora_B." in name:
         return None
     return name.replace("base_model.model.", "").replace(".base_layer.", ".")
 
 
-def adapters(module: nn.Module, prefix: str = "") -> dict[str, Adapter]:
+def adapters(module: nn.Module, prefix: str = "") -> dict[str, LoraAdapter]:
     """Every LoRA layer below ``module``: checkpoint name of its weight -> its adapter."""
-    found = {}
+    layers = {}
     for name, layer in module.named_modules(prefix=prefix):
         if isinstance(layer, LoraLayer):
             (key,) = layer.active_adapters
-            found[unwrapped_name(f"{name}.base_layer.weight")] = Adapter(
+            layers[unwrapped_name(f"{name}.base_layer.weight")] = LoraAdapter(
                 a_name=f"{name}.lora_A.{key}.weight",
                 b_name=f"{name}.lora_B.{key}.weight",
                 scaling=layer.scaling[key],
                 transposed=bool(getattr(layer, "fan_in_fan_out", False)),
             )
-    return found
+    return layers
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
-    """``weight + scaling * B A`` as a new tensor (Hu et al. 2021, eq. 3), summed in fp32."""
+def merge(weight: Tensor, a: Tensor, b: Tensor, adapter: LoraAdapter) -> Tensor:
+    """``weight + scaling * B A`` as a new tensor (Hu et al. 2021, eq. 3), summed in fp32.
+
+    Returns the dtype of ``weight``.
+    """
     delta = b.float() @ a.float() * adapter.scaling
     return (weight.float() + (delta.T if adapter.transposed else delta)).to(weight.dtype)

@@ -1,8 +1,7 @@
-"""What a checkpoint is, told from its configuration and the names of its weights alone.
+"""Determines what a checkpoint is, from its configuration and the headers of its weight files.
 
-A name or folder comes in; a configuration goes out, or one line that says why the checkpoint is not
-what its flag asks for. No weight is read, and no code that comes with a checkpoint is run unless
-``trust_remote_code``. It must not know how weights load, nor what they are for.
+No weights load here (except a possibly tied embedding and head, see `has_own_head`), and no Python
+code of a checkpoint runs without ``trust_remote_code``.
 """
 
 import copy
@@ -29,7 +28,7 @@ from transformers.utils import cached_file
 
 from dschat.config import UserError
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
-from dschat.models.config_files import CONFIG, made_of, read_config, read_json
+from dschat.models.config_files import CONFIG, build_from, read_config, read_json
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -37,7 +36,7 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# The two names that DeepSpeed-Chat gave the transformer inside its reward model.
+# Both spellings occur in checkpoints of DeepSpeed-Chat.
 LEGACY_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 LEGACY_HEAD = "v_head.weight"
 
@@ -48,8 +47,8 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     """The checkpoint's configuration.
 
     Raises:
-        UserError: naming ``flag``: no checkpoint there, a LoRA adapter alone, quantised weights, or
-            an architecture that only the checkpoint's own code knows.
+        UserError: naming ``flag``: not a checkpoint, a LoRA adapter without its base model,
+            quantised weights, or an architecture that needs the checkpoint's own code.
     """
     path = Path(name_or_path)
     if os.path.exists(path / "adapter_config.json") and not os.path.exists(path / "config.json"):
@@ -58,16 +57,16 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
         raw = read_json(name_or_path, CONFIG, flag)
         if raw is not None and "quantization_config" in raw:
             raise UserError(
-                f"{flag} {name_or_path} is quantised ({_quantisation(raw)}), which cannot be "
-                "trained or generated with here; name the checkpoint it was made from"
+                f"{flag} {name_or_path} is quantised ({_quantisation(raw)}), which neither "
+                "training nor generation supports; name the checkpoint it was made from"
             )
         return read_config(name_or_path, flag, trust_remote_code)
     except UserError as error:
         if "trust_remote_code" not in str(error.__cause__):
             raise
         raise UserError(
-            f"{flag} {name_or_path} brings its own Python code, which is not run unless you ask "
-            "for it: read it, and pass --trust_remote_code if you trust it"
+            f"{flag} {name_or_path} needs its own Python code, which does not run by default: "
+            "read it, and pass --trust_remote_code if you trust it"
         ) from error
     except (OSError, ValueError) as error:
         if os.path.isfile(path):
@@ -80,7 +79,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
 
 
 def brings_code(name_or_path: str, filename: str = "config.json") -> bool:
-    """Whether this JSON file of a checkpoint names Python code of its own (``auto_map``)."""
+    """Whether this JSON file of a checkpoint refers to Python code (``auto_map``)."""
     try:
         file = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
         return file is not None and "auto_map" in json.loads(Path(file).read_text("utf-8"))
@@ -89,7 +88,7 @@ def brings_code(name_or_path: str, filename: str = "config.json") -> bool:
 
 
 def _adapter_remedy(path: Path) -> str:
-    """Where the merged model is, or how to make it."""
+    """Names the merged model, or how to merge it."""
     if (path.parent / "config.json").exists():
         return f"name {path.parent}, which holds the merged model"
     try:
@@ -116,7 +115,7 @@ def require_causal_lm(config: PretrainedConfig, name_or_path: str, flag: str) ->
         os.path.isdir(name_or_path) and is_legacy_reward(name_or_path, flag)
     ):
         raise UserError(
-            f"{flag} {name_or_path} is a reward model, which scores and does not talk; "
+            f"{flag} {name_or_path} is a reward model, which scores and does not generate text; "
             "name a causal LM, such as step 1's folder or the actor of step 3"
         )
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
@@ -124,22 +123,24 @@ def require_causal_lm(config: PretrainedConfig, name_or_path: str, flag: str) ->
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     base = MODEL_MAPPING.get(type(config), None)
     if isinstance(base, type):
-        known.add(base.__name__)  # a model without head: the weights must do
-    # BERT and its kin look both ways, unless their configuration makes decoders of them.
+        known.add(base.__name__)  # saved without a head; loading checks the weights
+    # BERT and its relatives attend in both directions, unless configured as decoders.
     masked = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None) is not None
-    both_ways = masked and not getattr(config, "is_decoder", True)
+    bidirectional = masked and not getattr(config, "is_decoder", True)
     if (
         MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None
         or (architectures and not known.intersection(architectures))
         or config.is_encoder_decoder
-        or both_ways
+        or bidirectional
     ):
         raise UserError(f"{flag} {name_or_path} is a {shown}; name a causal LM")
 
 
 def reward_form(config: PretrainedConfig, name_or_path: str, flag: str) -> RewardForm:
-    """What a score model can be read from: a ``...ForSequenceClassification`` checkpoint, one of
-    DeepSpeed-Chat's with a ``v_head``, or (with a new score head) a language model.
+    """The form of a checkpoint that a score model loads from.
+
+    "score": ``...ForSequenceClassification``; "v_head": a reward model of DeepSpeed-Chat; "base": a
+    causal LM, which needs a new score head.
     """
     if any(a.endswith("ForSequenceClassification") for a in config.architectures or []):
         return "score"
@@ -147,45 +148,46 @@ def reward_form(config: PretrainedConfig, name_or_path: str, flag: str) -> Rewar
 
 
 def score_class(config: PretrainedConfig) -> type[nn.Module] | None:
-    """The ``...ForSequenceClassification`` of this architecture; None where there is none."""
+    """The ``...ForSequenceClassification`` of this architecture; None if there is none."""
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
 
 
 def require_score_head(config: PretrainedConfig, name_or_path: str, flag: str) -> None:
-    """Raise ``UserError`` unless the architecture's classifier gives every token a score.
+    """Raise ``UserError`` unless the architecture's classifier scores every token.
 
-    Not for ZeRO-3's scope of loading, in which a module without memory cannot be made.
+    NOTE: call it outside ZeRO-3's loading context, in which modules cannot be built on the meta
+    device.
     """
-    found = score_class(config)
-    if found is None and getattr(config, "auto_map", None):
-        return  # its own code defines it, and loading will tell
-    if found is not None and not config.is_encoder_decoder:
+    classifier = score_class(config)
+    if classifier is None and getattr(config, "auto_map", None):
+        return  # its own code defines it; loading checks it
+    if classifier is not None and not config.is_encoder_decoder:
 
-        def make(config: PretrainedConfig) -> nn.Module:
+        def build(config: PretrainedConfig) -> nn.Module:
             with torch.device("meta"):
-                return found(copy.deepcopy(config))
+                return classifier(copy.deepcopy(config))
 
-        if hasattr(made_of(config, make, name_or_path, flag), "score"):
+        if hasattr(build_from(config, build, name_or_path, flag), "score"):
             return
-    named = found.__name__ if found is not None else type(config).__name__
-    raise no_score_head(name_or_path, flag, named)
+    class_name = classifier.__name__ if classifier is not None else type(config).__name__
+    raise no_score_head(name_or_path, flag, class_name)
 
 
-def no_score_head(name_or_path: str, flag: str, named: str) -> UserError:
-    """The error for an architecture (BERT, T5) that scores texts as a whole or not at all."""
+def no_score_head(name_or_path: str, flag: str, class_name: str) -> UserError:
+    """The error for an architecture (BERT, T5) without scores per token."""
     return UserError(
-        f"{flag} {name_or_path}: {named} has no per-token score head; name a model of a causal "
-        "architecture"
+        f"{flag} {name_or_path}: {class_name} has no per-token score head; name a model of a "
+        "causal architecture"
     )
 
 
 def is_legacy_reward(name_or_path: str, flag: str) -> bool:
-    """Whether this is a reward model as DeepSpeed-Chat saved it."""
+    """Whether DeepSpeed-Chat saved this reward model."""
     return LEGACY_HEAD in checkpoint_keys(name_or_path, flag)
 
 
 def weight_files(name_or_path: str) -> tuple[list[Path], dict[str, str]]:
-    """The files of weights, and the index (weight name -> file name) where they are shards."""
+    """The weight files, and the index (weight name -> file name) of a sharded checkpoint."""
     for name in _WEIGHT_FILES:
         file = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
         if file is None:
@@ -200,17 +202,17 @@ def weight_files(name_or_path: str) -> tuple[list[Path], dict[str, str]]:
 
 def _weight_map(file: Path) -> dict[str, str]:
     content = json.loads(file.read_text("utf-8"))
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{file.name} has no weight_map of tensors and files")
-    return found
+    return index
 
 
 def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
-    """Names of all tensors in a checkpoint, from its index or headers, without the weights.
+    """Names of all tensors in a checkpoint, from its index or headers.
 
     Raises:
-        UserError: naming ``flag``: a file that cannot be read, or that would run code.
+        UserError: naming ``flag``: an unreadable file, or a pickle that would run code.
     """
     with _reading(name_or_path, flag):
         files, index = weight_files(name_or_path)
@@ -218,21 +220,21 @@ def checkpoint_keys(name_or_path: str, flag: str) -> set[str]:
 
 
 class Stored(NamedTuple):
-    """What the header of a file says of a tensor."""
+    """A tensor's entry in the header of a weight file."""
 
     shape: tuple[int, ...]
     is_float: bool
 
 
 def checkpoint_headers(name_or_path: str, flag: str) -> dict[str, Stored]:
-    """All tensors in a checkpoint by their names; else as `checkpoint_keys`."""
+    """Name -> header entry of all tensors in a checkpoint. Raises as `checkpoint_keys`."""
     with _reading(name_or_path, flag):
         files, _ = weight_files(name_or_path)
         return {key: stored for file in files for key, stored in _header(file).items()}
 
 
 def integer_weights(headers: Mapping[str, Stored]) -> list[str]:
-    """Names of weights that are stored as integers or booleans."""
+    """Sorted names of weights stored as integers or booleans."""
     return sorted(
         key
         for key, stored in headers.items()
@@ -241,8 +243,9 @@ def integer_weights(headers: Mapping[str, Stored]) -> list[str]:
 
 
 def has_own_head(name_or_path: str, flag: str) -> bool:
-    """Whether a checkpoint's head is another matrix than its embedding, though it says that they
-    are tied; else as `checkpoint_keys`.
+    """Whether the stored head differs from the embedding, even if the config ties them.
+
+    Reads both matrices. Raises as `checkpoint_keys`.
     """
     pair: dict[str, torch.Tensor] = {}
     with _reading(name_or_path, flag):
@@ -259,7 +262,7 @@ def has_own_head(name_or_path: str, flag: str) -> bool:
 
 @contextmanager
 def _reading(name_or_path: str, flag: str) -> Iterator[None]:
-    """A scope that reads headers: what goes wrong in it becomes a ``UserError``."""
+    """Context that turns errors in weight files into a ``UserError``."""
     try:
         yield
     except UserError:
@@ -290,16 +293,16 @@ def _header(file: Path) -> dict[str, Stored]:
 
 
 def load_bin(file: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """A ``.bin``'s tensors, mapped from the file where its format allows; code in it never runs."""
+    """The tensors of a ``.bin``, memory-mapped if its format allows. Pickled code never runs."""
     try:
         return torch.load(file, map_location=device, weights_only=True, mmap=True)
-    except RuntimeError:  # the format before torch 1.6 cannot be mapped
+    except RuntimeError:  # the format before torch 1.6 does not support mmap
         return torch.load(file, map_location=device, weights_only=True)
 
 
 def refused_pickle(name_or_path: str, flag: str) -> UserError:
-    """The error for a ``.bin`` that holds more than tensors, or is none."""
+    """The error for a ``.bin`` that is damaged or holds more than tensors."""
     return UserError(
         f"{flag} {name_or_path}: its .bin is damaged, or holds more than tensors and would run "
-        "code, which is refused; copy it again, or get the checkpoint as safetensors"
+        "code, which is refused; copy it again, or use a safetensors checkpoint"
     )

@@ -1,8 +1,7 @@
-"""The one class behind reward model and critic: a score for every token of a sequence.
+"""Scores every token of a sequence: the module behind reward model and critic.
 
 Wraps a transformers ``...ForSequenceClassification(num_labels=1)``, whose own forward pools to one
-score per sequence. Right-padded ids come in, per-token scores go out; it must not know rewards or
-PPO.
+score per sequence.
 """
 
 from peft import PeftModel
@@ -13,8 +12,8 @@ from transformers import PreTrainedModel
 class ScoreModel(nn.Module):
     """Per-token scores of right-padded sequences.
 
-    A causal model needs no padding mask on real tokens, so none is built; what stands at padding is
-    meaningless and must be masked or not gathered.
+    In a causal model right padding does not affect real tokens, so there is no padding mask. Scores
+    at padding are meaningless: mask them or do not gather them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,5 +35,5 @@ def gather_last(scores: Tensor, lengths: Tensor) -> Tensor:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Parameters of a module, sharded or whole (ZeRO-3 keeps the true count in ``ds_numel``)."""
+    """Number of parameters, unsharded (ZeRO-3 keeps the full count in ``ds_numel``)."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

@@ -1,7 +1,6 @@
-"""Loading a tokenizer; which ids mean padding and end; its chat template.
+"""Loads tokenizers and completes them: EOS, pad token and chat template.
 
-A model name comes in, a Hugging Face tokenizer goes out, complete: what is saved with a model tells
-others all that training used. It must not know models or data.
+The completed tokenizer is saved with the model, so that other programs use what training used.
 """
 
 import json
@@ -30,13 +29,16 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint, with an EOS, a pad token and a chat template.
 
-    ``eot_token``: what ends an answer in place of its EOS; added where it is no token yet.
-    ``chat_template``: a file with one, in place of its own. ``flag`` is named in the ``UserError``
-    where there is no tokenizer.
+    Args:
+        eot_token: replaces EOS as the end of an answer; added to the vocabulary if new.
+        chat_template: a file that replaces the tokenizer's own template.
+
+    Raises:
+        UserError: naming ``flag``: no tokenizer, or one without EOS.
     """
     tokenizer = read_tokenizer(name_or_path, flag, trust_remote_code)
     if eot_token is not None and eot_token != tokenizer.eos_token:
-        # Everything that asks where an answer ends asks for EOS; a template may spell the old one.
+        # Everything reads EOS as the end of an answer; a template may contain the old one.
         former, template = tokenizer.eos_token, tokenizer.chat_template
         tokenizer.add_special_tokens({"eos_token": eot_token})
         if former and isinstance(template, str):
@@ -47,7 +49,7 @@ def load_tokenizer(
             "add one with --add_eot_token"
         )
     if tokenizer.pad_token_id is None:
-        # Masks come from lengths, so any id will do to fill a batch with.
+        # Masks come from lengths, so any id can fill a batch.
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template, tokenizer)
@@ -59,25 +61,25 @@ def load_tokenizer(
 def read_tokenizer(
     name_or_path: str, flag: str, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer as it is: it may lack EOS, pad token and chat template.
+    """A checkpoint's tokenizer, unchanged: it may lack EOS, pad token and chat template.
 
     Raises:
-        UserError: naming ``flag``: there is none, or it needs code that may not be run.
+        UserError: naming ``flag``: no tokenizer, a damaged one, or one that needs its own code.
     """
-    home = _home(name_or_path)
+    source = _source(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(home, trust_remote_code=trust_remote_code)
-    # What it raises is whatever came up, a bare Exception of the Rust library included.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    # It raises any exception, even a bare Exception of the Rust library.
     except Exception as error:
         if not trust_remote_code and brings_code(name_or_path, "tokenizer_config.json"):
             reason = (
-                "its tokenizer brings its own Python code, which is not run unless you ask for it: "
+                "its tokenizer needs its own Python code, which does not run by default: "
                 "read it, and pass --trust_remote_code if you trust it"
             )
-        elif home != name_or_path:
+        elif source != name_or_path:
             reason = (
-                f"only a vocabulary is there, as DeepSpeed-Chat saved it, and the tokenizer it is "
-                f"from ({home}) cannot be had; copy that one's tokenizer files into the folder"
+                f"it has only a vocabulary, as DeepSpeed-Chat saved it, and the tokenizer of its "
+                f"base model ({source}) cannot be loaded; copy that one's files into the folder"
             )
         elif any(Path(name_or_path).glob("tokenizer*")):
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -85,7 +87,7 @@ def read_tokenizer(
             reason = f"its {where} cannot be read ({first}); copy or download it again"
         else:
             reason = (
-                "no tokenizer there, in a folder or on the hub; save one with the model "
+                "no tokenizer in this folder or on the hub; save one with the model "
                 "(tokenizer.save_pretrained)"
             )
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
@@ -99,20 +101,20 @@ def read_tokenizer(
 
 
 def _damaged_file(folder: str, flag: str) -> str:
-    """Which of a tokenizer's files cannot be read, and which field of it is the cause.
+    """The file that breaks a tokenizer, with the field if known: "FILE: FIELD VALUE".
 
     Raises:
-        UserError: one of them is not a JSON object.
+        UserError: one of the files is not a JSON object.
     """
     for filename in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         fields = read_json(folder, filename, flag) or {}
 
-        def read(kept: Mapping[str, Any], filename: str = filename) -> None:
+        def read(fields: Mapping[str, Any], filename: str = filename) -> None:
             with TemporaryDirectory() as copy:
                 for file in Path(folder).glob("*token*"):
                     (Path(copy) / file.name).symlink_to(file.absolute())
                 (Path(copy) / filename).unlink()
-                (Path(copy) / filename).write_text(json.dumps(kept), "utf-8")
+                (Path(copy) / filename).write_text(json.dumps(fields), "utf-8")
                 AutoTokenizer.from_pretrained(copy)
 
         field = culprit(read, fields) if fields else None
@@ -121,11 +123,11 @@ def _damaged_file(folder: str, flag: str) -> str:
     return "tokenizer.json" if read_json(folder, "tokenizer.json", flag) else "tokenizer"
 
 
-def _home(name_or_path: str) -> str:
-    """Where the tokenizer of ``name_or_path`` is.
+def _source(name_or_path: str) -> str:
+    """The folder or hub name to load the tokenizer of ``name_or_path`` from.
 
-    DeepSpeed-Chat saved a vocabulary without its special tokens, which would be read with those of
-    another model; the configuration beside it names the checkpoint that it started from.
+    DeepSpeed-Chat saved the vocabulary without special tokens; loaded as it is, the tokenizer would
+    get wrong ones. The folder's config.json names the checkpoint it started from, which has them.
     """
     folder = Path(name_or_path)
     complete = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -138,13 +140,13 @@ def _home(name_or_path: str) -> str:
     return origin if origin and isinstance(origin, str) else name_or_path
 
 
-def _read_template(file: str, tokenizer: Any) -> str:
+def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         template = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8"
+        reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(
-            f"--chat_template {file} cannot be read ({why}); name a file with a Jinja template"
+            f"--chat_template {file} cannot be read ({reason}); name a file with a Jinja template"
         ) from error
     try:
         tokenizer.apply_chat_template(
@@ -152,7 +154,7 @@ def _read_template(file: str, tokenizer: Any) -> str:
         )
     except Exception as error:  # a template is a program: it may raise anything
         raise UserError(
-            f"--chat_template {file} renders no chat ({failure(error)}); fix it"
+            f"--chat_template {file} cannot render a chat ({failure(error)}); fix it"
         ) from error
     return template
 
@@ -160,8 +162,8 @@ def _read_template(file: str, tokenizer: Any) -> str:
 def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Give the tokenizer a pad token other than EOS; True if one was added.
 
-    transformers scores a sequence at its last token that is not padding, so a reward model
-    whose pad is EOS would be read one token too early.
+    transformers takes a sequence's score at its last non-pad token. If pad is EOS, that is one
+    token before the one that training used.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return False
@@ -172,7 +174,7 @@ def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
 ) -> tuple[int, ...]:
-    """Every id that ends an answer: the tokenizer's EOS and the checkpoint's own list."""
+    """Every id that ends an answer, sorted: the tokenizer's EOS and those of the checkpoint."""
     ids = getattr(generation_config, "eos_token_id", None)
     listed = ids if isinstance(ids, (list, tuple)) else [ids]
     return tuple(sorted({i for i in (*listed, tokenizer.eos_token_id) if i is not None}))

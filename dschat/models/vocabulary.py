@@ -1,68 +1,65 @@
-"""Where a tokenizer and a model's embedding meet: as many rows as ids, and whether two tokenizers
-mean the same by an id.
+"""Matches a model's embedding to its tokenizer, and compares tokenizers.
 
-Tokenizers and modules come in. The embedding may have more rows than the tokenizer has ids (padded
-for speed), never fewer. It must not know ZeRO: a module that loads in shards is grown inside the
-scope it loads in.
+An embedding may have more rows than the tokenizer has ids (padded for speed), never fewer. Under
+ZeRO-3, `grow_embeddings` runs inside the loading context.
 """
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("dschat")
 
-# Where tokenizers differ: spaces, digits, case, accents, scripts, punctuation, line breaks.
+# Text on which tokenizers differ: spaces, digits, case, accents, scripts, punctuation, newlines.
 _PROBE = "The  quick brown fox's 12345 jumps;\n\nover Ångström's naïve café, 東京 и 3.14% <|x|> !"
 
 
-def num_ids(tokenizer: Any) -> int:
-    """The rows an embedding needs for this tokenizer: its largest id + 1 (ids may have gaps)."""
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that an embedding needs for this tokenizer: its largest id + 1 (ids may have gaps)."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def embedding_rows(config: PretrainedConfig) -> int:
-    """The rows that a checkpoint's embedding has."""
+    """Rows of a checkpoint's embedding."""
     return config.get_text_config().vocab_size
 
 
 def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> bool:
-    """Give embedding and head ``num_tokens`` rows where they have fewer; True if they had.
+    """Grow embedding and head to ``num_tokens`` rows if they have fewer; True if they grew.
 
     New rows are the mean of the old ones (Hewitt 2021, "Initializing new word embeddings for
-    pretrained language models"): a new token is then about as likely as the average one. Without
-    noise, so that the actor and its reference, or two ranks, get the same. ``config.vocab_size``
-    and ties follow. Under ZeRO-3 the grown matrices are whole until an engine shards them.
+    pretrained language models"), so a new token is about as likely as the average one. Without
+    noise, so that actor and reference, and all ranks, agree. ``config.vocab_size`` and ties follow.
+    Under ZeRO-3 the grown matrices stay unsharded until an engine shards them.
     """
     old = embedding_rows(model.config)
     if num_tokens <= old:
         return False
-    # NOTE: transformers' own mean_resizing draws the rows at random, from a covariance that takes
-    # minutes for a large model.
+    # NOTE: transformers' mean_resizing samples the rows from a covariance, which takes minutes for
+    # a large model.
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     layers = {id(layer.weight): layer for layer in _token_layers(model)}
     for layer in layers.values():
         _set_to_mean(layer.weight.data, old)
         if getattr(layer, "bias", None) is not None:
             _set_to_mean(layer.bias.data, old)
-    logger.info("embedding grown from %d to %d rows, for the tokenizer's ids", old, num_tokens)
+    logger.info("embedding grown from %d to %d rows to match the tokenizer", old, num_tokens)
     return True
 
 
 def match_vocabulary(
     config: PretrainedConfig, model_config: PretrainedConfig, frozen: bool = False
 ) -> None:
-    """Give ``config``, as the checkpoint had it, rows and pad id of the model made from it.
+    """Copy vocabulary size and pad id of a loaded model to its checkpoint's ``config``.
 
-    ``frozen``: the embedding will not be trained, which is worth a warning where it has grown.
+    ``frozen``: the embedding does not train; then a grown embedding logs a warning.
     """
     if frozen and embedding_rows(model_config) > embedding_rows(config):
         logger.warning(
             "NEW TOKENS ARE NOT TRAINED: LoRA freezes the embedding, so their rows stay the mean "
-            "of the others; train it with --only_optimize_lora false"
+            "of the other rows; train it with --only_optimize_lora false"
         )
     config.get_text_config().vocab_size = embedding_rows(model_config)
     config.pad_token_id = model_config.pad_token_id
@@ -75,13 +72,14 @@ def _token_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def _set_to_mean(rows: torch.Tensor, num_old: int) -> None:
-    assert rows.shape[0] > num_old, "the matrix is in shards, or did not grow"
+    assert rows.shape[0] > num_old, "the matrix is sharded, or did not grow"
     rows[num_old:] = rows[:num_old].float().mean(0).to(rows.dtype)
 
 
-def same_ids(tokenizer: Any, other: Any) -> bool:
-    """Whether every id of ``tokenizer`` means the same token in ``other``, which may have more
-    (step 2 adds a pad token), and an answer ends with the same one.
+def same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether all tokens of ``tokenizer`` have the same ids in ``other``, and EOS is the same.
+
+    ``other`` may have more tokens: step 2 adds a pad token.
     """
     if tokenizer.eos_token_id != other.eos_token_id:
         return False
@@ -89,11 +87,11 @@ def same_ids(tokenizer: Any, other: Any) -> bool:
     return all(vocabulary.get(token) == i for token, i in tokenizer.get_vocab().items())
 
 
-def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether ``other`` would make the same ids of a text or a chat as ``tokenizer``.
+def same_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether ``other`` encodes texts and chats to the same ids as ``tokenizer``.
 
-    Decided by vocabulary, by what becomes of a text full of awkward places, and by the chat
-    template, where ``other`` has one.
+    Compares the vocabularies, the ids of a text with edge cases, and the chat templates if
+    ``other`` has one.
     """
     return (
         same_ids(tokenizer, other)

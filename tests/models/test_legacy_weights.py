@@ -1,4 +1,4 @@
-"""DeepSpeed-Chat's reward models: read, scored and refused, against hidden states @ v_head."""
+"""DeepSpeed-Chat's reward models: loading, errors, and scores against hidden states @ v_head."""
 
 import json
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 3])
 
 
 def legacy_folder(folder, name, prefix="rwtransformer", extra=None):
-    """A reward model as DeepSpeed-Chat's ``save_hf_format`` leaves it; returns its parts."""
+    """Writes a reward model as DeepSpeed-Chat's ``save_hf_format`` does; returns its parts."""
     torch.manual_seed(3)
     base = AutoModel.from_config(CONFIGS[name]()).eval()
     width = getattr(base.config, "word_embed_proj_dim", base.config.hidden_size)
@@ -64,14 +64,14 @@ def test_scores_are_hidden_states_times_the_head(name, prefix, stage, tmp_path):
 
 
 @STAGES
-def test_step_2_may_go_on_from_one(stage, tmp_path):
+def test_step_2_may_start_from_one(stage, tmp_path):
     legacy_folder(tmp_path / "reward", "opt")
     once = probe_scores(load(tmp_path / "reward", stage))
     assert probe_scores(load(tmp_path / "reward", stage, from_base=True)) == once
 
 
 @STAGES
-def test_what_is_missing_or_too_much_is_named(stage, tmp_path):
+def test_missing_and_unexpected_weights_are_named(stage, tmp_path):
     legacy_folder(tmp_path / "more", "opt", extra={"rwtransformer.decoder.other": torch.ones(1)})
     with pytest.raises(UserError, match="unexpected 1 weights.*model.decoder.other"):
         load(tmp_path / "more", stage)
@@ -84,14 +84,14 @@ def test_what_is_missing_or_too_much_is_named(stage, tmp_path):
         load(tmp_path / "less", stage)
 
 
-def test_it_is_no_actor(tmp_path):
+def test_it_is_not_an_actor(tmp_path):
     legacy_folder(tmp_path / "reward", "opt")
     with pytest.raises(UserError, match="is a reward model, which scores"):
         load_causal_lm(str(tmp_path / "reward"), FLAG, FP32)
 
 
-def test_a_vocabulary_alone_is_read_with_its_origins_special_tokens(tmp_path):
-    """DeepSpeed-Chat saved vocab files without special tokens: config.json knows where from."""
+def test_a_bare_vocabulary_loads_the_base_models_tokenizer(tmp_path):
+    """DeepSpeed-Chat saved vocab files without special tokens; config.json names the base model."""
     legacy_folder(tmp_path / "reward", "opt")
     file = tmp_path / "reward" / "config.json"
     tokenizer().save_pretrained(tmp_path / "origin")
@@ -100,5 +100,5 @@ def test_a_vocabulary_alone_is_read_with_its_origins_special_tokens(tmp_path):
     file.write_text(json.dumps(config | {"_name_or_path": str(tmp_path / "origin")}))
     assert load_tokenizer(str(tmp_path / "reward"), FLAG).get_vocab() == tokenizer().get_vocab()
     file.write_text(json.dumps(config | {"_name_or_path": "nobody/origin"}))
-    with pytest.raises(UserError, match="only a vocabulary is there.*nobody/origin.*copy that"):
+    with pytest.raises(UserError, match="it has only a vocabulary.*nobody/origin.*copy that"):
         load_tokenizer(str(tmp_path / "reward"), FLAG)

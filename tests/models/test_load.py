@@ -1,4 +1,4 @@
-"""Loading: exactly the checkpoint's weights, or one line that names what is wrong; ZeRO-3 too."""
+"""Loading: exactly the checkpoint's weights, or a one-line error; with ZeRO-3 too."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def load_score(path, stage=0, from_base=False, pad_token_id=PAD, num_tokens=0):
 
 
 def edited(tiny, tmp_path, name, edit):
-    """A copy of a checkpoint whose state dict went through ``edit``."""
+    """A copy of a checkpoint with ``edit`` applied to its state dict."""
     folder = tmp_path / f"{name}_edited"
     shutil.copytree(tiny(name), folder)
     state = load_file(folder / "model.safetensors")
@@ -67,7 +67,7 @@ def test_a_whole_checkpoint_loads(name, stage, tiny):
 
 @STAGES
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
-def test_a_tied_head_that_is_stored_with_other_values_is_a_head(name, stage, tiny, tmp_path):
+def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(name, stage, tiny, tmp_path):
     """transformers does not tie such a pair, whatever the configuration says."""
     embedding = {"gpt2": "transformer.wte.weight"}.get(name, "model.embed_tokens.weight")
     folder = edited(
@@ -88,7 +88,7 @@ def test_a_tied_head_that_is_stored_with_other_values_is_a_head(name, stage, tin
     assert out.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-# What old checkpoints store besides: Llama 2, Pythia, distilgpt2 (whose names lack the prefix).
+# Constants in old checkpoints: Llama 2, Pythia, distilgpt2 (whose names lack the prefix).
 CONSTANTS = {
     "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
     "gpt_neox": {
@@ -107,7 +107,7 @@ CONSTANTS = {
 @STAGES
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constants_of_old_checkpoints_are_no_weights(name, shards, stage, tmp_path):
+def test_constants_of_old_checkpoints_are_ignored(name, shards, stage, tmp_path):
     plain = causal_lm(name)
     plain.config.save_pretrained(tmp_path)
     prefix = "transformer." if name == "gpt2" else ""
@@ -154,7 +154,7 @@ def test_weights_that_are_missing_are_named(stage, tiny, tmp_path):
 
 
 @STAGES
-def test_weights_without_a_place_are_named(stage, tiny, tmp_path):
+def test_unexpected_weights_are_named(stage, tiny, tmp_path):
     def edit(state):
         state["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2, 2)
 
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_named(value, stage, tiny, tmp_path):
 
 
 def test_weights_beyond_fp16_are_named(tiny, tmp_path):
-    """Finite on disk, infinite as they would be trained."""
+    """Finite on disk, infinite in the dtype of training."""
 
     def edit(state):
         state["lm_head.weight"][0, 0] = 1e5
@@ -194,7 +194,7 @@ def test_weights_beyond_fp16_are_named(tiny, tmp_path):
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
-def test_integers_are_no_weights(dtype, form, tmp_path):
+def test_integer_weights_are_refused(dtype, form, tmp_path):
     model = causal_lm("llama")
     model.config.save_pretrained(tmp_path)
     state = {k: v.to(dtype) if "up_proj" in k else v for k, v in model.state_dict().items()}
@@ -212,21 +212,21 @@ def test_integers_are_no_weights(dtype, form, tmp_path):
 
 @STAGES
 @pytest.mark.parametrize("name", ["llama_reward", "opt_350m_reward"])
-def test_a_reward_model_is_no_actor(name, stage, tiny):
+def test_a_reward_model_is_not_an_actor(name, stage, tiny):
     with pytest.raises(UserError, match="is a reward model, which scores"):
         load_actor(tiny(name), stage)
 
 
 @STAGES
-def test_a_language_model_is_no_critic(stage, tiny):
+def test_a_causal_lm_is_not_a_critic(stage, tiny):
     with pytest.raises(UserError, match="is not a reward model .*LlamaForCausalLM.*step 2"):
         load_score(tiny("llama"), stage)
 
 
 @STAGES
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "opt", "opt_350m", "gpt2"])
-def test_step_2_starts_from_a_language_model(name, stage, tiny):
-    """Exactly the score head is new; the rest is the language model's."""
+def test_step_2_starts_from_a_causal_lm(name, stage, tiny):
+    """Only the score head is new; all other weights are the causal LM's."""
     model = initialize_frozen(
         ScoreModel(load_score(tiny(name), stage, from_base=True)), ZeroSettings(stage, FP32)
     )
@@ -242,7 +242,7 @@ def test_step_2_starts_from_a_language_model(name, stage, tiny):
 
 
 @STAGES
-def test_step_2_finds_other_gaps_all_the_same(stage, tiny, tmp_path):
+def test_step_2_reports_other_missing_weights(stage, tiny, tmp_path):
     def edit(state):
         del state["model.norm.weight"]
 
@@ -263,7 +263,7 @@ def test_scores_are_those_that_transformers_pools(name, stage, tiny):
 
 @STAGES
 def test_a_pad_token_beyond_the_vocabulary_gets_its_row(stage, tiny):
-    """What step 2 does where the tokenizer's pad token is EOS and one was added."""
+    """Step 2 adds a pad token if the tokenizer's is EOS."""
     model = load_score(
         tiny("llama_padeos"), stage, from_base=True, pad_token_id=VOCAB, num_tokens=VOCAB + 1
     )
@@ -287,7 +287,7 @@ def test_bin_checkpoints_load_and_are_checked(tiny, tmp_path):
             load_actor(folder, stage)
 
 
-def test_a_bin_that_is_no_state_dict(tmp_path):
+def test_a_bin_that_is_not_a_state_dict(tmp_path):
     causal_lm("llama").config.save_pretrained(tmp_path)
     config = load_config(str(tmp_path), FLAG)
     for content, fault in (
@@ -321,7 +321,7 @@ def test_a_lora_adapter_is_not_a_model(tmp_path):
         ("{}", "model_type is null"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint(content, reason, tmp_path):
+def test_a_folder_that_is_not_a_checkpoint(content, reason, tmp_path):
     if content:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=f"{FLAG} .*config.json .*{reason}"):
@@ -368,5 +368,5 @@ def test_two_labels_are_not_a_score(tmp_path):
 
 
 def test_eos_is_not_dropped_from_the_padding_question(tiny):
-    """A pad id equal to EOS is kept where the caller says so: nothing is compared with it."""
+    """A pad id equal to EOS is kept if the caller passes it: nothing compares ids with it."""
     assert load_score(tiny("llama_reward"), pad_token_id=EOS).config.pad_token_id == EOS

@@ -1,4 +1,4 @@
-"""LoRA: what is trained, adapters off, and merging against PEFT's own ``merge_and_unload``."""
+"""LoRA: trainable parameters, disabled adapters, and merging against ``merge_and_unload``."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
-    """A wrapped tiny model whose B matrices are not zero any more."""
+    """A tiny PEFT model with random, non-zero B matrices."""
     wrapped = add_lora(causal_lm(name), 4, alpha, modules, only, "--lora_modules")
     generator = torch.Generator().manual_seed(0)
     for n, p in wrapped.named_parameters():
@@ -59,7 +59,7 @@ def test_adapters_off_is_the_base_and_back():
     with pytest.raises(ZeroDivisionError), adapters_off(wrapped):
         raise ZeroDivisionError
     assert probe_logprobs(wrapped) == on
-    with adapters_off(base):  # nothing to switch
+    with adapters_off(base):  # a model without adapters
         probe_logprobs(base)
 
 
@@ -83,11 +83,11 @@ def test_what_is_trained(name):
 
 def test_chosen_modules_and_scaling():
     wrapped = with_random_adapters(modules=["q_proj", "v_proj"], alpha=6.0)
-    found = adapters(wrapped)
-    assert {n.split(".")[-2] for n in found} == {"q_proj", "v_proj"}
-    assert len(found) == 4
-    assert {a.scaling for a in found.values()} == {1.5}
-    unnamed = adapters(with_random_adapters(alpha=0.0))  # twice the rank, as --lora_alpha says
+    layers = adapters(wrapped)
+    assert {n.split(".")[-2] for n in layers} == {"q_proj", "v_proj"}
+    assert len(layers) == 4
+    assert {a.scaling for a in layers.values()} == {1.5}
+    unnamed = adapters(with_random_adapters(alpha=0.0))  # default: twice the rank
     assert {a.scaling for a in unnamed.values()} == {2.0}
 
 
@@ -101,7 +101,7 @@ def test_no_such_module():
     [(ALL, 16 * 928), (["q_proj"], 16 * 128), (["layers.1."], 16 * 464)],
 )
 def test_a_rank_beyond_memory(modules, needed, monkeypatch):
-    """fp32 weights, gradients and Adam's moments: 16 bytes a number on a CPU."""
+    """fp32 weights, gradients and Adam's moments: 16 bytes per parameter on a CPU."""
     model, rank = causal_lm("llama"), 1_000_000
     monkeypatch.setattr(dist, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(lora, "available_memory", lambda: needed * rank)

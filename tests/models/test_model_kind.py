@@ -1,4 +1,4 @@
-"""What is refused from configurations and file headers alone: one line, before any weight loads."""
+"""Checkpoints refused by their configuration and file headers: one line, before weights load."""
 
 import json
 import os
@@ -39,7 +39,7 @@ FP32 = torch.float32
 
 
 def only_config(folder, config, **changes):
-    """A folder with a config.json and nothing else: reading weights would say that they lack."""
+    """A folder with only a config.json: an attempt to read weights would raise another error."""
     config.save_pretrained(folder)
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -78,7 +78,7 @@ T5 = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_hea
         (None, "LlamaForTokenClassification"),
     ],
 )
-def test_what_is_no_causal_lm_is_no_actor(config, architecture, tmp_path):
+def test_an_actor_must_be_a_causal_lm(config, architecture, tmp_path):
     config = config or causal_lm("llama").config
     path = only_config(tmp_path, config, architectures=[architecture] if architecture else None)
     shown = architecture or "BertConfig"
@@ -120,7 +120,7 @@ def test_a_model_without_head_is_an_actor_where_the_head_is_tied(tmp_path):
     assert "lacks 1 weights" in refusal(load_actor, str(tmp_path / "untied"))
 
 
-def test_a_reward_model_is_no_actor(tmp_path):
+def test_a_reward_model_is_not_an_actor(tmp_path):
     config = score_model("llama").config
     path = only_config(tmp_path, config, architectures=["LlamaForSequenceClassification"])
     assert "is a reward model, which scores" in refusal(load_actor, path)
@@ -150,7 +150,7 @@ def test_an_adapter_names_its_merged_model_or_the_way_to_it(tmp_path):
 
 
 class Malicious:
-    """Unpickled carelessly, it makes a folder."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -167,8 +167,8 @@ def test_code_in_a_bin_is_refused_and_never_runs(reward, stage, tmp_path):
     torch.save(dict(model.state_dict()) | {"x": Malicious(mark)}, folder / "pytorch_model.bin")
     scope = sharded_loading(ZeroSettings(3, FP32)) if stage == 3 else nullcontext()
     with scope:
-        said = refusal(load_score if reward else load_actor, path)
-    assert "holds more than tensors and would run code, which is refused" in said
+        error = refusal(load_score if reward else load_actor, path)
+    assert "holds more than tensors and would run code, which is refused" in error
     assert not mark.exists()
     with pytest.raises(UserError, match="which is refused"):
         checkpoint_keys(path, FLAG)
@@ -176,7 +176,7 @@ def test_code_in_a_bin_is_refused_and_never_runs(reward, stage, tmp_path):
 
 
 def with_code(folder, mark):
-    """A checkpoint of an architecture that only its own Python file knows."""
+    """A checkpoint whose architecture is defined by its own Python file."""
     code = (
         f"open({str(mark)!r}, 'w').close()\n"
         "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
@@ -198,8 +198,8 @@ def test_code_beside_a_checkpoint_runs_only_where_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     mark = tmp_path / "ran"
     path = with_code(tmp_path / "model", mark)
-    assert "brings its own Python code" in (said := refusal(load_actor, path))
-    assert "--trust_remote_code" in said
+    assert "needs its own Python code" in (error := refusal(load_actor, path))
+    assert "--trust_remote_code" in error
     assert not mark.exists()
     model = load_causal_lm(path, FLAG, FP32, trust_remote_code=True)
     assert mark.exists()
@@ -217,7 +217,7 @@ def test_code_of_a_tokenizer_runs_only_where_asked(tmp_path, monkeypatch):
         "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
     }
     file.write_text(json.dumps(settings))
-    causal_lm("llama").config.save_pretrained(path)  # the tokenizer alone brings code
+    causal_lm("llama").config.save_pretrained(path)  # only the tokenizer has code
     with pytest.raises(UserError) as error:
         load_tokenizer(path, FLAG)
     assert "--trust_remote_code" in str(error.value)

@@ -1,4 +1,4 @@
-"""Embeddings and tokenizers of different sizes: growing, ties, padding, and what is saved of it."""
+"""Embeddings and tokenizers of different sizes: growing, ties, padding and saving."""
 
 import json
 from contextlib import nullcontext
@@ -61,11 +61,11 @@ def test_new_rows_are_the_mean_and_the_old_ones_stay(name, stage, tiny):
 @STAGES
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, caplog):
-    config = load_config(tiny(name), FLAG)  # as the checkpoint had it, like step 1 saves it
+    config = load_config(tiny(name), FLAG)  # the checkpoint's own, which step 1 saves
     model = grown(tiny(name), stage)
     with caplog.at_level("WARNING", "dschat"):
         match_vocabulary(config, unwrap(model).config, frozen=True)
-        match_vocabulary(config, unwrap(model).config, frozen=True)  # as large: nothing to say
+        match_vocabulary(config, unwrap(model).config, frozen=True)  # same size: no warning
     assert [r.message for r in caplog.records if "NEW TOKENS ARE NOT TRAINED" in r.message] == [
         caplog.records[-1].message
     ]
@@ -109,7 +109,7 @@ def test_actor_and_reference_grow_alike(tiny):
 
 @STAGES
 def test_padded_embeddings_stay_as_they_are(stage, tiny):
-    """More rows than ids, as in Qwen and Pythia: nothing shrinks."""
+    """More rows than ids, as in Qwen and Pythia: the embedding does not shrink."""
     model = grown(tiny("llama"), stage, num_tokens=VOCAB - 10)
     assert unwrap(model).config.vocab_size == VOCAB
     assert weights_of(model)["lm_head.weight"].shape[0] == VOCAB
@@ -118,14 +118,14 @@ def test_padded_embeddings_stay_as_they_are(stage, tiny):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_beyond_the_tokenizer_are_never_drawn(temperature):
     model = causal_lm("llama")
-    model.lm_head.weight.data[60:] *= 30  # the padding would win nearly always
+    model.lm_head.weight.data[60:] *= 30  # the padding rows would nearly always win
     plan = SamplingParams(max_new_tokens=12, temperature=temperature, n=4, min_new_tokens=2)
     free = HuggingFaceGenerator(model, (EOS,), 1).generate([[5, 6], [7]], plan)
     assert any(token >= 60 for ids in free.token_ids for token in ids)
     bound = HuggingFaceGenerator(model, (EOS,), 1, num_tokens=60).generate([[5, 6], [7]], plan)
     assert all(token < 60 for ids in bound.token_ids for token in ids)
     assert min(map(len, bound.token_ids)) >= 2
-    # what training will compute: the log-softmax over all rows
+    # training computes the log-softmax over all rows
     ids, scale = bound.token_ids[0], temperature or 1.0
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6, *ids]])).logits[0, 1:-1] / scale
@@ -156,8 +156,8 @@ def test_any_pad_id_loads(pad_id, stage, tiny, tmp_path):
     assert (score.config.pad_token_id, score.config.vocab_size) == (VOCAB, VOCAB + 1)
 
 
-def test_eos_learns_where_it_is_the_pad_too(tiny):
-    """As a padding index its embedding would get no gradient."""
+def test_eos_trains_if_it_is_also_the_pad(tiny):
+    """As padding_idx its embedding would get no gradient."""
     model = load_causal_lm(tiny("llama_padeos"), FLAG, FP32)
     model(torch.tensor([[5, EOS, 6]])).logits.sum().backward()
     assert model.model.embed_tokens.weight.grad[EOS].abs().sum() > 0
@@ -195,11 +195,11 @@ def test_an_end_of_turn_token_is_added_once_and_kept(tmp_path):
     for eot in (None, "<|endoftext|>"):
         again = load_tokenizer(str(tmp_path / "b"), FLAG, eot_token=eot)
         assert (again.eos_token_id, num_ids(again)) == (VOCAB, VOCAB + 1)
-    known = load_tokenizer(path, FLAG, eot_token="w9")  # a word until now
+    known = load_tokenizer(path, FLAG, eot_token="w9")  # a regular token before
     assert (known.eos_token_id, num_ids(known)) == (9, VOCAB)
 
 
-def test_a_template_that_spells_eos_spells_the_new_one(tmp_path):
+def test_a_template_that_contains_eos_gets_the_new_one(tmp_path):
     path = saved_tokenizer(
         tmp_path,
         chat_template="{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}",
@@ -209,7 +209,7 @@ def test_a_template_that_spells_eos_spells_the_new_one(tmp_path):
     assert loaded.apply_chat_template(chat, tokenize=False) == "w5<|im_end|>"
 
 
-def test_a_tokenizer_without_eos_gets_one_only_where_asked(tmp_path):
+def test_a_tokenizer_without_eos_needs_add_eot_token(tmp_path):
     from dschat.config import UserError
 
     path = saved_tokenizer(tmp_path, eos_token=None)
@@ -238,13 +238,13 @@ def test_a_template_from_a_file(tmp_path):
     chat = [{"role": "user", "content": "w5"}]
     assert loaded.apply_chat_template(chat, tokenize=False) == "[w5]"
     file.write_text("{% for m in messages %}")
-    with pytest.raises(UserError, match="^--chat_template .*own.jinja renders no chat"):
+    with pytest.raises(UserError, match="^--chat_template .*own.jinja cannot render a chat"):
         load_tokenizer(path, FLAG, chat_template=str(file))
     with pytest.raises(UserError, match="^--chat_template nowhere cannot be read"):
         load_tokenizer(path, FLAG, chat_template="nowhere")
 
 
-def test_tokenizers_are_compared_by_what_they_do(tmp_path):
+def test_tokenizers_are_compared_by_their_output(tmp_path):
     one = load_tokenizer(saved_tokenizer(tmp_path / "a"), FLAG)
     other = load_tokenizer(saved_tokenizer(tmp_path / "elsewhere"), FLAG)
     assert same_ids(one, other)
