@@ -319,7 +319,10 @@ def test_wrong_flags(flags, message):
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("LlamaForSequenceClassification", "is a reward model, which scores and does not generate text"),
+        (
+            "LlamaForSequenceClassification",
+            "is a reward model, which scores and does not generate text",
+        ),
         ("T5ForConditionalGeneration", "is a T5ForConditionalGeneration; name a causal LM"),
         (None, "no config.json there, so no model; did you mean {}/step3_rlhf/actor?"),
     ],

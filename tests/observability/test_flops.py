@@ -1,13 +1,11 @@
-"""metrics.py: FLOPs against hand counts and against PyTorch's own counter; and the rest."""
-
-import time
+"""FLOPs against hand counts and PyTorch's counter; peak memory."""
 
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from dschat.observability import flops as metrics
+from dschat.observability import flops
 from dschat.observability.flops import ModelShape
 
 LLAMA = ModelShape(
@@ -66,6 +64,11 @@ def tiny_model(family: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
+def generation_flops(prompt_len: int, answer_len: int) -> int:
+    prefill = flops.prefill_flops(LLAMA, prompt_len)
+    return prefill + flops.decode_flops(LLAMA, prompt_len, answer_len)
+
+
 def counted_flops(run) -> int:
     with FlopCounterMode(display=False) as counter:
         run()
@@ -76,18 +79,18 @@ def counted_flops(run) -> int:
 
 
 def test_shape_of_llama_and_opt_and_gpt2():
-    assert metrics.shape_of(tiny_model("llama").config) == LLAMA
-    assert metrics.shape_of(tiny_model("opt").config) == ModelShape(
+    assert flops.shape_of(tiny_model("llama").config) == LLAMA
+    assert flops.shape_of(tiny_model("opt").config) == ModelShape(
         3, 32, 40, 60, 4, 4, 8, gated_mlp=False, embed_dim=16
     )
-    assert metrics.shape_of(tiny_model("gpt2").config) == ModelShape(
+    assert flops.shape_of(tiny_model("gpt2").config) == ModelShape(
         2, 24, 96, 40, 3, 3, 8, gated_mlp=False, embed_dim=24
     )
 
 
-def test_shape_of_something_unknown_names_what_is_missing():
+def test_shape_of_an_unknown_config_names_the_missing_field():
     with pytest.raises(ValueError, match="hidden_size or n_embd"):
-        metrics.shape_of(object())
+        flops.shape_of(object())
 
 
 # ---- FLOPs by hand
@@ -96,15 +99,15 @@ def test_shape_of_something_unknown_names_what_is_missing():
 def test_forward_by_hand():
     # one token, one layer: q 16x32, k and v 16x16 each, o 32x16; gate, up and down 16x24 each
     layer = 2 * (16 * 32 + 16 * 16 + 16 * 16 + 32 * 16 + 3 * 16 * 24)
-    # 5 tokens, 1+2+3+4+5 pairs; a pair costs 8 multiply-adds for its score and 8 for its value, a
+    # 5 tokens, 1+2+3+4+5 pairs; each costs 8 multiply-adds for its score and 8 for its value, per
     # head
     attention = 2 * (8 + 8) * 4 * 15
     body = 2 * (5 * layer + attention)
-    assert metrics.transformer_flops(LLAMA, 5, head="none") == body
-    assert metrics.transformer_flops(LLAMA, 5) == body + 5 * 2 * 16 * 50
-    assert metrics.transformer_flops(LLAMA, 5, head="score") == body + 5 * 2 * 16
+    assert flops.transformer_flops(LLAMA, 5, head="none") == body
+    assert flops.transformer_flops(LLAMA, 5) == body + 5 * 2 * 16 * 50
+    assert flops.transformer_flops(LLAMA, 5, head="score") == body + 5 * 2 * 16
     full = 2 * (8 + 8) * 4 * 25
-    assert metrics.transformer_flops(LLAMA, 5, "none", causal=False) == 2 * (5 * layer + full)
+    assert flops.transformer_flops(LLAMA, 5, "none", causal=False) == 2 * (5 * layer + full)
 
 
 def test_forward_is_the_formula_of_narayanan_et_al():
@@ -112,27 +115,25 @@ def test_forward_is_the_formula_of_narayanan_et_al():
     layers, h, v, s = 3, 32, 100, 20
     shape = ModelShape(layers, h, 4 * h, v, 4, 4, h // 4, gated_mlp=False, embed_dim=h)
     eq3 = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
-    ours = metrics.training_flops(shape, s, gradient_checkpointing=True, causal=False)
-    assert ours == pytest.approx(eq3, rel=1e-12)
+    actual = flops.training_flops(shape, s, gradient_checkpointing=True, causal=False)
+    assert actual == pytest.approx(eq3, rel=1e-12)
 
 
 def test_generation_by_hand():
-    # prompt of 3, answer of 4: three prompt tokens and three answer tokens are fed in, the fourth
-    # not
+    # prompt of 3, answer of 4: inputs are three prompt tokens and three answer tokens
     layer = 2 * (16 * 32 + 16 * 16 + 16 * 16 + 32 * 16 + 3 * 16 * 24)
     pairs = 1 + 2 + 3 + 4 + 5 + 6
     expected = 2 * (6 * layer + 2 * (8 + 8) * 4 * pairs) + 4 * 2 * 16 * 50
-    assert metrics.generation_flops(LLAMA, 3, 4) == expected
-    one_token = metrics.transformer_flops(LLAMA, 3, head="none") + 2 * 16 * 50
-    assert metrics.generation_flops(LLAMA, 3, 1) == one_token
-    assert metrics.generation_flops(LLAMA, 3, 0) == 0
+    assert generation_flops(3, 4) == expected
+    one_token = flops.transformer_flops(LLAMA, 3, head="none") + 2 * 16 * 50
+    assert generation_flops(3, 1) == one_token
 
 
 @pytest.mark.parametrize(("prompt_len", "answer_len"), [(1, 1), (1, 9), (7, 1), (12, 30)])
-def test_generation_is_the_forward_pass_it_replaces(prompt_len, answer_len):
-    fed = prompt_len + answer_len - 1
-    body = metrics.transformer_flops(LLAMA, fed, head="none")
-    assert metrics.generation_flops(LLAMA, prompt_len, answer_len) == body + answer_len * 1600
+def test_prefill_and_decode_add_up_to_one_forward_pass(prompt_len, answer_len):
+    num_inputs = prompt_len + answer_len - 1
+    body = flops.transformer_flops(LLAMA, num_inputs, head="none")
+    assert generation_flops(prompt_len, answer_len) == body + answer_len * 1600
 
 
 def test_iteration_by_hand():
@@ -146,8 +147,8 @@ def test_iteration_by_hand():
         layer = 2 * (4 * 64 + 2 * 128)
         return tokens * layer + 2 * 8 * 2 * tokens * (tokens + 1) // 2 + tokens * 16
 
-    assert metrics.transformer_flops(LLAMA, 5) == actor_forward(5)
-    flops = metrics.rlhf_iteration_flops(
+    assert flops.transformer_flops(LLAMA, 5) == actor_forward(5)
+    phases = flops.rlhf_iteration_flops(
         LLAMA,
         critic,
         critic,
@@ -157,13 +158,13 @@ def test_iteration_by_hand():
         critic_gradient_checkpointing=True,
         ptx_lens=[6],
     )
-    generate = metrics.generation_flops(LLAMA, 3, 2) + metrics.generation_flops(LLAMA, 3, 4)
+    generate = generation_flops(3, 2) + generation_flops(3, 4)
     score = 2 * (actor_forward(5) + actor_forward(7) + critic_forward(5) + critic_forward(7))
     train_actor = 2 * 3 * (actor_forward(5) + actor_forward(7)) + 3 * actor_forward(6)
-    # recomputation spares the head: 4 passes, less one of the score head
+    # recomputation skips the head: 4 passes, minus one of the score head
     train_critic = 2 * 4 * (critic_forward(5) + critic_forward(7)) - 2 * (5 + 7) * 16
     train = train_actor + train_critic
-    assert flops == {
+    assert phases == {
         "generate": generate,
         "score": score,
         "train": train,
@@ -171,21 +172,21 @@ def test_iteration_by_hand():
     }
 
 
-def test_iteration_shares_prefill_and_can_leave_the_actor_alone():
+def test_iteration_shares_prefill_and_can_skip_the_actor():
     lens = ([4, 4, 6, 6], [1, 5, 2, 3])
-    each = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens)
-    shared = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, num_samples_per_prompt=2)
-    saved = metrics.prefill_flops(LLAMA, 4) + metrics.prefill_flops(LLAMA, 6)
+    each = flops.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens)
+    shared = flops.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, num_samples_per_prompt=2)
+    saved = flops.prefill_flops(LLAMA, 4) + flops.prefill_flops(LLAMA, 6)
     assert each["generate"] - shared["generate"] == saved
     assert each["train"] == shared["train"]
-    warm_up = metrics.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, train_actor=False)
+    warm_up = flops.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, train_actor=False)
     seq_lens = [p + a for p, a in zip(*lens, strict=True)]
-    assert warm_up["train"] == sum(metrics.training_flops(LLAMA, n, head="score") for n in seq_lens)
+    assert warm_up["train"] == sum(flops.training_flops(LLAMA, n, head="score") for n in seq_lens)
 
 
 def test_tflops_per_s():
-    assert metrics.tflops_per_s(6e12, 2.0, num_devices=3) == pytest.approx(1.0)
-    assert metrics.tflops_per_s(6e12, 0.0) == 0.0
+    assert flops.tflops_per_s(6e12, 2.0, num_devices=3) == pytest.approx(1.0)
+    assert flops.tflops_per_s(6e12, 0.0) == 0.0
 
 
 # ---- FLOPs against PyTorch's counter
@@ -195,38 +196,38 @@ def test_tflops_per_s():
 def test_forward_and_training_match_the_flop_counter(family):
     seq_len = 9
     model = tiny_model(family)
-    shape = metrics.shape_of(model.config)
+    shape = flops.shape_of(model.config)
     ids = torch.arange(2, 2 + seq_len).unsqueeze(0)
 
     with torch.no_grad():
         forward = counted_flops(lambda: model(ids, use_cache=False))
-    assert forward == metrics.transformer_flops(shape, seq_len, causal=False)
+    assert forward == flops.transformer_flops(shape, seq_len, causal=False)
 
     training = counted_flops(lambda: model(ids, use_cache=False).logits.sum().backward())
-    assert training == metrics.training_flops(shape, seq_len, causal=False)
+    assert training == flops.training_flops(shape, seq_len, causal=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_gradient_checkpointing_matches_the_flop_counter(family):
     model = tiny_model(family)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    shape = metrics.shape_of(model.config)
+    shape = flops.shape_of(model.config)
     ids = torch.arange(2, 11).unsqueeze(0)
 
     def step() -> None:
-        # Early stop spares the last product of each layer where its output is not needed.
+        # Early stop skips the last product of each layer if its output is not needed.
         with torch.utils.checkpoint.set_checkpoint_early_stop(False):
             model(ids, use_cache=False).logits.sum().backward()
 
-    expected = metrics.training_flops(shape, 9, gradient_checkpointing=True, causal=False)
+    expected = flops.training_flops(shape, 9, gradient_checkpointing=True, causal=False)
     assert counted_flops(step) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_frozen_base_matches_the_flop_counter(family):
-    """Frozen matrices under an embedding that wants its gradient, as under LoRA's first adapter."""
+    """Frozen matrices above a trainable embedding, as above LoRA's first adapter."""
     model = tiny_model(family)
-    shape = metrics.shape_of(model.config)
+    shape = flops.shape_of(model.config)
     # The head is tied to the embedding in GPT-2: give it its own, frozen, matrix.
     head = torch.nn.Linear(shape.hidden, shape.vocab, bias=False)
     model.set_output_embeddings(head)
@@ -234,19 +235,19 @@ def test_frozen_base_matches_the_flop_counter(family):
     model.get_input_embeddings().weight.requires_grad_(True)
     ids = torch.arange(2, 11).unsqueeze(0)
     counted = counted_flops(lambda: model(ids, use_cache=False).logits.sum().backward())
-    expected = metrics.training_flops(shape, 9, frozen_base=True, causal=False)
+    expected = flops.training_flops(shape, 9, frozen_base=True, causal=False)
     assert counted == expected
 
 
 def test_decode_step_matches_the_flop_counter():
     model = tiny_model("gpt2").eval()
-    shape = metrics.shape_of(model.config)
+    shape = flops.shape_of(model.config)
     ids = torch.arange(2, 11).unsqueeze(0)
     with torch.no_grad():
         cache = model(ids[:, :8], use_cache=True).past_key_values
         step = counted_flops(lambda: model(ids[:, 8:], past_key_values=cache, use_cache=True))
     # An answer of two tokens takes one step, whose query sees 8 cached keys and its own.
-    assert step == metrics.decode_flops(shape, prompt_len=8, answer_len=2)
+    assert step == flops.decode_flops(shape, prompt_len=8, answer_len=2)
 
 
 def test_score_head_matches_the_flop_counter():
@@ -256,78 +257,8 @@ def test_score_head_matches_the_flop_counter():
     ids = torch.arange(2, 9).unsqueeze(0)
     with torch.no_grad():
         counted = counted_flops(lambda: model(ids, use_cache=False))
-    expected = metrics.transformer_flops(metrics.shape_of(config), 7, "score", causal=False)
+    expected = flops.transformer_flops(flops.shape_of(config), 7, "score", causal=False)
     assert counted == expected
 
 
-# ---- timers, sums, memory
-
-
-def test_timers_add_up_and_start_again():
-    timers = metrics.Timers("cpu")
-    for _ in range(2):
-        with timers("sleep"):
-            time.sleep(0.01)
-    with timers("nothing"):
-        pass
-    seconds = timers.pop()
-    assert set(seconds) == {"sleep", "nothing"}
-    assert seconds["sleep"] >= 0.02
-    assert 0 <= seconds["nothing"] < seconds["sleep"]
-    assert timers.pop() == {}
-
-
-def test_timers_nest_and_forget_a_block_that_raises():
-    timers = metrics.Timers()
-    with timers("outer"), timers("inner"):
-        time.sleep(0.002)
-
-    def fail() -> None:
-        with timers("broken"):
-            raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        fail()
-    seconds = timers.pop()
-    assert set(seconds) == {"outer", "inner"}
-    assert seconds["outer"] >= seconds["inner"] >= 0.002
-
-
-@pytest.mark.gpu
-def test_timers_wait_for_the_device():
-    timers = metrics.Timers("cuda")
-    x = torch.randn(4096, 4096, device="cuda")
-    with timers("once"):
-        x @ x
-    timers.pop()
-    with timers("one"):
-        x @ x
-    with timers("fifty"):
-        for _ in range(50):
-            x @ x
-    seconds = timers.pop()
-    assert seconds["fifty"] > 10 * seconds["one"]
-
-
-def test_metric_sums_over_micro_batches_and_ranks():
-    names = ["kl", "score", "never"]
-    first, second = metrics.MetricSums(), metrics.MetricSums()
-    first.add({"kl": torch.tensor(6.0, requires_grad=True)}, count=torch.tensor(3))
-    first.add({"kl": 1.5, "score": 4}, count=2)
-    second.add({"kl": torch.tensor(2.5)}, count=5.0)  # this rank has no score
-    assert first.means() == {"kl": 7.5 / 5, "score": 2.0}
-
-    reduced = first.as_tensor(names) + second.as_tensor(names)
-    assert reduced.dtype == torch.float64
-    assert reduced.tolist() == [[10.0, 10.0], [4.0, 2.0], [0.0, 0.0]]
-    first.load_tensor(names, reduced)
-    assert first.means() == {"kl": 1.0, "score": 2.0}
-    first.add({"score": 8.0})  # goes on from the totals that were loaded; a count of 1 by default
-    assert first.means()["score"] == 4.0
-
-
-def test_metric_sums_keep_what_fp32_would_lose():
-    sums = metrics.MetricSums()
-    sums.add({"x": 2.0**30}, count=0)
-    sums.add({"x": 0.1}, count=1)
-    assert sums.means() == {"x": 2.0**30 + 0.1}
+# ---- memory
