@@ -1,1 +1,1 @@
-"""What a run reports: console, metrics files, FLOPs."""
+"""Reports a run: console, metrics.jsonl and other sinks, FLOPs."""

@@ -1,4 +1,4 @@
-"""The console: one logger on rank 0, one line a step, a progress bar on a terminal."""
+"""Sets up the console: one logger on rank 0, one line per step, progress bars on a terminal."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 import dschat.distributed as dist
 
 logger = logging.getLogger("dschat")
-HELD_S = 10.0
+MAX_HOLD_S = 10.0
 _NOISY = (
     "transformers",
     "datasets",
@@ -27,41 +27,42 @@ _NOISY = (
 
 
 class _TqdmHandler(logging.Handler):
-    """Prints above a running progress bar instead of through it; while it holds, not yet."""
+    """Prints above a running progress bar. `hold` buffers records until `release`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: list[logging.LogRecord] | None = None
+        self._buffer: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._held is not None:
-            self._held.append(record)
+        if self._buffer is not None:
+            self._buffer.append(record)
         else:
-            # NOTE one write: Ctrl-C between a line and its end would put its own line beside it.
-            # A reader or a terminal that is gone costs the line, not the run.
+            # NOTE one write: Ctrl-C between text and newline would append to this line. A closed
+            # terminal or pipe loses the line, but does not stop the run.
             with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
                 sys.stderr.write(self.format(record) + "\n")
 
     def hold(self, seconds: float) -> None:
-        self._held = []
-        timer = threading.Timer(seconds, self.speak)
+        """Buffer records until `release`, for at most ``seconds``."""
+        self._buffer = []
+        timer = threading.Timer(seconds, self.release)
         timer.daemon = True
         timer.start()
 
-    def speak(self) -> None:
+    def release(self) -> None:
+        """Print the buffered records; later ones print at once."""
         with self.lock:
-            held, self._held = self._held or [], None
-            for record in held:
+            records, self._buffer = self._buffer or [], None
+            for record in records:
                 self.emit(record)
 
 
 def setup(level: str = "info", hold: bool = False) -> None:
-    """One handler, on rank 0, with the time; other ranks speak only of errors. Libraries are
-    quieted.
+    """Set up logging: one handler with timestamps; INFO on rank 0, errors on other ranks.
 
-    ``hold``: lines wait for `release`, but not longer than ``HELD_S``. So a mistake that shows
-    while names and data are checked is the one line on the screen, and a check that takes its time
-    still says what it is doing.
+    Libraries log errors only, unless ``level`` is debug. ``hold``: lines wait for `release`, but
+    at most ``MAX_HOLD_S``. An error during the checks of names and data is then the only line on
+    the screen, and slow checks still report their progress.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -69,7 +70,7 @@ def setup(level: str = "info", hold: bool = False) -> None:
     handler = _TqdmHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     if hold and level != "debug":
-        handler.hold(HELD_S)
+        handler.hold(MAX_HOLD_S)
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(level.upper() if dist.is_main_process() else logging.ERROR)
@@ -77,21 +78,20 @@ def setup(level: str = "info", hold: bool = False) -> None:
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
     if not verbose:
-        # NOTE: torch and DeepSpeed deprecate each other's calls on every step; none of it is the
-        # user's.
+        # NOTE: torch and DeepSpeed warn about each other's deprecated calls on every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
 
 def release() -> None:
-    """Nothing was wrong: print the lines that `setup` held back, and every later one at once."""
+    """Print the lines that `setup` held back; later lines print at once."""
     for handler in logger.handlers:
         if isinstance(handler, _TqdmHandler):
-            handler.speak()
+            handler.release()
 
 
 def progress(total: int, description: str, disable: bool = False, done: int = 0) -> tqdm:
-    """A progress bar on rank 0's terminal; silent where standard error is not one."""
+    """A progress bar on rank 0; silent if standard error is not a terminal."""
     off = disable or not dist.is_main_process() or not sys.stderr.isatty()
     bar = tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
     bar.update(done)
@@ -99,8 +99,9 @@ def progress(total: int, description: str, disable: bool = False, done: int = 0)
 
 
 def format_line(step: int, total: int, metrics: dict[str, float], columns: Iterable[str]) -> str:
-    """One fixed-width line: the step and the named columns that are present, by the last part of
-    their names; by two where that says too little.
+    """One fixed-width line: the step and those of ``columns`` that ``metrics`` has.
+
+    A column shows the last part of its name, or the last two if the last one is ambiguous.
     """
     width = len(str(total))
     present = [c for c in columns if c in metrics]

@@ -17,7 +17,7 @@ logger = logging.getLogger("dschat")
 
 
 def check_sinks(config: CommonConfig) -> None:
-    """``UserError`` where a sink that ``config`` asks for is not installed."""
+    """Raise ``UserError`` if a sink that ``config`` enables is not installed."""
     if config.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "--enable_wandb needs wandb; install it with `pip install dschat[wandb]`, or leave the "
@@ -26,10 +26,10 @@ def check_sinks(config: CommonConfig) -> None:
 
 
 class MetricsLog:
-    """Writes the settings, then one JSON object a step to ``OUTPUT_DIR/metrics.jsonl`` and the same
-    numbers to the other sinks.
+    """Writes the settings to ``OUTPUT_DIR/training_config.yaml`` and one JSON object per step to
+    ``OUTPUT_DIR/metrics.jsonl``; the same metrics go to the other sinks.
 
-    Rows that a full disk does not take wait, in memory and in every checkpoint, until it does.
+    If the disk is full, rows wait in memory and in checkpoints until they can be written.
     """
 
     def __init__(self, output_dir: str | None, config: CommonConfig) -> None:
@@ -38,7 +38,7 @@ class MetricsLog:
         self._wandb: Any = None
         self._end = 0  # bytes in the file
         self._unwritten = b""
-        self._failing = False  # which is said once
+        self._failing = False  # the last write failed; logged once
         if not dist.is_main_process() or output_dir is None:
             return
         folder = Path(output_dir)
@@ -46,10 +46,10 @@ class MetricsLog:
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._folder = folder
-        # A run that goes on keeps what there is, up to where `go_on_from` says.
+        # A resumed run keeps the rows up to the position passed to `go_on_from`.
         mode = "ab" if config.resume else "wb"
         self._file = (folder / "metrics.jsonl").open(mode, buffering=0)
-        self._found = self._end = os.fstat(self._file.fileno()).st_size
+        self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
         self._uses_tensorboard = config.enable_tensorboard
         if config.enable_tensorboard and not config.resume:
             self._start_tensorboard()
@@ -57,7 +57,7 @@ class MetricsLog:
             self._start_wandb(config)
 
     def _start_wandb(self, config: CommonConfig) -> None:
-        """A run that goes on stays one run there too."""
+        """Start a W&B run; a resumed run continues its W&B run."""
         import wandb
 
         mark, options = self._folder / ".wandb_run", {}
@@ -75,38 +75,43 @@ class MetricsLog:
 
     @property
     def files(self) -> list[Path]:
-        """What `position` speaks of; nothing where another process writes it."""
+        """The files that `position` refers to; none on processes that do not write."""
         return [] if self._file is None else [Path(self._file.name)]
 
     def position(self) -> dict[str, Any]:
-        """Bytes in metrics.jsonl, and the rows that belong behind them and are not written yet."""
+        """The size of metrics.jsonl in bytes, and the rows not yet written after it."""
         self._write_out()
         return {"bytes": self._end, "rows": self._unwritten.decode()}
 
     def go_on_from(self, position: dict[str, Any], step: int) -> None:
-        """Forget what was recorded after ``position``, which a checkpoint of ``step`` remembers."""
+        """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
+
+        Raises:
+            UserError: metrics.jsonl is shorter than that.
+        """
         if self._file is None:
             return
-        if position["bytes"] > self._found:
+        if position["bytes"] > self._initial_size:
             raise UserError(
-                f"{self._file.name} is shorter than when the checkpoint of step {step} was made; "
-                "put it back, or begin anew with --restart"
+                f"{self._file.name} is shorter than when the checkpoint of step {step} was saved; "
+                "restore it, or start over with --restart"
             )
-        self._begin_with(position["bytes"], position["rows"].encode())
+        self._truncate(position["bytes"], position["rows"].encode())
         if self._uses_tensorboard:
             self._start_tensorboard(purge_step=step + 1)
 
     def begin(self) -> None:
-        """Forget what an earlier run recorded: there was nothing to go on from."""
+        """Drop the rows of an earlier run, when there is no checkpoint to resume from."""
         if self._file is None:
             return
-        if self._found:
-            own = Path(self._file.name).read_bytes()[self._found :]
-            self._begin_with(0, own + self._unwritten)
+        if self._initial_size:
+            new_rows = Path(self._file.name).read_bytes()[self._initial_size :]
+            self._truncate(0, new_rows + self._unwritten)
         if self._uses_tensorboard and self._tensorboard is None:
             self._start_tensorboard()
 
-    def _begin_with(self, size: int, unwritten: bytes) -> None:
+    def _truncate(self, size: int, unwritten: bytes) -> None:
+        """Cut the file to ``size`` bytes, then write ``unwritten``."""
         self._file.truncate(size)
         self._file.seek(size)
         self._end, self._unwritten = size, unwritten
@@ -124,7 +129,7 @@ class MetricsLog:
                     self._tensorboard.add_scalar(name, value, step)
             except OSError as error:
                 self._tensorboard = None
-                logger.warning("TensorBoard gets no more numbers: %s", error)
+                logger.warning("TensorBoard is off from here on: %s", error)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
@@ -136,14 +141,14 @@ class MetricsLog:
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "%s cannot be written (%s); training goes on, its rows wait",
+                    "%s cannot be written (%s); training continues, rows wait in memory",
                     self._file.name,
                     error.strerror,
                 )
             self._failing = True
             return
         if self._failing:
-            logger.warning("%s is written again", self._file.name)
+            logger.warning("%s is writable again", self._file.name)
         self._failing = False
 
     def close(self) -> None:
@@ -154,6 +159,6 @@ class MetricsLog:
             try:
                 self._tensorboard.close()
             except OSError as error:
-                logger.warning("TensorBoard lacks the last numbers: %s", error)
+                logger.warning("TensorBoard lacks the last metrics: %s", error)
         if self._wandb is not None:
             self._wandb.finish()

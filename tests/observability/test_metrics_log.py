@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run that goes on: no gap, and nothing twice."""
+"""metrics.jsonl of a resumed run has every row exactly once."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ def steps(folder):
 
 
 @pytest.mark.parametrize("tensorboard", [False, True])
-def test_what_came_after_the_checkpoint_is_forgotten(tmp_path, tensorboard):
+def test_rows_after_the_checkpoint_are_dropped(tmp_path, tensorboard):
     log = log_of(tmp_path, tensorboard=tensorboard)
     log.begin()
     for step in range(3):
@@ -31,7 +31,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path, tensorboard):
     assert position == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size, "rows": ""}
     log.write(3, {"loss": 0.5})  # and the process is killed here
     log = log_of(tmp_path, "latest", tensorboard)
-    log.write(0, {"eval/gold": 0.0})  # before it is known where to go on
+    log.write(0, {"eval/gold": 0.0})  # before the checkpoint is chosen
     log.go_on_from(position, 2)
     assert log.position() == position
     log.write(3, {"loss": 0.25})
@@ -40,7 +40,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path, tensorboard):
 
 
 @pytest.mark.parametrize("resume", [None, "latest"])
-def test_a_run_with_nothing_to_go_on_from_begins(tmp_path, resume):
+def test_a_run_without_a_checkpoint_drops_earlier_rows(tmp_path, resume):
     log = log_of(tmp_path)
     log.write(7, {"loss": 0.5})
     log.close()
@@ -52,7 +52,7 @@ def test_a_run_with_nothing_to_go_on_from_begins(tmp_path, resume):
     assert steps(tmp_path) == [0, 1]
 
 
-def test_a_log_that_was_cut_is_an_error(tmp_path):
+def test_a_truncated_log_is_an_error(tmp_path):
     log_of(tmp_path).close()
     log = log_of(tmp_path, "latest")
     with pytest.raises(UserError, match="metrics.jsonl is shorter than when the checkpoint"):
@@ -61,7 +61,7 @@ def test_a_log_that_was_cut_is_an_error(tmp_path):
 
 
 class FullDisk:
-    """A file that takes ``room`` more bytes."""
+    """A file with space for ``room`` more bytes."""
 
     def __init__(self, file, room):
         self._file, self.room = file, room
@@ -78,21 +78,21 @@ class FullDisk:
 
 
 def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
-    """In the middle of a row; a checkpoint made then has what is missing."""
+    """It fills up in the middle of a row; a checkpoint saved then has the rest."""
     log = log_of(tmp_path)
     log.begin()
     log.write(0, {"loss": 0.5})
     log._file = FullDisk(log._file, 7)
     for step in (1, 2, 3):
         log.write(step, {"loss": 0.5})
-    assert caplog.text.count("cannot be written (No space left on device); training goes on") == 1
+    assert caplog.text.count("cannot be written (No space left on device); training continues") == 1
     position = log.position()
     assert position["bytes"] == (tmp_path / "metrics.jsonl").stat().st_size
     shutil.copytree(tmp_path, tmp_path / "killed")
     log._file.room = 10_000
     log.write(4, {"loss": 0.5})
     log.close()
-    assert caplog.text.count("is written again") == 1
+    assert caplog.text.count("is writable again") == 1
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
     log = log_of(tmp_path / "killed", "latest")
     log.go_on_from(position, 3)
@@ -116,8 +116,8 @@ def test_rows_of_this_process_do_not_make_a_short_file_long(tmp_path):
     log.close()
 
 
-def test_weights_and_biases_goes_on_with_its_run(tmp_path, monkeypatch):
-    """As much of the library as is called."""
+def test_weights_and_biases_continues_its_run(tmp_path, monkeypatch):
+    """With a fake of the parts of wandb that are called."""
     begun = []
 
     def init(**options):
