@@ -259,6 +259,3 @@ def test_score_head_matches_the_flop_counter():
         counted = counted_flops(lambda: model(ids, use_cache=False))
     expected = flops.transformer_flops(flops.shape_of(config), 7, "score", causal=False)
     assert counted == expected
-
-
-# ---- memory
