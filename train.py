@@ -88,7 +88,8 @@ def main() -> int:
     if finished[-1] and plan.nodes.is_first:
         here = os.path.relpath(sys.executable)
         python = "python" if here.startswith("..") else here
-        talk = [python, "chat.py", "--path", str(plan.folder(plan.steps[-1]) / "actor")]
+        chat = ["dschat", "chat"] if sys.argv[0] == "dschat train" else [python, "chat.py"]
+        talk = [*chat, "--path", str(plan.folder(plan.steps[-1]) / "actor")]
         say(f"\ntalk to it: {shlex.join(talk)}")
     return 0
 

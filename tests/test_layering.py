@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,32 @@ def test_every_module_imports():
         importlib.import_module(name.removesuffix(".__init__"))
     for name in dschat.__all__:
         getattr(dschat, name)
+
+
+def test_import_contracts_catch_what_they_forbid(tmp_path):
+    """`make lint` runs them on the package itself."""
+    shutil.copytree(PACKAGE, tmp_path / "dschat", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE.parent / "pyproject.toml", tmp_path)
+    for module, line in {
+        "losses/policy.py": "from dschat import distributed",
+        "rlhf/scoring.py": "from dschat.supervised import tasks",
+        "models/load.py": "import deepspeed",
+        "config/steps.py": "import torch",
+    }.items():
+        with (tmp_path / "dschat" / module).open("a") as source:
+            source.write(f"\n{line}\n")
+    (tmp_path / "dschat" / "helpers").mkdir()
+    (tmp_path / "dschat" / "helpers" / "__init__.py").write_text("")
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    for broken in (
+        "Contracts: 0 kept, 3 broken",
+        "dschat.losses.policy -> dschat.distributed",
+        "dschat.rlhf.scoring -> dschat.supervised.tasks",
+        "dschat.models.load -> deepspeed",
+        "dschat.config.steps -> torch",
+        "helpers",  # a package without a layer
+    ):
+        assert broken in said
