@@ -6,10 +6,9 @@
     python train.py --step 3 --recipe opt-1.3b --step3.kl_coef 0.05 --dry-run
     python train.py --recipe opt-1.3b --plan --device-memory-gib 80
 
-Plans first: a mistake in any step's flags shows before anything runs. Then each step runs as a
-process of its own (several under DeepSpeed's launcher), and the first that fails ends the run.
-Ctrl-C, SIGTERM and SIGUSR1 stop training after its current step, with exit code 75 and saved; the
-same command goes on from there.
+Checks the flags of all steps before anything runs. Each step runs as a subprocess (several under
+DeepSpeed's launcher), and the first failure ends the run. Ctrl-C, SIGTERM and SIGUSR1 stop training
+after the current optimizer step, save a checkpoint and exit with code 75; the same command resumes.
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
@@ -38,7 +37,7 @@ ROOT = Path(__file__).resolve().parent
 def main() -> int:
     # Parse and plan.
     config, step_flags = recipe.parse_args(sys.argv[1:])
-    # A plan of memory may be for machines that are not here, as a dry run may.
+    # Like --dry_run, --plan may be for machines that do not exist.
     plan = run_plan.plan(
         replace(config, dry_run=config.dry_run or config.plan),
         step_flags,
@@ -48,65 +47,65 @@ def main() -> int:
     if config.plan:
         for note in plan.notes:
             say(note)
-        say(tables(memory_request(config, plan)) if plan.commands else "there is nothing to run")
+        say(tables(memory_request(config, plan)) if plan.commands else "nothing to run")
         return 0
     if config.dry_run:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
     lines = []
-    if plan.commands and plan.nodes.is_first:
-        lines = log_lines(memory_request(config, plan))  # and what a later step could not use
+    if plan.commands and plan.cluster.is_first:
+        lines = log_lines(memory_request(config, plan))  # raises for what a later step cannot use
     for line in [*plan.notes, *lines]:
         say(line)
 
     # Run the steps, one after another.
     with supervisor.ProcessSupervisor() as runner:
         for step, command in plan.commands:
-            if runner.asked:
+            if runner.stop_requested:
                 return stopped(f"stopped before step {step.number}", plan)
             say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
             start = time.monotonic()
-            code = runner.run(command, plan.environment, plan.folder(step), plan.nodes)
+            code = runner.run(command, plan.environment, plan.folder(step), plan.cluster)
             seconds = time.monotonic() - start
             if plan.summary and code in (0, stop_signals.EXIT_CODE):
                 note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
             if code == stop_signals.EXIT_CODE:
                 return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
             if code == 0 and not plan.finished(step):
-                # The launcher reports success for a rank that a signal killed.
-                say(f"step {step.number} ended without finishing; its last lines above say why")
+                # DeepSpeed's launcher exits with 0 if a signal killed a rank.
+                say(f"step {step.number} exited without finishing; see its last lines above")
                 code = 1
             if code:
                 return code
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
-    # Say what came out.
+    # Report the results.
     finished = [plan.finished(step) for step in plan.steps]
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
-    if finished[-1] and plan.nodes.is_first:
+    if finished[-1] and plan.cluster.is_first:
         here = os.path.relpath(sys.executable)
         python = "python" if here.startswith("..") else here
         chat = ["dschat", "chat"] if sys.argv[0] == "dschat train" else [python, "chat.py"]
-        talk = [*chat, "--path", str(plan.folder(plan.steps[-1]) / "actor")]
-        say(f"\ntalk to it: {shlex.join(talk)}")
+        chat += ["--path", str(plan.folder(plan.steps[-1]) / "actor")]
+        say(f"\nchat with it: {shlex.join(chat)}")
     return 0
 
 
-def note_seconds(output_dir: Path, seconds: dict[int, float], went_on: bool) -> None:
+def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool) -> None:
     try:
-        write_summary(output_dir, seconds, went_on)
-    except (OSError, UserError) as error:  # a full disk, half a row of metrics: the run is not lost
-        say(f"summary.json is not written: {error}")
+        write_summary(output_dir, seconds, resumed)
+    except (OSError, UserError) as error:  # a full disk or a partial row of metrics
+        say(f"could not write summary.json: {error}")
 
 
-def stopped(what: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:
-    """Say how to go on with a run that was asked to stop; the exit code."""
-    found = newest(folder) if folder else None
-    where = f", saved in {found.folder}" if found else ""
-    again = f" without {' and '.join(plan.anew)}" if plan.anew else ""
-    supervisor.say(f"{what}{where}; the same command{again} goes on from there")
+def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:
+    """Tell the user how to resume, and return the exit code."""
+    checkpoint = newest(folder) if folder else None
+    saved = f", saved in {checkpoint.folder}" if checkpoint else ""
+    changes = f" without {' and '.join(plan.restart_flags)}" if plan.restart_flags else ""
+    supervisor.say(f"{event}{saved}; the same command{changes} resumes from there")
     return stop_signals.EXIT_CODE
 
 
@@ -118,17 +117,16 @@ def ask(question: str) -> bool:
 
 
 def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Request:
-    """What the plan of memory needs to know."""
+    """The input of the memory estimate."""
     steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
-    nodes = plan.nodes
-    here = nodes.processes_here
-    return Request(steps, nodes.num_processes, here, config.device_memory_gib)
+    cluster = plan.cluster
+    return Request(steps, cluster.num_processes, cluster.processes_here, config.device_memory_gib)
 
 
 def say(line: str) -> None:
     try:
-        print(line, flush=True)  # before the next step's own output
-    except OSError:  # a terminal that was closed, or `| tee` that Ctrl-C ended: the run goes on
+        print(line, flush=True)  # before the output of the next step
+    except OSError:  # a closed terminal, or Ctrl-C ended `| tee`: keep training
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,1 +1,1 @@
-"""train.py: which steps run, on which machines, resumed or not, and supervised."""
+"""Behind train.py: selects steps, finds machines, resumes, and supervises the step processes."""

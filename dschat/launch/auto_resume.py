@@ -1,7 +1,7 @@
-"""What train.py does with a step that was cut short: goes on, begins anew, or asks.
+"""Decides whether train.py resumes an interrupted step, starts it over, or asks the user.
 
-The step's given fields and its folder come in; the fields that say how to begin, and a line about
-it, go out. It must not know how a step goes on.
+A step with a checkpoint resumes if its settings are those of the checkpoint. Changed settings need
+a yes: ``--resume latest``, ``--restart`` or an answer on the terminal. The step itself resumes.
 """
 
 import os
@@ -21,7 +21,7 @@ from dschat.config import UserError
 from dschat.launch.recipe import TrainingStep
 from dschat.runtime.output_dir import COMPLETE
 
-Ask = Callable[[str], bool]  # a question -> yes or no
+Ask = Callable[[str], bool]  # question -> whether the answer was yes
 
 
 def resolve_resume(
@@ -32,67 +32,71 @@ def resolve_resume(
     restart: bool,
     ask: Optional[Ask],
 ) -> list[str]:
-    """Complete the fields ``values`` of a step that will run, and say so.
+    """Set ``resume`` or ``overwrite_output_dir`` in the ``values`` of a step that will run.
 
-    ``made_here``: folders that this run fills before. ``ask``: None where nobody can answer.
+    Args:
+        made_here: output folders of earlier steps of this run.
+        ask: None if there is no terminal.
+
+    Returns:
+        Lines for the user.
 
     Raises:
-        UserError: the settings have changed since, and nobody said what to do, or they cannot be
-            resumed with.
+        UserError: the settings have changed and the user has not decided, or the checkpoint cannot
+            be resumed with them.
     """
     folder, given = values["output_dir"], values.get("resume")
     if restart and given:
-        raise UserError("--restart begins anew and --resume goes on; leave one out")
+        raise UserError("--restart starts over and --resume resumes; leave one out")
     checkpoints = Path(folder) / FOLDER
     if not step_folders(checkpoints):
         return []
     if restart or values.get("overwrite_output_dir"):
         values["overwrite_output_dir"] = True
-        return [f"step {step.number} begins anew: {checkpoints} is cleared"]
+        return [f"step {step.number} starts over: {checkpoints} is deleted"]
     if given not in (None, "latest"):
-        return [f"step {step.number} goes on from {given}"]
+        return [f"step {step.number} resumes from {given}"]
     values["resume"] = "latest"
-    found = newest(folder)
-    if found is None:  # all are damaged; the step names what is wrong with each
-        return [f"step {step.number}: no checkpoint in {checkpoints} is whole"]
+    checkpoint = newest(folder)
+    if checkpoint is None:  # the step reports what is wrong with each
+        return [f"step {step.number}: {checkpoints} has no complete checkpoint"]
     config = step.config_class(**values)
-    check_step_size(found, config, num_processes)
-    check_weights(found, config)
-    changed = changes(found, config)
-    changed += _trained_again(found, values, made_here)
+    check_step_size(checkpoint, config, num_processes)
+    check_weights(checkpoint, config)
+    changed = changes(checkpoint, config) + _retrained(checkpoint, values, made_here)
     if changed and given is None:
-        _settle(step, folder, changed, ask)
-    note = f"step {step.number} goes on from {found.folder}"
-    note += f", with other settings ({describe(changed)})" if changed else ""
-    if found.world_size != num_processes:
+        _confirm(step, folder, changed, ask)
+    note = f"step {step.number} resumes from {checkpoint.folder}"
+    note += f", with changed settings ({describe(changed)})" if changed else ""
+    if checkpoint.world_size != num_processes:
         plural = "es" if num_processes > 1 else ""
-        note += f", on {num_processes} process{plural}, not {found.world_size}"
+        note += f", on {num_processes} process{plural}, not {checkpoint.world_size}"
     return [note]
 
 
-def _settle(step: TrainingStep, folder: str, changed: list[Change], ask: Optional[Ask]) -> None:
-    """Let the user decide about changed settings; returns if the run is to go on with them."""
-    anew = f"--restart begins step {step.number} anew, or choose another --output_dir"
+def _confirm(step: TrainingStep, folder: str, changed: list[Change], ask: Optional[Ask]) -> None:
+    """Raise ``UserError`` unless the user agrees to resume with changed settings."""
+    restart = f"--restart starts step {step.number} over, or choose another --output_dir"
     if ask is None:
         raise UserError(
-            f"{folder} holds an unfinished run of other settings ({describe(changed)}); "
-            f"--resume latest goes on with the new ones, {anew}"
+            f"{folder} has an unfinished run with other settings ({describe(changed)}); "
+            f"--resume latest resumes with the new ones, {restart}"
         )
     lines = "".join(f"\n  {describe([change])}" for change in changed)
-    if not ask(f"step {step.number} was cut short with other settings:{lines}\nGo on with these?"):
-        raise UserError(f"{folder} holds an unfinished run of other settings; {anew}")
+    if not ask(f"step {step.number} was interrupted and has changed settings:{lines}\nResume?"):
+        raise UserError(f"{folder} has an unfinished run with other settings; {restart}")
 
 
-def _trained_again(
-    found: Found, values: dict[str, Any], made_here: Collection[str]
+def _retrained(
+    checkpoint: Found, values: dict[str, Any], made_here: Collection[str]
 ) -> list[Change]:
-    """Models that the step started from and that are no longer what they were then."""
-    since = os.path.getmtime(found.folder / MANIFEST)
-    again = []
+    """The step's initial models that were trained again after the checkpoint."""
+    saved_at = os.path.getmtime(checkpoint.folder / MANIFEST)
+    retrained = []
     for key, name in values.items():
         if not key.endswith("model_name_or_path") or not isinstance(name, str):
             continue
         mark = os.path.join(name, COMPLETE)
-        if name in made_here or (os.path.exists(mark) and os.path.getmtime(mark) > since):
-            again.append((key, name, f"{name}, trained again"))
-    return again
+        if name in made_here or (os.path.exists(mark) and os.path.getmtime(mark) > saved_at):
+            retrained.append((key, name, f"{name}, trained again"))
+    return retrained

@@ -1,9 +1,7 @@
-"""Machines: on which ones a step's processes run, and the command that starts them there.
+"""Finds the machines of a run and builds the command that starts a step on them.
 
-Comes in: the flags about machines, what a recipe says of them, and the GPUs seen here. Goes out: a
-``Cluster``, which turns a step's script and flags into a command: plain Python for one process,
-else DeepSpeed's launcher (over pdsh or MPI, or node by node without ssh) or SLURM's srun.
-This module must not know steps, recipes, or what the processes do.
+The command is plain Python for one process, else DeepSpeed's launcher (over pdsh or MPI, or node
+by node without ssh) or SLURM's srun.
 """
 
 import base64
@@ -29,49 +27,50 @@ from dschat.config.text_file import read_text
 from dschat.memory import available_memory
 
 FIRST_PORT = 29500
-PROCESS_BYTES = 350 * 2**20  # of one process with its libraries (measured: proportional set size)
+PROCESS_BYTES = 350 * 2**20  # one process with its libraries (proportional set size, measured)
 MPI_LAUNCHERS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun"}
-PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", **MPI_LAUNCHERS}  # what must be on this machine
+PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", **MPI_LAUNCHERS}  # required on this machine
 
 
 @dataclass
 class ClusterConfig:
-    """train.py's flags about machines; the names are those of DeepSpeed's launcher."""
+    """train.py's cluster flags, named as in DeepSpeed's launcher."""
 
     num_gpus: Optional[int] = flag(
         None,
-        "Processes on each machine, one per GPU (without GPUs: at most one per core); default: the "
-        "hostfile's slots, every visible GPU, or one process on the CPU.",
+        "Processes per machine, one per GPU (on CPUs: at most one per core); default: the "
+        "hostfile's slots, all visible GPUs, or one process on the CPU.",
     )
     num_nodes: Optional[int] = flag(
-        None, "Machines; default: all of --hostfile, or this one.", aliases=["--nnodes"]
+        None, "Number of machines; default: all of --hostfile, or 1.", aliases=["--nnodes"]
     )
     hostfile: Optional[str] = flag(
-        None, "The machines, a line each: NAME slots=GPUS (training/launch/hostfile)."
+        None, "File of machines, one line each: NAME slots=GPUS (see training/launch/hostfile)."
     )
     launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = flag(
-        "pdsh", "What starts the processes of several machines; slurm: srun, without a --hostfile."
+        "pdsh", "Launcher for several machines; slurm: srun, without --hostfile."
     )
     launcher_args: str = flag(
-        "", 'More words for pdsh, mpirun or srun, as one: --launcher_args="--mca btl tcp,self".'
+        "", 'Extra arguments of pdsh, mpirun or srun: --launcher_args="--mca btl tcp,self".'
     )
     node_rank: Optional[int] = flag(
         None,
-        "This machine's number, from 0: train.py is started on each machine by hand, with the same "
-        "flags otherwise, and needs neither ssh nor a --hostfile.",
+        "Rank of this machine, from 0: start train.py on each machine, with the same flags "
+        "otherwise; needs neither ssh nor --hostfile.",
     )
-    no_ssh: bool = flag(False, "Reach no other machine; --node_rank implies it.")
+    no_ssh: bool = flag(False, "Do not use ssh; implied by --node_rank.")
     master_addr: Optional[str] = flag(
-        None, "Address of machine 0; default: asked of the first host over ssh."
+        None, "Address of machine 0; default: queried from the first host over ssh."
     )
     master_port: Optional[int] = flag(
         None,
-        "Port there; with several machines step 2 takes the next one and step 3 the one after.",
+        "Port on machine 0; default: 29500, on a single machine the first free one from there. "
+        "With several machines steps 2 and 3 use the next two.",
     )
-    ssh_port: Optional[int] = flag(None, "Port of the other machines' ssh, where it is not 22.")
+    ssh_port: Optional[int] = flag(None, "Port of ssh on the other machines; default: 22.")
 
-    def validate_nodes(self) -> None:
-        """Raise ``UserError`` for a number that cannot be, or flags that exclude each other."""
+    def validate_cluster(self) -> None:
+        """Raise ``UserError`` for a value out of range, or flags that exclude each other."""
         for name in ("num_gpus", "num_nodes"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name} {value} must be at least 1")
@@ -81,7 +80,7 @@ class ClusterConfig:
                 value is None or 1 <= value <= 65533, f"--{name} {value} must be from 1 to 65533"
             )
         by_hand = self.node_rank is not None
-        require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: this machine's number")
+        require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
         if by_hand:
             require(self.node_rank >= 0, f"--node_rank {self.node_rank} must not be negative")
             require(
@@ -100,21 +99,22 @@ class ClusterConfig:
                 )
         require(
             self.launcher == "pdsh" or not self.ssh_port,
-            f"--ssh_port is pdsh's; tell {self.launcher} with --launcher_args",
+            f"--ssh_port is for pdsh; for {self.launcher} use --launcher_args",
         )
         require(
             self.launcher != "slurm" or not self.hostfile,
-            "--launcher slurm takes the machines of the SLURM job; leave --hostfile out",
+            "--launcher slurm uses the machines of the SLURM job; leave --hostfile out",
         )
 
 
 def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
-    """{name: (slots, line number)} of a hostfile, in its order; DeepSpeed's rules.
+    """{name: (slots, line number)} of a hostfile, in order.
 
-    A line is ``NAME slots=GPUS``; empty lines and those that begin with # are skipped.
+    DeepSpeed's format: ``NAME slots=GPUS`` lines; empty lines and lines that start with # are
+    skipped.
 
     Raises:
-        UserError: no such file, a line that is none of these (named), a machine twice, or none.
+        UserError: no such file, a malformed line (with its number), a duplicate machine, or none.
     """
     try:
         lines = read_text(path).splitlines()
@@ -132,7 +132,7 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
         require(bool(match), f"{where}: {line!r} is not of the form NAME slots=GPUS")
         name, slots = match[1], int(match[2])
         require(slots > 0, f"{where}: {name} has no slots; give it one per GPU or leave it out")
-        require(name not in hosts, f"{where}: {name} is there twice; give it one line")
+        require(name not in hosts, f"{where}: duplicate machine {name}; give it one line")
         hosts[name] = (slots, number)
     require(bool(hosts), f"--hostfile {path} names no machine; write lines NAME slots=GPUS")
     return hosts
@@ -140,7 +140,7 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a run: ``hosts`` are names and numbers of processes, in rank order."""
+    """The machines of a run. ``hosts``: name -> number of processes, in rank order."""
 
     config: ClusterConfig
     hosts: Mapping[str, int]
@@ -150,36 +150,34 @@ class Cluster:
 
     @property
     def num_processes(self) -> int:
-        """Of all machines together."""
+        """On all machines together."""
         return sum(self.hosts.values())
 
     @property
     def processes_here(self) -> int:
-        """Of one machine: this one where its number is known, else the first."""
+        """On this machine if its rank is known, else on the first."""
         return list(self.hosts.values())[self.number_here]
 
     @property
     def number_here(self) -> int:
-        """This machine's number; 0, the first one's, where it is not known."""
+        """Rank of this machine; 0 if it is not known."""
         return self.config.node_rank or 0
 
     @property
     def relay(self) -> Optional[int]:
-        """The signal that the command passes on to its processes on all machines, if there is
-        such.
-        """
+        """The signal that the launch command forwards to its processes on all machines, if any."""
         return signal.SIGUSR1 if self.config.launcher == "slurm" else None
 
     @property
     def is_first(self) -> bool:
-        """Whether rank 0, which writes all files, is started from here."""
+        """Whether this machine starts rank 0, which writes all files."""
         return not self.config.node_rank
 
     def command(self, number: int, words: Sequence[str]) -> list[str]:
         """The command that runs ``words`` (a Python script and its flags) as step ``number``.
 
-        Several machines take another port for every step: one may begin the next step while
-        another still ends the last, and would meet it there.
+        Several machines use another port for every step: one machine may start the next step while
+        another still finishes the last, and would connect to it.
         """
         several = len(self.hosts) > 1
         port = self.port + number - 1 if several else self.port
@@ -201,12 +199,12 @@ class Cluster:
         devices = ["--num_gpus", str(count)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if self.gpus_here and visible != [""]:
-            # NOTE beside --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes the first.
+            # NOTE with --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES: the first GPUs.
             devices = ["--include", f"localhost:{','.join(visible[:count])}"]
         return [*_runner(), *devices, "--master_port", str(port)]
 
     def _by_hand(self, port: int) -> list[str]:
-        """This machine's part. DeepSpeed's runner would ask for a hostfile only to build this."""
+        """The processes of this machine. DeepSpeed's runner would need a hostfile to build this."""
         world: dict[str, list[Any]] = {host: list(range(n)) for host, n in self.hosts.items()}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if self.gpus_here and visible != [""]:
@@ -219,7 +217,7 @@ class Cluster:
         ]
 
     def _over_hostfile(self, port: int) -> list[str]:
-        config, more = self.config, self.config.launcher_args
+        config, extra = self.config, self.config.launcher_args
         flags = ["--hostfile", str(self.hostfile), "--master_port", str(port)]
         address = config.master_addr
         if config.launcher == "pdsh":
@@ -227,27 +225,27 @@ class Cluster:
             if len(set(self.hosts.values())) == 1:
                 flags += ["--num_gpus", str(self.processes_here)]
             flags += ["--ssh_port", str(config.ssh_port)] if config.ssh_port else []
-        else:  # these start every slot of the file and refuse --num_nodes
+        else:  # MPI launchers start every slot of the file and refuse --num_nodes
             address = address or next(iter(self.hosts))
             flags += ["--launcher", config.launcher, "--no_ssh_check"]
-        if config.launcher == "openmpi":  # DeepSpeed tells the other two itself
-            more = f"-x MASTER_ADDR={address} -x MASTER_PORT={port} {more}".rstrip()
+        if config.launcher == "openmpi":  # DeepSpeed sets them for the other two
+            extra = f"-x MASTER_ADDR={address} -x MASTER_PORT={port} {extra}".rstrip()
         flags += ["--master_addr", address] if address else []
-        # One word: argparse would take a value that begins with a dash for a flag.
-        flags += [f"--launcher_args={more}"] if more else []
+        # One word: argparse would read a value that starts with a dash as a flag.
+        flags += [f"--launcher_args={extra}"] if extra else []
         return [*_runner(), *flags]
 
     def _srun(self, port: int) -> list[str]:
-        """One task a process; `dschat.distributed` learns rank and meeting point from SLURM."""
-        given = []
+        """One task per process; `dschat.distributed` reads rank and master address from SLURM."""
+        exports = []
         if self.config.master_addr:
-            given.append(f"MASTER_ADDR={self.config.master_addr}")
+            exports.append(f"MASTER_ADDR={self.config.master_addr}")
         if self.config.master_port:
-            given.append(f"MASTER_PORT={port}")
+            exports.append(f"MASTER_PORT={port}")
         return [
             *("srun", "--kill-on-bad-exit=1", "--nodes", str(len(self.hosts))),
             *("--ntasks", str(self.num_processes), "--ntasks-per-node", str(self.processes_here)),
-            *([f"--export={','.join(['ALL', *given])}"] if given else []),
+            *([f"--export={','.join(['ALL', *exports])}"] if exports else []),
             *shlex.split(self.config.launcher_args),
         ]
 
@@ -260,12 +258,12 @@ def find(
     example: Path,
     dry_run: bool,
 ) -> Cluster:
-    """The machines that ``config`` names; the defaults (a recipe's) hold where it says nothing.
+    """The machines that ``config`` names; ``default_*`` come from the recipe.
 
-    A ``dry_run`` may plan for machines that are not there; ``example`` then stands for a hostfile.
+    A ``dry_run`` may plan for machines that do not exist, with ``example`` as the hostfile.
 
     Raises:
-        UserError: more machines or GPUs than there are, or no way to reach them.
+        UserError: more machines or GPUs than exist, or no launcher that reaches them.
     """
     num_gpus = config.num_gpus or default_gpus
     listed = read_hostfile(config.hostfile) if config.hostfile else {}
@@ -288,36 +286,36 @@ def find(
 
 
 def _quoted_for_pdsh(word: str) -> str:
-    """What DeepSpeed, pdsh and a remote shell make ``word`` of: the first puts words with a blank
-    in double quotes and escapes these alone, the second replaces %h, %u and %n, and reads %% as %.
+    """``word``, escaped for DeepSpeed, pdsh and a remote shell: DeepSpeed puts words with a space
+    in double quotes and escapes only those, pdsh replaces %h, %u and %n, and reads %% as %.
     """
     quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
     return quoted.replace("%", "%%")
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_room(count: int, gpus_here: int) -> None:
-    """Whether ``count`` processes can be started on this machine: one a GPU; without GPUs as many
-    as it has cores (two in any case), and memory for what each loads before any model.
+    """Require room for ``count`` processes on this machine: one per GPU; without GPUs one per core
+    (at least two are allowed), and memory for the libraries that each loads.
     """
     if gpus_here:
         require(
             count <= gpus_here,
-            f"--num_gpus {count}: this machine shows {gpus_here}; for several machines give the "
-            "number of each one's, and --num_nodes",
+            f"--num_gpus {count}: this machine has {gpus_here}; for several machines give the "
+            "GPUs of one, and --num_nodes",
         )
         return
-    for most, what in (
+    for most, resource in (
         (max(2, num_cores()), f"{num_cores()} cores"),
         (available_memory() // PROCESS_BYTES, f"{available_memory() / 2**30:.1f} GiB of memory"),
     ):
         require(
             count <= max(1, most),
-            f"--num_gpus {count}: this machine shows no GPU, and has {what} for as many processes; "
+            f"--num_gpus {count}: this machine has no GPU, only {resource}; "
             f"give at most {max(1, most)}",
         )
 
@@ -328,7 +326,7 @@ def _of_hostfile(
     num_nodes: int,
     num_gpus: Optional[int],
 ) -> dict[str, int]:
-    """The first ``num_nodes`` machines of the file, with as many processes as asked for."""
+    """The first ``num_nodes`` machines of the file, with ``num_gpus`` processes or all slots."""
     file = f"--hostfile {config.hostfile}"
     require(
         num_nodes <= len(listed), f"--num_nodes {num_nodes}: {file} names {len(listed)} machines"
@@ -343,14 +341,14 @@ def _of_hostfile(
     if config.launcher in MPI_LAUNCHERS and num_nodes > 1:
         require(
             hosts == {name: slots for name, (slots, _) in listed.items()},
-            f"--launcher {config.launcher} starts every slot of {file}, which is not the "
-            f"{num_nodes} machines x {num_gpus or 'slots'} asked for; change the file to it",
+            f"--launcher {config.launcher} starts every slot of {file}, not {num_nodes} machines x "
+            f"{num_gpus or 'slots'}; edit the file",
         )
     return hosts
 
 
 def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
-    """Whether ``num_nodes`` machines can be started with these flags, from this one."""
+    """Require flags and programs to start ``num_nodes`` machines from this one."""
     if num_nodes == 1 and config.launcher != "slurm":
         for name in ("node_rank", "master_addr", "ssh_port"):
             require(
@@ -361,8 +359,7 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
     if config.node_rank is not None:
         require(
             config.node_rank < num_nodes,
-            f"--node_rank {config.node_rank}: {num_nodes} machines have the numbers 0 to "
-            f"{num_nodes - 1}",
+            f"--node_rank {config.node_rank}: {num_nodes} machines have ranks 0 to {num_nodes - 1}",
         )
         return
     if dry_run:
@@ -370,18 +367,18 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
     require(
         bool(config.hostfile) or config.launcher == "slurm",
         f"--num_nodes {num_nodes} needs --hostfile; or start train.py on every machine with its "
-        "--node_rank and one --master_addr, or take --launcher slurm in a SLURM job",
+        "--node_rank and the same --master_addr, or use --launcher slurm in a SLURM job",
     )
     program = PROGRAMS[config.launcher]
     require(
         shutil.which(program) is not None,
-        f"--launcher {config.launcher}: there is no {program} here; start train.py where there is, "
-        "or on every machine with its --node_rank",
+        f"--launcher {config.launcher}: {program} is not installed here; start train.py where it "
+        "is, or on every machine with its --node_rank",
     )
     for path in (os.getcwd(), sys.executable) if config.launcher == "pdsh" else ():
         require(
             shlex.quote(path) == path and "%" not in path,
-            f"--launcher pdsh: {path} has characters that a remote shell reads otherwise; choose "
+            f"--launcher pdsh: {path} has characters that a remote shell would interpret; choose "
             "another folder, or start train.py on every machine with its --node_rank",
         )
 
@@ -391,12 +388,10 @@ def _runner() -> list[str]:
 
 
 def _free_port() -> int:
-    """The first free port from ``FIRST_PORT``: the same each time, unless another run is on."""
+    """The first free port from ``FIRST_PORT``: always the same unless another run is active."""
     for port in range(FIRST_PORT, FIRST_PORT + 200):
         with socket.socket() as s, suppress(OSError):
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind(("", port))
             return port
-    raise UserError(
-        f"no free port from {FIRST_PORT} to {port}; end some of the runs on this machine"
-    )
+    raise UserError(f"no free port from {FIRST_PORT} to {port}; stop other runs on this machine")

@@ -1,8 +1,8 @@
-"""Whether a finished step is what train.py asks for, by what it was trained with.
+"""Compares a finished step with the settings that train.py would train it with.
 
-A step's training_config.yaml has its settings. Its mark, the file COMPLETE, has what they stood
-for: the working directory, the number of processes, and fingerprints of data and of models that
-steps had trained. Steps of a version that left an empty mark are compared by their settings alone.
+A step's training_config.yaml has its settings. Its COMPLETE file has their context: the working
+directory, the number of processes, and fingerprints of data and of models from earlier steps. Older
+versions wrote an empty COMPLETE; such steps are compared by their settings alone.
 """
 
 import json
@@ -30,7 +30,7 @@ from dschat.launch.steps import BASE
 from dschat.runtime.output_dir import COMPLETE
 
 SETTINGS = "training_config.yaml"
-# How a step is laid out on its machine, with actor_ or critic_ before it: the result is the same.
+# Settings of memory and speed, also with actor_ or critic_ before them: same result.
 LAYOUT = {
     "zero_stage",
     "offload",
@@ -63,15 +63,15 @@ LAYOUT = {
 
 @dataclass
 class _Run:
-    """What a step was, or would be, trained with."""
+    """The settings of a step that was trained, or would be, and their context."""
 
     settings: dict[str, Any]
-    contents: dict[str, str]  # fingerprints of local files, by the setting that names them
+    contents: dict[str, str]  # setting -> fingerprint of the local files it names
     num_processes: int
     working_directory: str
 
     def place(self, name: str) -> str:
-        """Where a path leads, however it is spelled; in OUT as seen from there: that may move."""
+        """The real path of ``name``; relative to OUT if inside, since OUT may be moved."""
         path = os.path.realpath(os.path.join(self.working_directory, os.path.expanduser(name)))
         out = os.path.join(self.working_directory, self.settings["output_dir"], os.pardir)
         inside = os.path.relpath(path, os.path.realpath(out))
@@ -79,9 +79,9 @@ class _Run:
 
 
 def record_of(config: CommonConfig) -> str:
-    """What the mark of a step that begins now says at its end, beside training_config.yaml."""
+    """Content of the COMPLETE file of a step that starts now."""
     record = {
-        "started": time.time(),  # a model that is trained again has another mark
+        "started": time.time(),  # so a model that is trained again gets another fingerprint
         "num_processes": dist.world_size(),
         "working_directory": os.getcwd(),
         "contents": _contents(config),
@@ -90,7 +90,7 @@ def record_of(config: CommonConfig) -> str:
 
 
 def _contents(config: CommonConfig) -> dict[str, str]:
-    """Fingerprints of what settings name: data, programs, and the marks of models from steps."""
+    """Fingerprints of data, reward functions, and the COMPLETE files of models from steps."""
     models = {k: v for k, v in vars(config).items() if v and k.endswith("model_name_or_path")}
     marks = {key: fingerprint([os.path.join(name, COMPLETE)]) for key, name in models.items()}
     return settings_of(config)["contents"] | {key: mark for key, mark in marks.items() if mark}
@@ -99,37 +99,38 @@ def _contents(config: CommonConfig) -> dict[str, str]:
 def check_finished(
     step: TrainingStep,
     config: CommonConfig,
-    said: Optional[Collection[str]],
+    compared: Optional[Collection[str]],
     num_processes: int,
     reuse: bool,
 ) -> list[str]:
-    """A line if the finished step in ``config.output_dir`` is taken though it was trained with
-    other settings.
+    """Refuse a finished step in ``config.output_dir`` with other settings, or ``reuse`` it.
 
-    ``said``: the fields to compare; None: all, because the step was asked for.
+    ``compared``: names of the fields to compare; None: all. Returns a line for the user if a step
+    with other settings is reused.
 
     Raises:
-        UserError: there are other settings, and not ``reuse``.
+        UserError: the settings differ, and not ``reuse``.
     """
-    folder, changed = config.output_dir, describe(differences(config, said, num_processes))
+    folder, changed = config.output_dir, describe(differences(config, compared, num_processes))
     if not changed:
         return []
     if reuse:
-        return [f"step {step.number} is taken from {folder} with other settings ({changed})"]
+        return [f"step {step.number} is reused from {folder} with other settings ({changed})"]
     again = f"--step{step.number}.overwrite_output_dir"
-    if said is not None:
+    if compared is not None:
         again += f", with {step.number} in --step,"
     raise UserError(
-        f"{folder} is finished, with other settings ({changed}); --reuse takes it as it is, "
+        f"{folder} is finished, with other settings ({changed}); --reuse uses it as it is, "
         f"{again} trains it again; or choose another --output_dir"
     )
 
 
 def differences(
-    config: CommonConfig, said: Optional[Collection[str]], num_processes: int
+    config: CommonConfig, compared: Optional[Collection[str]], num_processes: int
 ) -> list[Change]:
-    """What the finished step in ``config.output_dir`` had otherwise. No difference: the number of
-    processes, how a path is spelled, a folder that was moved, and `MAY_CHANGE` and `LAYOUT`.
+    """Settings of the finished step in ``config.output_dir`` that differ. Ignored are the number
+    of processes, the spelling of paths, moved folders, and the settings in `MAY_CHANGE` and
+    `LAYOUT`.
     """
     then = _recorded(config, num_processes)
     if then is None:
@@ -140,8 +141,8 @@ def differences(
     changed = []
     for name, new in settings.items():
         base = name.removeprefix("actor_").removeprefix("critic_")
-        unsaid = name == BASE and not new if said is None else name not in said
-        if unsaid or name in MAY_CHANGE or name in sizes or base in LAYOUT:
+        is_left_out = name == BASE and not new if compared is None else name not in compared
+        if is_left_out or name in MAY_CHANGE or name in sizes or base in LAYOUT:
             continue
         old = then.settings[name]
         if not (name in READ or name.endswith("name_or_path")):
@@ -155,8 +156,8 @@ def differences(
 
 
 def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
-    """The run that finished in ``config.output_dir``; None where nothing says how. What it does not
-    say is as it would be now, and a knob that it did not know has its default.
+    """The run that finished in ``config.output_dir``; None without a record. What the record lacks
+    is taken from now, and settings of newer versions have their defaults.
     """
     assert config.output_dir is not None
     file = os.path.join(config.output_dir, SETTINGS)
@@ -179,7 +180,7 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
 
 
 def _same_size(config_class: type[CommonConfig], then: _Run, now: _Run) -> bool:
-    """Whether a step takes as many rows, of all processes or of each."""
+    """Whether the global or the per-process batch sizes are equal."""
     old, new = config_class(**then.settings), config_class(**now.settings)
     return step_sizes(old, 1) == step_sizes(new, 1) or (
         step_sizes(old, then.num_processes) == step_sizes(new, now.num_processes)
@@ -187,7 +188,7 @@ def _same_size(config_class: type[CommonConfig], then: _Run, now: _Run) -> bool:
 
 
 def _same_files(name: str, then: _Run, now: _Run) -> bool:
-    """Whether a setting names the same files: in the same places, or moved as they were."""
+    """Whether a setting names the same files, in the same place or moved without changes."""
     moved = then.contents.get(name) == now.contents.get(name) is not None
     pairs = zip_longest(_words(then.settings[name]), _words(now.settings[name]), fillvalue="")
     return all(

@@ -1,9 +1,9 @@
-"""Checks a step's data and models before the step before it has trained.
+"""Checks data and models of all steps before the first one trains.
 
-Only what lies on this machine is looked at: first rows, configurations and names of weights.
-Nothing is loaded, downloaded or written. ``python -m dschat.launch.preflight`` reads a request as
-JSON on stdin, checks it, and prints the log's lines of the estimate; exit code 2 and one line on
-standard error where a step could not run at all.
+Looks at local files only: first rows, configurations and names of weights. Nothing is loaded,
+downloaded or written. ``python -m dschat.launch.preflight`` reads a request as JSON on stdin,
+checks it, and prints the log lines of the memory estimate; exit code 2 and one line on stderr if a
+step cannot run.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.data.sources.adapters import PURPOSES
 from dschat.data.sources.resolve import looks_like_file
 from dschat.data.sources.splits import load_source, named_held_out, parse_spec
@@ -27,7 +27,7 @@ BASE = "--model_name_or_path"
 
 
 def check(request: Request) -> None:
-    """Raise ``UserError``, with the number of the step, for what a step cannot train on."""
+    """Raise ``UserError``, with the number of the step, for data or a model it cannot use."""
     for number in sorted(request.steps):
         config = request.config(number)
         try:
@@ -40,8 +40,8 @@ def check(request: Request) -> None:
             raise UserError(f"step {number}: {error}") from error
 
 
-def _check_data(config, number: int) -> None:
-    """The sources that are files: found, with columns that this step can use."""
+def _check_data(config: CommonConfig, number: int) -> None:
+    """Require local data files to exist and to have the columns of this step."""
     purpose = PURPOSES[number - 1]
     for spec in config.data_path:
         if looks_like_file(parse_spec(spec)[0]):
@@ -51,15 +51,15 @@ def _check_data(config, number: int) -> None:
 
 
 def _check_base(config: SupervisedConfig, request: Request) -> None:
-    """The model that step 1 or 2 starts from, and its tokenizer."""
+    """Check the initial model of step 1 or 2, and its tokenizer."""
     name = str(Path(os.path.expanduser(config.model_name_or_path)))
-    if name in request.made_from or not _is_there(name):
+    if name in request.made_from or not _has_config(name):
         return
     trust = config.trust_remote_code
     model_config = load_config(name, BASE, trust)
     is_policy = not isinstance(config, RewardConfig) or config.trains_policy
     (require_causal_lm if is_policy else require_score_head)(model_config, name, BASE)
-    # Whether the steps' machines have its attention, and memory for its rank, is theirs to say.
+    # Attention kernels and memory for the LoRA rank depend on the machines of the step.
     lora = min(1, config.lora_dim), config.lora_modules
     check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, *lora)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
@@ -68,16 +68,16 @@ def _check_base(config: SupervisedConfig, request: Request) -> None:
 
 
 def _check_rlhf(config: RLHFConfig) -> None:
-    """Step 3's models, where no step makes any of them: those there are must fit each other."""
+    """Check that step 3's models fit each other, if all exist on this machine."""
     names = (
         config.actor_model_name_or_path,
         config.critic_model_name_or_path,
         config.reward_model_name_or_path,
     )
-    if not all(_is_there(name) for name in names if name):
+    if not all(_has_config(name) for name in names if name):
         return
     actor = names[0]
-    here = replace(  # of one process, and not of this machine
+    here = replace(  # independent of the number of processes and of the machine
         config,
         inference_tp_size=1,
         attn_implementation=None,
@@ -90,7 +90,7 @@ def _check_rlhf(config: RLHFConfig) -> None:
     check_lengths(find_checkpoints(actor, names[1], here, tokenizer), here)
 
 
-def _is_there(name: str) -> bool:
+def _has_config(name: str) -> bool:
     return os.path.isfile(Path(os.path.expanduser(name)) / "config.json")
 
 

@@ -1,6 +1,6 @@
-"""Runs the preflight check and the memory estimate in a process of their own.
+"""Runs the preflight checks and the memory estimate in a subprocess.
 
-That process loads torch and gives its memory back before training starts.
+The subprocess loads torch and frees its memory before training starts.
 """
 
 import json
@@ -12,18 +12,18 @@ from pathlib import Path
 from dschat.config import UserError
 from dschat.estimate import Request
 
-_TIMEOUT_S = 60.0  # of a run for its estimate
+_TIMEOUT_S = 60.0  # for the checks and the estimate
 
 
 def log_lines(request: Request) -> list[str]:
-    """The plan in short, a line a step. Whatever goes wrong with it is one line too: a run goes on.
+    """The memory plan, one line per step. A failed estimate is one line too, not an error.
 
     Raises:
-        UserError: a step names data or a checkpoint on this machine that it cannot use.
+        UserError: a step names local data or a local checkpoint that it cannot use.
     """
     for name in sorted(request.base_models):
         if not _is_here(name):
-            return [f"no plan: the configuration of {name} is not here, and the hub is off line"]
+            return [f"no plan: the configuration of {name} is not cached, and the hub is offline"]
     command = [sys.executable, "-m", "dschat.launch.preflight"]
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -37,18 +37,18 @@ def log_lines(request: Request) -> list[str]:
             timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return [f"no plan: it was not there within {_TIMEOUT_S:.0f} s; --plan shows more"]
+        return [f"no plan: the estimate took more than {_TIMEOUT_S:.0f} s; try --plan"]
     lines = [line for line in done.stdout.splitlines() if line.startswith(("plan:", "no plan:"))]
     if lines and done.returncode == 0:
         return lines
-    reason = (done.stderr.strip() or "it ended without a word").splitlines()[-1]
+    reason = (done.stderr.strip() or "it exited without a message").splitlines()[-1]
     if done.returncode == 2 and reason.startswith("error: "):
         raise UserError(reason.removeprefix("error: "))
     return [*lines, f"no plan: {reason}"]
 
 
 def _is_here(name: str) -> bool:
-    """Whether a configuration may be had: a folder with one, or a hub that can be asked."""
+    """Whether a configuration can be loaded: from a folder, the hub, or its cache."""
     if name.startswith("builtin/"):
         return True
     folder = Path(os.path.expanduser(name))
@@ -56,7 +56,7 @@ def _is_here(name: str) -> bool:
         try:
             return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
         except (ValueError, TypeError, RecursionError):
-            return True  # broken, which planning says
+            return True  # broken: the estimate reports it
         except OSError:
             return False
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("1", "ON", "YES", "TRUE"):

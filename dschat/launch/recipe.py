@@ -1,8 +1,7 @@
-"""train.py's words: its flags, a recipe file and the steps' flags become the fields of each step.
+"""Parses train.py's command line and a recipe file into the fields of each step.
 
-Comes in: an argv, and the folder of recipes. Goes out: a ``TrainConfig`` and, per step, the fields
-that were given, converted to their types (defaults are left to the step itself).
-This module must not know which steps will run, nor how: launch.py decides that.
+Only given fields, converted to their types: defaults are left to the step. `run_plan` decides
+which steps run.
 """
 
 import os
@@ -20,7 +19,7 @@ from dschat.launch.cluster import ClusterConfig
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step's script is ROOT/name/main.py; ``folder``: where its product lies in OUT."""
+    """One of the three steps. Its script is ROOT/name/main.py, its output goes to OUT/folder."""
 
     number: int
     name: str
@@ -30,12 +29,12 @@ class TrainingStep:
 
     @property
     def fields(self) -> set[str]:
-        """What a recipe or a flag may set; the folder follows from OUT."""
+        """Fields that a recipe or a flag may set; ``output_dir`` follows from OUT."""
         return {f.name for f in fields(self.config_class)} - {"output_dir"}
 
     @property
     def flags(self) -> set[str]:
-        """The same with every other spelling: aliases and ``no_*``."""
+        """``fields`` in every spelling: aliases and ``no_*`` too."""
         return parser.flag_names(self.config_class) - {"output_dir"}
 
 
@@ -49,44 +48,44 @@ _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 
 @dataclass
 class TrainConfig(ClusterConfig):
-    """Every flag of step*/main.py works here too; `--step3.seed 1` reaches step 3 alone."""
+    """Train a chat model. Flags of step*/main.py work too; `--step3.seed 1` is for step 3 only."""
 
     step: Optional[list[int]] = flag(
-        None, "Steps to run, any of 1 2 3; default: all that lead to the policy."
+        None, "Steps to run, any of 1 2 3; default: all that the policy needs."
     )
     actor_model: Optional[str] = flag(
         None, "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
     )
     reward_model: Optional[str] = flag(
         None,
-        "Base model of step 2, or a folder with a trained reward model; one from the hub goes to "
-        "step 3 as it is with --critic_model_name_or_path.",
+        "Base model of step 2, or a folder with a trained reward model (one from the hub: "
+        "--critic_model_name_or_path).",
     )
     output_dir: Optional[str] = flag(
-        None, "OUT; default: output/ and the recipe's or model's name."
+        None, "Folder of the run (OUT); default: output/NAME of the recipe or model."
     )
     recipe: Optional[str] = flag(
-        None, "A name in training/recipes, or a YAML file; default: demo where no model is named."
+        None, "Name in training/recipes, or a YAML file; default: demo if no model is given."
     )
     restart: bool = flag(
         False,
-        "Begin a step that was cut short anew, in place of going on from its newest checkpoint.",
+        "Start interrupted steps over; do not resume from their latest checkpoints.",
     )
     reuse: bool = flag(
-        False, "Take finished steps in OUT as they are, though trained with other settings."
+        False, "Use finished steps in OUT even if they were trained with other settings."
     )
-    dry_run: bool = flag(False, "Print the commands and run nothing.")
+    dry_run: bool = flag(False, "Print the commands, run nothing.")
     plan: bool = flag(
         False,
-        "Print what each step holds in memory on one device, whether it fits and, if not, what to "
-        "change first; load, write and run nothing. Ends with 0 whether it fits or not.",
+        "Print the estimated memory of each step per device, whether it fits, and what to change "
+        "if not; run nothing. Exit code 0 in both cases.",
     )
     device_memory_gib: Optional[float] = flag(
-        None, "Plan for a GPU with so much memory; default: the device that is here."
+        None, "Device memory for --plan, in GiB; default: this machine's device."
     )
 
     def validate(self) -> None:
-        """Raise ``UserError`` for a step that does not exist, or machines that cannot be."""
+        """Raise ``UserError`` for the first invalid flag."""
         require_types(self)
         for number in self.step or ():
             if number not in STEPS:
@@ -94,19 +93,19 @@ class TrainConfig(ClusterConfig):
         memory = self.device_memory_gib
         if memory is not None and not memory > 0:
             raise UserError(f"--device_memory_gib {memory} must be positive")
-        self.validate_nodes()
+        self.validate_cluster()
 
 
 @dataclass
 class Recipe:
-    """A recipe file, checked; ``values[n]`` are step n's fields."""
+    """A validated recipe file; ``values[n]`` are step n's fields."""
 
     name: str = ""
     values: dict[int, dict[str, Any]] = field(default_factory=lambda: {n: {} for n in STEPS})
     num_nodes: Optional[int] = None
-    num_gpus: Optional[int] = None  # on each machine
-    summary: bool = False  # print the table of all steps at the end
-    models: dict[int, Optional[str]] = field(default_factory=dict)  # what steps 1 and 2 start from
+    num_gpus: Optional[int] = None  # per machine
+    summary: bool = False  # print a table of all steps at the end
+    models: dict[int, Optional[str]] = field(default_factory=dict)  # base models of steps 1 and 2
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
@@ -124,31 +123,29 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
         else:
             raise UserError(f"unexpected argument {token!r}; flags look like --name value")
     names = parser.flag_names(TrainConfig) | {"h", "help"}
-    own = [group for group in groups if flag_name(group) in names]
-    argv_own = [token for group in own for token in group]
-    config = parser.parse(TrainConfig, argv_own, takes_file=False)
+    train_argv = [token for group in groups if flag_name(group) in names for token in group]
+    config = parser.parse(TrainConfig, train_argv, takes_file=False)
     return config, [group for group in groups if flag_name(group) not in names]
 
 
 def flag_name(group: Sequence[str]) -> str:
-    """``kl_coef`` for ``["--kl-coef=0.1"]``; a step's prefix stays on."""
+    """``kl_coef`` for ``["--kl-coef=0.1"]``; keeps the prefix of a step."""
     return parser.underscored(group[0]).lstrip("-").partition("=")[0]
 
 
 def load_recipe(name: str, folder: Path) -> Recipe:
-    """The recipe called ``name`` in ``folder``, or in the YAML file ``name``.
+    """The recipe ``name`` in ``folder``, or the YAML file ``name``.
 
     Raises:
-        UserError: no such recipe, an empty one, or a key or value that no step takes (naming the
-            nearest key).
+        UserError: no such recipe, an empty one, or an unknown key (with the closest one) or value.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not os.path.isfile(path):
-        there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
-        raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {there}")
+        names = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
+        raise UserError(f"--recipe {name}: no such recipe; name a .yaml file or one of {names}")
     content = parser.read_yaml(path)
     if not content:
-        raise UserError(f"{path}: the recipe is empty; give it some of {', '.join(_SECTIONS)}")
+        raise UserError(f"{path}: the recipe is empty; add some of {', '.join(_SECTIONS)}")
     _check_keys(content, _SECTIONS, str(path))
     sections = {key: content.get(key) or {} for key in _SECTIONS if key != "summary"}
     for key, section in sections.items():
@@ -168,7 +165,9 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         values[n] = parser.values_of(step.config_class, shared | section, where)
     for key, name in sections["model"].items():
         if not isinstance(name, (str, NoneType)):
-            raise UserError(f"{path}: model: {key} {name!r} is no name; name a folder or a model")
+            raise UserError(
+                f"{path}: model: {key} {name!r} is not a name; give a folder or a hub model"
+            )
     models = {1: sections["model"].get("actor_model"), 2: sections["model"].get("reward_model")}
     launch = parser.values_of(TrainConfig, sections["launch"], f"{path}: launch")
     nodes, gpus = launch.get("num_nodes"), launch.get("num_gpus")
@@ -178,14 +177,14 @@ def load_recipe(name: str, folder: Path) -> Recipe:
 def step_values(
     config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
 ) -> dict[int, dict[str, Any]]:
-    """Each step's given fields: the recipe's, then --actor_model and --reward_model, then flags.
+    """Each step's given fields: from the recipe, --actor_model and --reward_model, then flags.
 
-    ``{step1}`` in a recipe's value means ``sft_folder``. A reward model's base is none of the
-    policy's, where step 2 trains that.
+    ``{step1}`` in a recipe's value stands for ``sft_folder``. Where step 2 trains the policy, it
+    does not take the base of a reward model.
 
     Raises:
-        UserError: a flag that no step has (naming the nearest), that only a step outside ``--step``
-            has, or a value of the wrong type.
+        UserError: an unknown flag (with the closest one), a flag of a step outside ``--step``, or
+            a value of the wrong type.
     """
     flags = _route(config, groups)
     values = {}
@@ -206,21 +205,21 @@ def step_values(
     return values
 
 
-def said_of_steps_before(
+def earlier_step_values(
     config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
 ) -> dict[int, dict[str, Any]]:
-    """As `step_values`, without the flags that a step of ``--step`` takes and that name no step:
-    beside ``--step 3``, ``--data_path`` says nothing of the data that step 1 was trained on.
+    """As `step_values`, for steps outside ``--step``: without unprefixed flags that a step in
+    ``--step`` takes. With ``--step 3``, ``--data_path`` is not about the data of step 1.
     """
     taken = set().union(*(STEPS[n].flags for n in config.step or STEPS))
-    own = [group for group in groups if flag_name(group) not in taken]
-    return step_values(config, own, recipe, sft_folder)
+    others = [group for group in groups if flag_name(group) not in taken]
+    return step_values(config, others, recipe, sft_folder)
 
 
 def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, list[str]]:
-    """Which step gets which flag: every step that has it, or the one that its prefix names."""
+    """The argv of each step: a flag goes to the step of its prefix, or all steps that have it."""
     known = {n: step.flags for n, step in STEPS.items()}
-    # Step 3 may have to run the steps before it, so their flags make sense beside --step 3.
+    # Step 3 may have to run the steps before it, so it allows their flags.
     running = set(config.step or STEPS)
     running |= set(STEPS) if 3 in running else set()
     argv: dict[int, list[str]] = {n: [] for n in STEPS}

@@ -1,10 +1,7 @@
-"""Which steps run, with which commands.
+"""Plans a run of train.py: which steps run, with which commands.
 
-Comes in: a ``TrainConfig`` with the steps' flags, and the folder that holds the step scripts and
-``training/recipes``. Goes out: a ``RunPlan``; what can be wrong without loading a model has been
-checked by then, and nothing was written.
-This module must not know torch, DeepSpeed or what a step does: a step is a script, flags and a
-folder.
+Flags, recipe, paths and folders are checked first; no model is loaded and nothing is written. A
+step is a script, its flags and an output folder.
 """
 
 import glob
@@ -23,15 +20,16 @@ from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.auto_resume import Ask, resolve_resume
+from dschat.launch.cluster import Cluster
 from dschat.launch.finished_steps import check_finished
 from dschat.launch.recipe import (
     STEPS,
     Recipe,
     TrainConfig,
     TrainingStep,
+    earlier_step_values,
     flag_name,
     load_recipe,
-    said_of_steps_before,
     step_values,
 )
 from dschat.launch.steps import inputs_of, select_steps
@@ -40,27 +38,27 @@ from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 @dataclass
 class RunPlan:
-    """What will run, in order, and what the user should know about it."""
+    """The steps to run, in order, and notes for the user."""
 
     output_dir: Path
-    steps: list[TrainingStep]  # that make up the run, finished ones among them
+    steps: list[TrainingStep]  # of the run, including finished ones
     commands: list[tuple[TrainingStep, list[str]]]
     values: dict[int, dict[str, Any]]  # the fields given for each step
     notes: list[str]
     environment: dict[str, str]
     summary: bool
-    nodes: cluster.Cluster
-    anew: list[str]  # flags by which the same command would not go on with this run, but begin it
+    cluster: Cluster
+    restart_flags: list[str]  # given flags that keep the same command from resuming
 
     def folder(self, step: TrainingStep) -> Path:
-        """Where the step leaves its product."""
+        """The output folder of ``step``."""
         return self.output_dir / step.folder
 
     def finished(self, step: TrainingStep) -> bool:
-        """Whether the step left its mark. Only the first machine looks: another one's disk may not
-        have it, or not yet; there the launcher's exit code has to do.
+        """Whether the step wrote its COMPLETE file. Other machines than the first rely on the
+        launcher's exit code: their disk may not have the file, or not yet.
         """
-        return not self.nodes.is_first or _finished(self.output_dir, step)
+        return not self.cluster.is_first or _finished(self.output_dir, step)
 
 
 def plan(
@@ -71,15 +69,15 @@ def plan(
 ) -> RunPlan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
 
-    ``ask`` puts a question to the user, where there is one to answer it.
+    ``ask`` asks the user a yes-or-no question; None if there is no terminal.
 
     Raises:
-        UserError: whatever is wrong with a flag, the recipe, a data file or a model folder.
+        UserError: an invalid flag, recipe, data file or model folder.
     """
     if dist.world_size() > 1 and config.node_rank is None:
         raise UserError(
             f"{dist.world_size()} processes run train.py, which starts the processes itself: run "
-            "it once (under SLURM with --launcher slurm), or once a machine with its --node_rank"
+            "it once (on SLURM with --launcher slurm), or once per machine with its --node_rank"
         )
     names_model = any("model_name_or_path" in flag_name(group) for group in groups)
     recipe = Recipe()
@@ -92,10 +90,11 @@ def plan(
 
     values = step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
     steps, notes = select_steps(config, values)
-    numbers, taken, why = _choose(config, steps, values, out)
+    numbers, reused, reasons = _choose_steps(config, steps, values, out)
+    notes += reasons
     folders = [out / steps[n].folder for n in numbers]
     if any([supervisor.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
-        return plan(config, groups, root, ask)  # by what the run before left in the end
+        return plan(config, groups, root, ask)  # the other run may have saved more
     for n in numbers:
         values[n]["output_dir"] = _folder(out, steps[n])
         steps[n].config_class(**values[n]).validate()
@@ -103,70 +102,70 @@ def plan(
         check_apart(_folder(out, steps[n]), values[n])
 
     example = root / "training" / "launch" / "hostfile"
-    where = cluster.find(
+    machines = cluster.find(
         config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
     )
-    before = said_of_steps_before(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
-    for n in taken:
-        asked = n in (config.step or steps)
-        fields = (values if asked else before)[n] | {"output_dir": _folder(out, steps[n])}
-        step_config, said = steps[n].config_class(**fields), None if asked else before[n]
-        why += check_finished(steps[n], step_config, said, where.num_processes, config.reuse)
-    _check_tensor_parallel(values[3] if 3 in numbers else {}, where.num_processes)
-    for n in numbers if where.is_first and not config.dry_run else ():
+    earlier = earlier_step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
+    for n in reused:
+        selected = n in (config.step or steps)
+        fields = (values if selected else earlier)[n] | {"output_dir": _folder(out, steps[n])}
+        step_config, compared = steps[n].config_class(**fields), None if selected else earlier[n]
+        notes += check_finished(
+            steps[n], step_config, compared, machines.num_processes, config.reuse
+        )
+    _check_tensor_parallel(values[3] if 3 in numbers else {}, machines.num_processes)
+    for n in numbers if machines.is_first and not config.dry_run else ():
         check_writable(Path(_folder(out, steps[n])))
     overwrites = any(values[n].get("overwrite_output_dir") for n in numbers)
-    why += _begin(config, {n: steps[n] for n in numbers}, values, where, ask)
+    notes += _resume_steps(config, {n: steps[n] for n in numbers}, values, machines, ask)
     commands = []
     for n in numbers:
         script = os.path.relpath(root / steps[n].name / "main.py")
-        commands.append((steps[n], where.command(n, [script, *parser.to_flags(values[n])])))
+        commands.append((steps[n], machines.command(n, [script, *parser.to_flags(values[n])])))
     return RunPlan(
         out,
         list(steps.values()),
         commands,
         values,
-        notes + why,
-        _environment(root, where.processes_here, where.gpus_here),
-        recipe.summary and where.is_first,
-        where,
+        notes,
+        _environment(root, machines.processes_here, machines.gpus_here),
+        recipe.summary and machines.is_first,
+        machines,
         ["--restart"] * config.restart
         + ["--overwrite_output_dir"] * overwrites
         + ["--resume"] * any(values[n].get("resume") not in (None, "latest") for n in numbers),
     )
 
 
-def _begin(
+def _resume_steps(
     config: TrainConfig,
     steps: Mapping[int, TrainingStep],
     values: dict[int, dict[str, Any]],
-    where: cluster.Cluster,
+    machines: Cluster,
     ask: Optional[Ask],
 ) -> list[str]:
-    """How each of the steps that run begins: completes its values, and returns a line where it is
-    not at the start of an empty folder.
-    """
+    """Complete the values of the steps that have a checkpoint; returns notes for the user."""
     paths = [n for n in steps if values[n].get("resume") not in (None, "latest")]
     if len(paths) > 1:
         raise UserError(
-            f"--resume {values[paths[0]]['resume']} is a checkpoint of one step; name that: "
+            f"--resume {values[paths[0]]['resume']} is a checkpoint of one step; name the step: "
             f"--step{paths[-1]}.resume"
         )
     if config.dry_run:
-        ask = lambda question: True  # noqa: E731  nothing is done with the answer
+        ask = lambda question: True  # noqa: E731  the answer has no effect
     elif config.node_rank is not None:
-        ask = None  # each machine would ask
+        ask = None  # else every machine would ask
     notes = []
     for n, step in steps.items():
         made_here = {values[m]["output_dir"] for m in steps if m < n}
         notes += resolve_resume(
-            step, values[n], made_here, where.num_processes, config.restart, ask
+            step, values[n], made_here, machines.num_processes, config.restart, ask
         )
     return notes
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
-    """Step 3 would find this too, but after the steps before it have run."""
+    """Checked by step 3 too, but only after the steps before it have run."""
     size = values.get("inference_tp_size", 1)
     if num_processes % size:
         plural = "es" if num_processes > 1 else ""
@@ -176,46 +175,47 @@ def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> Non
         )
 
 
-def _choose(
+def _choose_steps(
     config: TrainConfig,
     steps: Mapping[int, TrainingStep],
     values: dict[int, dict[str, Any]],
     out: Path,
 ) -> tuple[list[int], list[int], list[str]]:
-    """The steps to run, in order; those that are taken as finished; and a line for each choice that
-    was not spelled out.
+    """Numbers of the steps to run, numbers of finished steps to reuse, and notes for the user.
 
-    Completes the values of the last step with what it starts from.
+    Completes the values of the last step with its initial models.
     """
-    last, asked = max(steps), set(config.step or steps)
+    last, selected = max(steps), set(config.step or steps)
     needed: set[int] = set()
     notes: list[str] = []
-    if last in asked:
-        _check_same_road(steps[last], values[last], out)
+    if last in selected:
+        _check_same_policy(steps[last], values[last], out)
         needed, notes = _connect(config, steps, values, out)
-    if not config.step:  # a model that is trained already needs no training step, unless asked for
-        asked -= set(steps) - {last} - needed
+    if not config.step:  # steps whose model is trained already run only with --step
+        selected -= set(steps) - {last} - needed
     finished = {n for n in steps if _finished(out, steps[n])}
-    runs = {n for n in asked if n not in finished or values[n].get("overwrite_output_dir")}
+    runs = {n for n in selected if n not in finished or values[n].get("overwrite_output_dir")}
     before = needed - finished if last in runs else set()
     base = values[2].get("model_name_or_path") if 2 in runs | before else None
     bases = {1} if base == _folder(out, steps[1]) else set()  # a recipe's {step1}
     before |= bases - finished
 
-    for n in sorted(asked | needed):
-        if n in asked - runs:
+    for n in sorted(selected | needed):
+        if n in selected - runs:
             notes.append(
                 f"step {n} is finished in {_folder(out, steps[n])}: skipped "
                 "(--overwrite_output_dir runs it again)"
             )
-        elif n in before - asked:
-            notes.append(f"step {n} runs first: a later step needs its model, which {out} lacks")
-        elif n in needed - asked and last in runs:
+        elif n in before - selected:
+            notes.append(
+                f"step {n} runs first: a later step needs its model, which is not in {out}"
+            )
+        elif n in needed - selected and last in runs:
             notes.append(f"step {last} starts from {_folder(out, steps[n])}, finished earlier")
     runs |= before
-    if last in asked - runs and needed & runs:
+    if last in selected - runs and needed & runs:
         raise UserError(
-            f"{_folder(out, steps[last])} is finished, but what it started from would be trained "
+            f"{_folder(out, steps[last])} is finished, but its initial model would be trained "
             "again; choose another --output_dir, or --overwrite_output_dir"
         )
     for n, flag in ((1, "--actor_model"), (2, "--reward_model")):
@@ -223,7 +223,7 @@ def _choose(
             raise UserError(
                 f"{flag} is missing: name the base model of step {n}, a folder or a hub model"
             )
-    return sorted(runs), sorted((asked | needed | bases) & finished - runs), notes
+    return sorted(runs), sorted((selected | needed | bases) & finished - runs), notes
 
 
 def _connect(
@@ -232,9 +232,10 @@ def _connect(
     values: dict[int, dict[str, Any]],
     out: Path,
 ) -> tuple[set[int], list[str]]:
-    """Give the last step its models; return the steps whose product it takes from OUT, and notes.
+    """Set the initial models of the last step.
 
-    A model that the fields name is taken as it is.
+    Returns the steps whose models it takes from OUT, and notes. Models that are named in its fields
+    are used as they are.
     """
     needed: set[int] = set()
     notes: list[str] = []
@@ -261,15 +262,15 @@ def _finished(out: Path, step: TrainingStep) -> bool:
     return os.path.exists(out / step.folder / COMPLETE)
 
 
-def _check_same_road(last: TrainingStep, values: Mapping[str, Any], out: Path) -> None:
-    """The policy lies in one folder, whichever step trains it: not the other one's is finished."""
+def _check_same_policy(last: TrainingStep, values: Mapping[str, Any], out: Path) -> None:
+    """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
     settings = out / last.folder / "training_config.yaml"
     if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
         return
-    by_pairs = "loss" in parser.read_yaml(settings)  # as step 2's settings say
-    if by_pairs != (last.number == 2):
+    from_pairs = "loss" in parser.read_yaml(settings)  # a flag of step 2
+    if from_pairs != (last.number == 2):
         raise UserError(
-            f"--output_dir {out} has a policy that step {2 if by_pairs else 3} trained, in "
+            f"--output_dir {out} has a policy that step {2 if from_pairs else 3} trained, in "
             f"{last.folder}; choose another, or --overwrite_output_dir"
         )
 
@@ -277,10 +278,10 @@ def _check_same_road(last: TrainingStep, values: Mapping[str, Any], out: Path) -
 def _is_score_model(folder: Path) -> bool:
     """Whether the folder holds a trained reward model."""
     try:
-        named = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
-    return "ForSequenceClassification" in str(named)
+    return "ForSequenceClassification" in str(architectures)
 
 
 def _is_finished_sft(folder: Path) -> bool:
@@ -289,13 +290,13 @@ def _is_finished_sft(folder: Path) -> bool:
 
 
 def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None:
-    """Every local file and folder that the fields name exists, or an earlier step makes it."""
+    """Require every local file and folder in ``values``, unless an earlier step makes it."""
     for key, value in values.items():
         if key.endswith("model_name_or_path") and value not in made_here:
             _check_model(f"--{key}", value)
     for key in ("data_path", "eval_data_path", "unsupervised_dataset_name"):
-        given = values.get(key) or []
-        for name in [given] if isinstance(given, str) else given:
+        names = values.get(key) or []
+        for name in [names] if isinstance(names, str) else names:
             path = os.path.expanduser(re.sub(r":[0-9.]+(e[+-]?\d+)?$", "", name))  # PATH:WEIGHT
             means_file = kind_of(path) in (*SUFFIXES, TEXT_SUFFIX) or path.endswith("/")
             is_local = means_file or glob.has_magic(path) or _is_local(path)
@@ -304,15 +305,13 @@ def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None
 
 
 def _check_model(flag: str, name: Optional[str]) -> None:
-    """A local model folder must be one; anything else is the hub's (or a builtin's) to find."""
+    """Require a config.json in a local model folder; hub names and builtins are not checked."""
     if not name or not (_is_local(name) or os.path.isdir(name)):
         return
     if not os.path.isdir(os.path.expanduser(name)):
         raise UserError(f"{flag} {name}: no such folder; check the path")
     if not os.path.isfile(Path(os.path.expanduser(name)) / "config.json"):
-        raise UserError(
-            f"{flag} {name}: no config.json there, so no model; name the folder that has it"
-        )
+        raise UserError(f"{flag} {name}: no config.json there; name the folder that has it")
 
 
 def _is_local(name: str) -> bool:
@@ -321,26 +320,26 @@ def _is_local(name: str) -> bool:
 
 
 def _num_gpus() -> int:
-    """GPUs that torch sees; asked in a process of its own, and only where there is a driver."""
+    """Number of GPUs that torch sees, from a subprocess; 0 without a driver."""
     if not (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
         return 0
-    question = "import torch; print(torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
-    return int(answer.stdout) if answer.returncode == 0 else 0
+    code = "import torch; print(torch.cuda.device_count())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(result.stdout) if result.returncode == 0 else 0
 
 
 def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str]:
-    """This process's environment, with what the steps should find in it."""
-    ours = {
+    """The environment of the steps: this process's, with defaults."""
+    defaults = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the bars of loading weights too
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # of loading weights too
     }
     if not num_gpus:
-        ours["OMP_NUM_THREADS"] = str(max(1, cluster.num_cores() // num_processes))
-    environment = ours | dict(os.environ)
-    # The launcher, pdsh and the ninja that compiles DeepSpeed's kernels are found beside Python.
+        defaults["OMP_NUM_THREADS"] = str(max(1, cluster.num_cores() // num_processes))
+    environment = defaults | dict(os.environ)
+    # The launcher, pdsh, and ninja for DeepSpeed's kernels are installed beside Python.
     for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):
         environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
     return environment

@@ -1,8 +1,7 @@
-"""Which steps make up a run: all three; two where step 2 trains the policy on pairs, or where
-programs score what step 3 samples.
+"""Selects the steps of a run, and the inputs of its last step.
 
-The steps' given fields come in; steps, and what the last of them starts from, go out. It must not
-know folders, nor what is finished: launch.py does.
+All three steps; steps 1 and 2 if step 2 trains the policy on pairs (DPO, IPO, KTO); steps 1 and 3
+if functions or an endpoint score. Which of them are finished already is up to `run_plan`.
 """
 
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ Values = Mapping[int, Mapping[str, Any]]
 
 
 def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, TrainingStep], list[str]]:
-    """The steps of the run by number, and a line about why there are not three.
+    """The steps of the run by number, and a line for the user if there are fewer than three.
 
     Raises:
-        UserError: --step or --reward_model asks for what this run has no use for.
+        UserError: --step or --reward_model does not fit the run.
     """
     pairs = RewardConfig(**values[2])
     if pairs.trains_policy:
@@ -33,23 +32,23 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
         return dict(STEPS), []
     if values[2].get(BASE) and not config.step:
         return dict(STEPS), [
-            "step 3 scores by the reward model of step 2 besides; --step 1 3 leaves that out"
+            "step 3 also scores with the reward model of step 2; --step 1 3 leaves it out"
         ]
     without = {n: step for n, step in STEPS.items() if n != 2}
     return without, ["--reward_fn or --reward_url scores: no reward model, so no step 2"]
 
 
 def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, TrainingStep], list[str]]:
-    """Step 2 with a loss of the policy: its product is what step 3's would be."""
+    """Steps 1 and 2, with step 2 writing the policy into step 3's folder."""
     if config.reward_model:
         raise UserError(
-            f"--reward_model {config.reward_model} has no use with --loss {loss}, which trains the "
-            "policy itself; leave it out"
+            f"--reward_model {config.reward_model} is not used with --loss {loss}, which trains "
+            "the policy itself; leave it out"
         )
     if 3 in (config.step or ()):
         raise UserError(
-            f"--step 3 has nothing to do with --loss {loss}: step 2 trains the policy itself; "
-            "leave one of them out"
+            f"--step 3 does not exist with --loss {loss}: step 2 trains the policy itself; leave "
+            "one of them out"
         )
     policy = replace(STEPS[2], title=loss.upper(), folder=STEPS[3].folder)
     notes = [] if config.step else [f"step 2 trains the policy itself (--loss {loss}): no step 3"]
@@ -57,14 +56,14 @@ def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, TrainingStep],
 
 
 def inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, tuple[str, ...]]:
-    """Fields of the last step: for each step before it the one that names its product, and others
-    that make it unnecessary.
+    """For each earlier step, the fields of the last step that name a model it could train. Its
+    output goes into the first; a value in any of them makes the earlier step unnecessary.
     """
     if 3 not in steps:
         return {1: (BASE,)}
     inputs: dict[int, tuple[str, ...]] = {1: (ACTOR,)}
     if 2 in steps:
-        # Beside programs a critic's name makes it no reward model.
-        programs = RLHFConfig(**values[3]).has_reward_programs
-        inputs[2] = (REWARD,) if programs else (CRITIC, REWARD)
+        # With reward functions, naming a critic does not name a reward model.
+        has_programs = RLHFConfig(**values[3]).has_reward_programs
+        inputs[2] = (REWARD,) if has_programs else (CRITIC, REWARD)
     return inputs

@@ -1,8 +1,7 @@
-"""The run in a few numbers: what its steps logged, as ``summary.json`` and as a table.
+"""Summarizes a run in a few numbers from its metrics.jsonl files: ``summary.json`` and a table.
 
-Comes in: the output folder of a run, and how long its steps took. Goes out: flat keys, null where a
-number is unknown (a step that has not run, data without a gold score). It must not know how any of
-them was measured: it reads metrics.jsonl and nothing else.
+The keys are flat; null where a number is unknown (a step that has not run, data without a gold
+score).
 """
 
 import json
@@ -19,7 +18,7 @@ Number = Optional[float]
 
 _STEP_FOLDERS = {1: "step1_sft", 2: "step2_reward", 3: "step3_rlhf"}
 
-# key of summary.json -> what the table calls it; after three steps, and after two
+# key of summary.json -> title in the table; after RLHF, and after DPO and its relatives
 _PPO_TITLES = {
     "rm_accuracy": "reward model: held-out pairs ranked right",
     "gold_base": "gold score of the base model",
@@ -43,35 +42,35 @@ _PAIRS_TITLES = {
 
 
 def write_summary(
-    output_dir: str | Path, step_seconds: Mapping[int, float], went_on: bool = False
+    output_dir: str | Path, step_seconds: Mapping[int, float], resumed: bool = False
 ) -> dict[str, Number]:
-    """Write ``OUTPUT_DIR/summary.json`` and return what is in it.
+    """Write ``OUTPUT_DIR/summary.json`` and return its content.
 
     Args:
-        output_dir: the folder with ``step1_sft``, ``step2_reward`` and ``step3_rlhf``; where step 2
-            trained the policy, that lies in the last, and there is nothing of a third step to tell.
-        step_seconds: wall seconds of the steps that ran just now, by number; the others keep what
-            an earlier summary said.
-        went_on: these steps were cut short before: their seconds are added to what it said.
+        output_dir: the folder with ``step1_sft``, ``step2_reward`` and ``step3_rlhf``. A policy
+            that step 2 trained is in ``step3_rlhf``, and there is no step 3.
+        step_seconds: wall seconds of the steps that just ran, by number; the others keep those of
+            an earlier summary.
+        resumed: whether to add ``step_seconds`` to those of an earlier summary.
 
     Raises:
-        UserError: a metrics file with a line that is no JSON object.
+        UserError: a line of a metrics file is not a JSON object.
     """
     folder = Path(output_dir)
     rows = {n: _read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
-    former = _former(folder / "summary.json")
-    seconds = {f"step{n}_s": former.get(f"step{n}_s") for n in _STEP_FOLDERS}
+    previous = _read_previous(folder / "summary.json")
+    seconds = {f"step{n}_s": previous.get(f"step{n}_s") for n in _STEP_FOLDERS}
     for n, ran in step_seconds.items():
-        seconds[f"step{n}_s"] = ran + (seconds[f"step{n}_s"] or 0.0 if went_on else 0.0)
-    of_pairs = bool(_column(rows[3], "eval/rewards/accuracies"))
-    summary = (_of_pairs if of_pairs else _of_ppo)(rows) | seconds
-    titles = _PAIRS_TITLES if of_pairs else _PPO_TITLES
+        seconds[f"step{n}_s"] = ran + (seconds[f"step{n}_s"] or 0.0 if resumed else 0.0)
+    from_pairs = bool(_column(rows[3], "eval/rewards/accuracies"))
+    summary = (_from_pairs if from_pairs else _from_ppo)(rows) | seconds
+    titles = _PAIRS_TITLES if from_pairs else _PPO_TITLES
     summary = {name: summary[name] for name in titles}
     _write(folder / "summary.json", summary)
     return summary
 
 
-def _of_pairs(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
+def _from_pairs(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
     return {
         "policy_accuracy": _last(rows[3], "eval/rewards/accuracies"),
         "gold_base": _at_start(rows[1], "eval/gold"),
@@ -80,7 +79,7 @@ def _of_pairs(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
     }
 
 
-def _of_ppo(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
+def _from_ppo(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
     speeds = _column(rows[3], "throughput/generate_tokens_per_s")
     return {
         "rm_accuracy": _last(rows[2], "eval/accuracy"),
@@ -94,7 +93,7 @@ def _of_ppo(rows: Mapping[int, list[dict[str, Any]]]) -> dict[str, Number]:
 
 
 def format_summary(summary: Mapping[str, Number]) -> str:
-    """The same as a table, a line a number; ``-`` where it is unknown."""
+    """The summary as a table, one line per number; ``-`` where it is unknown."""
     titles = _PAIRS_TITLES if "gold_policy" in summary else _PPO_TITLES
     width = max(map(len, titles.values()))
     return "\n".join(
@@ -109,7 +108,7 @@ def _shown(key: str, value: Number) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in the order they were logged; none where there is no file."""
+    """The rows of a metrics file, in order; empty without a file."""
     if not path.is_file():
         return []
     rows = []
@@ -119,13 +118,13 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is no JSON object; run that step again")
+            raise UserError(f"{path}: line {number} is not a JSON object; run that step again")
         rows.append(row)
     return rows
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
-    """The finite values of a metric, in order. NaN, the mean of nothing, is as good as absent."""
+    """The finite values of a metric, in order. NaN is the mean of no values."""
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
@@ -140,8 +139,8 @@ def _at_start(rows: list[dict[str, Any]], name: str) -> Number:
     return values[0] if values else None
 
 
-def _former(path: Path) -> dict[str, Number]:
-    """What an earlier run wrote; nothing where it wrote none or none that can be read."""
+def _read_previous(path: Path) -> dict[str, Number]:
+    """The summary of an earlier run; empty if there is none or it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,7 +149,7 @@ def _former(path: Path) -> dict[str, Number]:
 
 
 def _write(path: Path, summary: dict[str, Number]) -> None:
-    """In one move, so that no half file is ever seen."""
+    """Write and rename, so that readers never see a partial file."""
     scratch = path.with_suffix(".json.part")
     scratch.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(scratch, path)

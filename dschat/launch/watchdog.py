@@ -1,11 +1,11 @@
-"""Watchdog: ends a step's processes when the train.py that started them was killed.
+"""Watchdog: terminates a step's processes when the train.py that started them was killed.
 
     python -m dschat.launch.watchdog OUT/<step>/.ranks
 
-A process of its own beside each step. It waits at a pipe that train.py holds open: the kernel
-closes it however train.py ends, and SIGKILL leaves train.py no other way to tell. Launchers go too,
-with the process group that they share with the step. Until the last process is gone it shares the
-lock of the register, which the same command, started at once, waits for.
+A separate process beside each step. It waits at a pipe that train.py holds open: the kernel closes
+the pipe however train.py exits, SIGKILL included. It terminates the process group of the step,
+launchers included, and holds the lock of the process registry until the last process has exited,
+so that a restarted train.py waits.
 """
 
 import os
@@ -16,20 +16,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from dschat.distributed.process_registry import ProcessRegistry
 
-GRACE_S = 20.0  # what processes get to save and leave, and again between SIGTERM and SIGKILL
+GRACE_S = 20.0  # for processes to save and exit, and again between SIGTERM and SIGKILL
 LONGEST_S = 2 * GRACE_S + 10.0
 
 
 @contextmanager
 def watched(ranks: ProcessRegistry, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
-    """A watchdog, as long as the block runs; yields what the step's process is to call first, in
-    its own process group: after that no instant is left in which nobody would end it.
+    """Run a watchdog during the block. Yields a ``preexec_fn`` for the step's process: it
+    announces the process group to the watchdog before the step's command starts.
     """
-    reader, writer = os.pipe()  # NOTE neither end is inherited: the step would hold it open
+    reader, writer = os.pipe()  # NOTE not inherited: the step would keep the pipe open
     dog = subprocess.Popen(
         [sys.executable, "-m", "dschat.launch.watchdog", str(ranks.folder)],
         env=environment,
@@ -49,18 +48,18 @@ def watched(ranks: ProcessRegistry, environment: Mapping[str, str]) -> Iterator[
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # train.py's to answer
+        signal.signal(signum, signal.SIG_IGN)  # train.py handles them
     ranks = ProcessRegistry(Path(sys.argv[1]))
-    group = sys.stdin.read()  # to the end: train.py is gone
+    group = sys.stdin.read()  # EOF: train.py has exited
     if group:
         with suppress(OSError):
-            sys.stderr.write("train.py was killed; the processes of its step end\n")
-        _end(int(group), ranks)
+            sys.stderr.write("train.py was killed; terminating the processes of its step\n")
+        _terminate(int(group), ranks)
     ranks.remove()
 
 
-def _end(group: int, ranks: ProcessRegistry) -> None:
-    """In peace where processes are registered, else at once."""
+def _terminate(group: int, ranks: ProcessRegistry) -> None:
+    """SIGTERM to registered processes first, so that they save; then to the group; then SIGKILL."""
 
     def gone() -> bool:
         return not (lives(group) or ranks.here())
@@ -70,7 +69,7 @@ def _end(group: int, ranks: ProcessRegistry) -> None:
     send(os.killpg, group, signal.SIGTERM)
     _wait(gone)
     send(os.killpg, group, signal.SIGKILL)
-    for pid in ranks.here():  # those that a remote shell started are in no group of ours
+    for pid in ranks.here():  # started by a remote shell, outside of the group
         send(os.kill, pid, signal.SIGKILL)
     _wait(gone)
 
@@ -81,8 +80,8 @@ def _wait(gone: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def send(kill: Any, target: int, signum: int) -> bool:
-    """Whether the process, or process group, was there to get the signal."""
+def send(kill: Callable[[int, int], None], target: int, signum: int) -> bool:
+    """Signal a process (``os.kill``) or group (``os.killpg``); returns whether it existed."""
     try:
         kill(target, signum)
     except ProcessLookupError:
@@ -91,8 +90,8 @@ def send(kill: Any, target: int, signum: int) -> bool:
 
 
 def lives(group: int) -> bool:
-    """Whether a process of the group runs. Its dead may stay in the table: a container's first
-    process need not reap them.
+    """Whether a process of the group runs. Zombies do not count: a container's first process may
+    not reap them.
     """
     if not os.path.exists("/proc/self/stat"):
         return send(os.killpg, group, 0)

@@ -112,8 +112,8 @@ def test_all_three_steps_on_two_machines(tmp_path, data):
     assert codes == [0, 0], logs
     models = {str(path.parent.relative_to(out)) for path in out.rglob("model.safetensors")}
     assert models == {"step1_sft", "step2_reward", "step3_rlhf/actor", "step3_rlhf/critic"}
-    assert "talk to it" in logs[0]
-    assert "talk to it" not in logs[1]
+    assert "chat with it" in logs[0]
+    assert "chat with it" not in logs[1]
 
 
 def training(out: Path, *data: str) -> list[subprocess.Popen]:
@@ -139,7 +139,7 @@ def test_a_signal_to_one_machine_stops_both(tmp_path, data, asked):
     logs = [(tmp_path / f"node{n}.log").read_text() for n in (0, 1)]
     assert codes == [75, 75], logs
     newest = max((out / "step1_sft" / "checkpoints").iterdir())
-    line = f"stopped in step 1, saved in {newest}; the same command goes on from there"
+    line = f"stopped in step 1, saved in {newest}; the same command resumes from there"
     assert [log.splitlines()[-1] for log in logs] == [line, line]
     assert not (out / "step1_sft" / ".ranks").exists()
 

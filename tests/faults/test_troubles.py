@@ -260,10 +260,10 @@ def test_train_py_stops_and_goes_on(signum, ranks, models, tmp_path):
         process.send_signal(signum)
     assert process.wait(60) == 75, log.read_text()[-3000:]
     assert re.fullmatch(
-        r"stopped in step 1, saved in \S+/step_0000\d\d; the same command goes on from there",
+        r"stopped in step 1, saved in \S+/step_0000\d\d; the same command resumes from there",
         log.read_text().splitlines()[-1],
     )
     assert not processes_of(out / "step1_sft")
     assert finish(train_py(models, out, ranks=ranks), log) == 0, log.read_text()[-3000:]
-    assert "goes on from" in log.read_text()
+    assert "resumes from" in log.read_text()
     check_same(out / "step1_sft", whole / "step1_sft")

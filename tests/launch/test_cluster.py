@@ -1,6 +1,6 @@
-"""Machines: what a hostfile and the flags about machines come to, and who refuses them.
+"""Clusters: machines from hostfile and flags, launch commands, and errors.
 
-Those for DeepSpeed's launcher are given to it: it parses them and says what it would run.
+Commands for DeepSpeed's launcher are passed to its own parser, which returns what it would run.
 """
 
 import base64
@@ -23,7 +23,7 @@ WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """A folder of its own, with every launcher's program, eight cores and no GPU."""
+    """A temporary working directory, every launcher installed, eight cores, no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cluster.shutil, "which", lambda program: f"/usr/bin/{program}")
@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
 
 def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=False, **flags):
     config = ClusterConfig(**flags)
-    config.validate_nodes()
+    config.validate_cluster()
     return cluster.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
 
 
@@ -56,7 +56,7 @@ def test_numbers_come_from_flags_then_recipe_then_hostfile_then_here():
         ("alpha\n", ":1: 'alpha' is not of the form"),
         ("alpha slots=-1\n", ":1: 'alpha slots=-1' is not of the form"),
         ("alpha slots=0\n", ":1: alpha has no slots"),
-        ("alpha slots=4\n\nalpha slots=4\n", ":3: alpha is there twice"),
+        ("alpha slots=4\n\nalpha slots=4\n", ":3: duplicate machine alpha"),
         ("# nobody\n", " names no machine"),
         ("\xff", ": not a text file"),
     ],
@@ -82,7 +82,7 @@ def test_hostfile_mistakes_name_the_line(text, message):
         ({"node_rank": 0, "master_addr": "a"}, "--node_rank is for several machines"),
         (
             {"num_nodes": 2, "node_rank": 2, "master_addr": "a"},
-            "--node_rank 2: 2 machines have the numbers 0 to 1",
+            "--node_rank 2: 2 machines have ranks 0 to 1",
         ),
         ({"num_nodes": 2, "node_rank": -1, "master_addr": "a"}, "--node_rank -1 must not be"),
         ({"no_ssh": True}, "--no_ssh needs --node_rank"),
@@ -96,8 +96,8 @@ def test_hostfile_mistakes_name_the_line(text, message):
         ),
         ({"master_addr": "a"}, "--master_addr is for several machines"),
         ({"master_port": 70000}, "--master_port 70000 must be from 1 to 65533"),
-        ({"launcher": "slurm", "hostfile": "hosts"}, "--launcher slurm takes the machines of"),
-        ({"launcher": "openmpi", "ssh_port": 22}, "--ssh_port is pdsh's"),
+        ({"launcher": "slurm", "hostfile": "hosts"}, "--launcher slurm uses the machines of"),
+        ({"launcher": "openmpi", "ssh_port": 22}, "--ssh_port is for pdsh"),
         (
             {"launcher": "mpich", "hostfile": "hosts", "num_gpus": 2},
             "--launcher mpich starts every slot of --hostfile hosts",
@@ -111,9 +111,9 @@ def test_mistakes(flags, message):
 
 
 def test_too_few_gpus_here():
-    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+    with pytest.raises(UserError, match="--num_gpus 8: this machine has 4"):
         find(gpus_here=4, num_gpus=8)
-    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+    with pytest.raises(UserError, match="--num_gpus 8: this machine has 4"):
         find(gpus_here=4, num_gpus=8, num_nodes=2, node_rank=1, master_addr="a")
     # A login node starts others, and need not have their GPUs.
     Path("hosts").write_text("alpha slots=8\nbeta slots=8\n")
@@ -124,22 +124,22 @@ def test_without_gpus_cores_and_memory_limit_processes(monkeypatch):
     by_hand = {"num_nodes": 2, "node_rank": 1, "master_addr": "a"}
     for more in ({}, by_hand):
         assert find(num_gpus=8, **more).processes_here == 8
-        with pytest.raises(UserError, match="--num_gpus 9: .* no GPU.* 8 cores .* at most 8$"):
+        with pytest.raises(UserError, match="--num_gpus 9: .* no GPU, only 8 cores; give at most 8$"):
             find(num_gpus=9, **more)
     assert find(num_gpus=9, dry_run=True).num_processes == 9
     assert find(num_gpus=9, num_nodes=2, launcher="slurm").num_processes == 18  # not all here
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert find(num_gpus=2).num_processes == 2  # to try it out
     monkeypatch.setattr(cluster, "available_memory", lambda: 600 * 2**20)
-    with pytest.raises(UserError, match="--num_gpus 2: .* 0.6 GiB of memory .* at most 1$"):
+    with pytest.raises(UserError, match="--num_gpus 2: .* only 0.6 GiB of memory; give at most 1$"):
         find(num_gpus=2)
 
 
 def test_a_missing_program_is_named(monkeypatch):
     monkeypatch.setattr(cluster.shutil, "which", lambda program: None)
-    with pytest.raises(UserError, match="--launcher pdsh: there is no pdsh here"):
+    with pytest.raises(UserError, match="--launcher pdsh: pdsh is not installed here"):
         find(hostfile="hosts")
-    with pytest.raises(UserError, match="--launcher slurm: there is no srun here"):
+    with pytest.raises(UserError, match="--launcher slurm: srun is not installed here"):
         find(launcher="slurm")
     assert find(hostfile="hosts", dry_run=True).num_processes == 8
 
@@ -190,7 +190,7 @@ def test_srun_starts_one_task_a_process():
 
 
 def deepspeed_command(command: list[str]) -> list[str]:
-    """What DeepSpeed's launcher makes of a command of ours: the words of pdsh or mpirun."""
+    """The pdsh or mpirun command that DeepSpeed's launcher makes of ours."""
     from deepspeed.launcher import runner
 
     assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
@@ -204,7 +204,7 @@ def deepspeed_command(command: list[str]) -> list[str]:
     return made[0] if args.launcher == "pdsh" else made
 
 
-# What a remote shell would expand or split, or pdsh replaces (%h, %n, %%), with and without blanks.
+# Words that a remote shell would expand or split, or pdsh replaces (%h, %n, %%).
 HARD = [*WORDS, r"x.pattern=it costs \$(\d+)", "$HOME", "a $HOME", "`id`", "a `id` $(id)", "100%n"]
 HARD += [
     "%h %u %n %% %",
@@ -243,7 +243,7 @@ def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed(shell, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a b", "$HOME", "50%"])
 def test_pdsh_reaches_no_folder_that_needs_quotes(name, monkeypatch):
-    """DeepSpeed's runner writes ``cd FOLDER`` and Python's path as they are."""
+    """DeepSpeed's runner writes ``cd FOLDER`` and Python's path unquoted."""
     folder = Path(name).resolve()
     folder.mkdir()
     Path("hosts").rename(folder / "hosts")

@@ -129,13 +129,13 @@ def test_an_older_mark_says_less():
 def test_both_ways_out_are_named():
     finish(sft())
     other = sft(seed=4)
-    way = r"\(seed: 3 -> 4\); --reuse takes it as it is, --step1.overwrite_output_dir trains it"
+    way = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
     with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{way}"):
         check_finished(STEPS[1], other, None, 1, reuse=False)
     with pytest.raises(UserError, match="--step1.overwrite_output_dir, with 1 in --step, trains"):
         check_finished(STEPS[1], other, ["seed"], 1, reuse=False)
     assert check_finished(STEPS[1], other, None, 1, reuse=True) == [
-        "step 1 is taken from out/step1_sft with other settings (seed: 3 -> 4)"
+        "step 1 is reused from out/step1_sft with other settings (seed: 3 -> 4)"
     ]
     assert check_finished(STEPS[1], sft(), None, 1, reuse=False) == []
 

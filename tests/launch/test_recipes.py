@@ -62,24 +62,24 @@ def test_a_recipe_plans_its_steps(path, tmp_path):
     found = configs(made)
     assert list(found) == STEPS.get(path.stem, [1, 2, 3])
     for command in (command for _, command in made.commands):
-        assert ("--hostfile" in command) == (len(made.nodes.hosts) > 1)
-    world, last = made.nodes.num_processes, found.get(3)
+        assert ("--hostfile" in command) == (len(made.cluster.hosts) > 1)
+    world, last = made.cluster.num_processes, found.get(3)
     if last is None:
         assert found[2].trains_policy
         return
     assert isinstance(last, RLHFConfig)
     assert world % last.inference_tp_size == 0
-    assert last.inference_tp_size <= made.nodes.processes_here  # a group stays within one machine
+    assert last.inference_tp_size <= made.cluster.processes_here  # a group stays within one machine
     assert last.rollout_samples(world) == last.num_mini_batches * last.mini_batch_size(world)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_has_the_published_sizes(name, tmp_path):
     made = plan("--recipe", name, "--output_dir", str(tmp_path / "out"))
-    last, world = configs(made)[3], made.nodes.num_processes
+    last, world = configs(made)[3], made.cluster.num_processes
     assert PUBLISHED[name] == (
-        len(made.nodes.hosts),
-        made.nodes.processes_here,
+        len(made.cluster.hosts),
+        made.cluster.processes_here,
         last.inference_tp_size,
         last.rollout_prompts(world),
         last.mini_batch_size(world),
@@ -140,8 +140,8 @@ def test_an_example_starts_what_parses(path, tmp_path):
     script, *flags = shlex.split(calls.read_text().splitlines()[-1])
     if script == "train.py":
         made = plan(*flags)
-        assert made.nodes.num_processes == 64
-        assert made.nodes.is_first == (path.stem == "train")
+        assert made.cluster.num_processes == 64
+        assert made.cluster.is_first == (path.stem == "train")
         assert [step.number for step, _ in made.commands] == [1, 2, 3]
         if path.stem == "deepspeed":
             assert "--master_addr=gpu001" in made.commands[0][1]
@@ -196,4 +196,4 @@ def test_commands_in_comments_parse(tmp_path):
             assert " ".join(words) == WORDS[name.partition(".")[0]]
         else:
             assert (program, script) == ("python", "train.py")
-            assert plan(*words, "--output_dir", str(tmp_path)).nodes.num_processes == 64
+            assert plan(*words, "--output_dir", str(tmp_path)).cluster.num_processes == 64

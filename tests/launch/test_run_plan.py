@@ -394,9 +394,9 @@ def test_an_unfinished_step_goes_on(tree):
     fields = planned(tree, *QUIET, "--save-steps", "7", "--log-level", "error")
     assert [fields[n].get("resume") for n in (1, 2, 3)] == ["latest", None, None]
     assert "overwrite_output_dir" not in fields[1]
-    note = f"step 1 goes on from {newest}, on 1 process, not 2"
+    note = f"step 1 resumes from {newest}, on 1 process, not 2"
     assert plan(tree, *QUIET).notes == [note]
-    for name in ("config.json", "COMPLETE"):  # then there is nothing to go on with
+    for name in ("config.json", "COMPLETE"):  # then there is nothing to resume
         (step1 / name).write_text("{}")
     assert list(planned(tree, *QUIET)) == [2, 3]
 
@@ -419,7 +419,7 @@ def test_changed_settings_need_a_yes(tree):
     accepted = planned(tree, *argv, "--step1.resume")
     assert (accepted[1]["resume"], accepted[1]["seed"]) == ("latest", 4)
     assert "resume" not in accepted[2]
-    assert "with other settings (seed: 3 -> 4; " in plan(tree, *argv, "--resume").notes[0]
+    assert "with changed settings (seed: 3 -> 4; " in plan(tree, *argv, "--resume").notes[0]
     assert plan(tree, *argv, "--dry-run").commands  # asks nobody
     anew = planned(tree, *argv, "--restart")
     assert anew[1]["overwrite_output_dir"] is True
@@ -435,9 +435,9 @@ def test_the_question_names_what_changed(tree):
         parsed = recipe.parse_args([*QUIET, "--step1.seed", "4"])
         return run_plan.plan(*parsed, tree, lambda question: asked.append(question) or answer)
 
-    assert "goes on from" in plan_with(True).notes[0]
-    assert asked[0].splitlines()[1:] == ["  seed: 3 -> 4", "Go on with these?"]
-    with pytest.raises(UserError, match="--restart begins step 1 anew"):
+    assert "resumes from" in plan_with(True).notes[0]
+    assert asked[0].splitlines()[1:] == ["  seed: 3 -> 4", "Resume?"]
+    with pytest.raises(UserError, match="--restart starts step 1 over"):
         plan_with(False)
 
 
@@ -467,9 +467,12 @@ def test_a_step_does_not_go_on_from_another_model(tree):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--restart --resume", "--restart begins anew and --resume goes on; leave one out"),
+        ("--restart --resume", "--restart starts over and --resume resumes; leave one out"),
         ("--resume --overwrite-output-dir", "--resume continues a run and --overwrite_output"),
-        ("--resume out/x", "--resume out/x is a checkpoint of one step; name that: --step3.resume"),
+        (
+            "--resume out/x",
+            "--resume out/x is a checkpoint of one step; name the step: --step3.resume",
+        ),
         ("--save-steps -1", "--save_steps -1 must not be negative"),
         ("--save-total-limit -1", "--save_total_limit -1 must not be negative"),
     ],
@@ -484,7 +487,7 @@ def test_a_checkpoint_by_its_name(tree):
     cut_short(Path("out/step1_sft"), sft(seed=9))
     argv = (*QUIET, "--step1.resume", "out/step1_sft/checkpoints/step_000012")
     assert planned(tree, *argv)[1]["resume"] == argv[-1]
-    assert plan(tree, *argv).notes == [f"step 1 goes on from {argv[-1]}"]
+    assert plan(tree, *argv).notes == [f"step 1 resumes from {argv[-1]}"]
 
 
 # Runs of two steps
@@ -525,8 +528,8 @@ def test_the_policy_starts_from_what_is_trained(tree):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--loss dpo --step 3", "--step 3 has nothing to do with --loss dpo"),
-        ("--loss dpo --reward-model hub/r", "--reward_model hub/r has no use with --loss dpo"),
+        ("--loss dpo --step 3", "--step 3 does not exist with --loss dpo"),
+        ("--loss dpo --reward-model hub/r", "--reward_model hub/r is not used with --loss dpo"),
         ("--loss dop", "--loss 'dop'"),
         ("--beta 0.5", "--beta is not used by --loss pairwise"),
         ("--loss kto --streaming --max_steps 5", "--loss kto reads all pairs"),
@@ -572,7 +575,7 @@ def test_a_reward_model_beside_programs(tree):
     assert list(fields) == [1, 2, 3]
     assert fields[3]["reward_model_name_or_path"] == "out/step2_reward"
     assert "critic_model_name_or_path" not in fields[3]  # step 3 starts it from the reward model
-    assert "--step 1 3 leaves that out" in plan(tree, *argv).notes[0]
+    assert "--step 1 3 leaves it out" in plan(tree, *argv).notes[0]
     assert list(planned(tree, *argv, "--step", "1", "3")) == [1, 3]
     assert list(planned(tree, *argv, "--step", "3", "--reward-model", "hub/r")) == [1, 2, 3]
     taken = planned(tree, *argv, "--reward_model_name_or_path", "hub/rm")
@@ -592,7 +595,7 @@ def test_gpus_visible_here(tree, monkeypatch):
     (_, command) = plan(tree, "--recipe", "quiet", "--num-gpus", "2").commands[0]
     assert command[command.index("--include") + 1] == "localhost:2,3"
     assert plan(tree, "--recipe", "quiet", "--num-gpus", "1").commands[0][1][1].endswith("main.py")
-    with pytest.raises(UserError, match="--num_gpus 8: this machine shows 4"):
+    with pytest.raises(UserError, match="--num_gpus 8: this machine has 4"):
         plan(tree, "--recipe", "quiet", "--num-gpus", "8")
 
 
@@ -600,7 +603,7 @@ def test_several_machines(tree, monkeypatch):
     monkeypatch.setattr(run_plan, "_num_gpus", lambda: 4)
     argv = ("--recipe", "quiet", "--num-nodes", "2", "--node-rank", "1", "--master-addr", "a")
     made = plan(tree, *argv)
-    assert made.nodes.num_processes == 8
+    assert made.cluster.num_processes == 8
     ports = [word for _, command in made.commands for word in command if "master_port" in word]
     assert ports == [f"--master_port={29500 + n}" for n in range(3)]
     with pytest.raises(UserError, match="--inference_tp_size 3 does not divide the 8 processes"):
@@ -641,7 +644,7 @@ def test_runs_the_steps_in_order_and_says_how_to_talk(tree):
     assert (done.returncode, done.stderr) == (0, "")
     seen = json.loads(Path("out/step3_rlhf/seen0.json").read_text())
     assert seen["argv"][-2:] == ["--output_dir", "out/step3_rlhf"]
-    assert done.stdout.endswith("talk to it: python chat.py --path out/step3_rlhf/actor\n")
+    assert done.stdout.endswith("chat with it: python chat.py --path out/step3_rlhf/actor\n")
     order = [done.stdout.index(f"== step {n}:") for n in (1, 2, 3)]
     assert order == sorted(order)
 
@@ -657,7 +660,7 @@ def test_a_failing_step_ends_the_run_with_its_message_and_code(tree):
 def test_a_step_that_ends_without_finishing_is_a_failure(tree):
     done = train("--recipe", "quiet", "--output-dir", "out", VANISH="step1_sft")
     assert done.returncode == 1
-    assert "step 1 ended without finishing" in done.stdout
+    assert "step 1 exited without finishing" in done.stdout
     assert not Path("out/step2_reward").exists()
 
 
@@ -719,7 +722,7 @@ def test_interruption_leaves_no_orphan(tree, signals, code, variables):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_slurms_signal_while_a_model_loads_puts_the_job_back_into_the_queue(tree):
     returned, said, started = interrupted([], [signal.SIGUSR1])
-    line = "stopped in step 1; the same command goes on from there\n"
+    line = "stopped in step 1; the same command resumes from there\n"
     assert (returned, said) == (stop_signals.EXIT_CODE, line)
     assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
 
@@ -746,7 +749,7 @@ def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
     notice, line = said.splitlines()
     assert notice == "stopping after this step; a second signal ends it at once"
     (folder,) = Path("out/step1_sft/checkpoints").iterdir()
-    assert line == (f"stopped in step 1, saved in {folder}; the same command goes on from there")
+    assert line == (f"stopped in step 1, saved in {folder}; the same command resumes from there")
     assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     assert not Path("out/step2_reward").exists()
     assert not Path("out/step1_sft/.ranks").exists()
@@ -770,7 +773,7 @@ def test_training_stops_in_peace_without_a_summary_that_cannot_be_written(tree):
     (folder / "metrics.jsonl").write_text('{"step": 1, "lo')
     run, pids = in_loop()
     run.send_signal(signal.SIGTERM)
-    assert "summary.json is not written: " in check_stopped(run, pids)
+    assert "could not write summary.json: " in check_stopped(run, pids)
 
 
 def test_a_second_signal_ends_training_at_once(tree):
@@ -801,7 +804,7 @@ def test_who_begins_anew_is_told_what_to_leave_out(tree):
     run, _ = in_loop("--overwrite-output-dir", "--restart")
     run.send_signal(signal.SIGINT)
     said = run.communicate(timeout=60)[1]
-    anew = "the same command without --restart and --overwrite_output_dir goes on from there\n"
+    anew = "the same command without --restart and --overwrite_output_dir resumes from there\n"
     assert said.endswith(anew)
 
 
@@ -822,9 +825,9 @@ def test_a_killed_train_py_takes_its_step_along(tree, ranks, capfd):
     assert not watchdog.lives(group)
     assert not any(alive(pid) for pid in pids)
     (folder,) = Path("out/step1_sft/checkpoints").iterdir()
-    assert note.startswith(f"step 1 goes on from {folder}")
+    assert note.startswith(f"step 1 resumes from {folder}")
     assert not Path("out/step1_sft/.ranks").exists()
-    line = "waiting: the processes of a train.py that was killed still write out/step1_sft\n"
+    line = "waiting: processes of a killed train.py still write to out/step1_sft\n"
     assert capfd.readouterr().err == line
 
 
@@ -853,7 +856,7 @@ def test_a_folder_that_is_written_already(tree):
         process.kill()  # the watchdog first
     run.wait()
     try:
-        with pytest.raises(UserError, match=rf"lost its train.py \(process {pids[0]}\); end"):
+        with pytest.raises(UserError, match=rf"train.py was killed \(process {pids[0]}\); stop"):
             plan(tree, *AGAIN)
     finally:
         os.kill(pids[0], signal.SIGKILL)
@@ -932,7 +935,7 @@ def test_train_py_is_not_a_task_itself(tree, monkeypatch):
     with pytest.raises(UserError, match="4 processes run train.py"):
         plan(tree, "--recipe", "quiet")
     by_hand = ("--num-nodes", "4", "--node-rank", "2", "--master-addr", "gpu1")
-    assert plan(tree, "--recipe", "quiet", *by_hand).nodes.num_processes == 4
+    assert plan(tree, "--recipe", "quiet", *by_hand).cluster.num_processes == 4
 
 
 @pytest.mark.slow

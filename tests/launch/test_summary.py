@@ -83,10 +83,10 @@ def test_seconds_of_steps_that_did_not_run_stay(tmp_path):
     assert [summary[f"step{n}_s"] for n in (1, 2, 3)] == [11.0, 20.0, None]
 
 
-def test_seconds_of_a_step_that_went_on_add_up(tmp_path):
+def test_seconds_of_a_step_that_resumed_add_up(tmp_path):
     write_summary(tmp_path, {1: 10.0})
-    assert write_summary(tmp_path, {1: 2.5}, went_on=True)["step1_s"] == 12.5
-    assert write_summary(tmp_path, {2: 3.0}, went_on=True)["step2_s"] == 3.0
+    assert write_summary(tmp_path, {1: 2.5}, resumed=True)["step1_s"] == 12.5
+    assert write_summary(tmp_path, {2: 3.0}, resumed=True)["step2_s"] == 3.0
     assert write_summary(tmp_path, {1: 4.0})["step1_s"] == 4.0
 
 
@@ -114,7 +114,7 @@ def test_broken_metrics_are_one_line(tmp_path):
     log(tmp_path, step2_reward=STEP_2)
     with (tmp_path / "step2_reward" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "eval/acc')
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 4 is no JSON object"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 4 is not a JSON object"):
         write_summary(tmp_path, {})
     assert not (tmp_path / "summary.json").exists()
 

@@ -219,7 +219,7 @@ def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
         ({"loss": "kto", "streaming": True, "max_steps": 1}, "--loss kto reads all pairs"),
         (
             {"loss": "dpo", "precompute_ref_logprobs": True, "streaming": True, "max_steps": 1},
-            "--precompute_ref_logprobs looks at all pairs",
+            "--precompute_ref_logprobs reads all pairs",
         ),
     ],
 )
