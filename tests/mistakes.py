@@ -1,8 +1,4 @@
-"""The table of wrong inputs (``mistakes.txt``), and the files and checkpoints that it names.
-
-Comes in: an empty folder. Goes out: the table's rows for it, and in it what they name. It must not
-know how commands are run.
-"""
+"""Reads the table of wrong inputs (``mistakes.txt``), and writes the files that it names."""
 
 import json
 import os

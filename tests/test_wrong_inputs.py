@@ -1,9 +1,8 @@
-"""Every mistake: exit code 2, one line that names what and how to fix it, nothing else anywhere.
+"""Wrong inputs: exit code 2, one line with the cause and the remedy, and no other output.
 
-The table is ``mistakes.txt``. Its commands are the real ones: scripts with their flags, exit codes
-and file descriptors, each alone in an empty directory. To load torch for each would take minutes,
-so they run as forks of one process that has loaded it (``forked.py`` says how); `PLAIN` run as
-processes of their own besides, and must answer with the same words.
+The table is ``mistakes.txt``. Its commands run as a user would run them, each in an empty
+directory. Loading torch for each would take minutes, so they run as forks of one process that has
+loaded it (see ``forked.py``). Those in `PLAIN` also run as separate processes, for the same output.
 """
 
 import importlib.util
@@ -17,7 +16,7 @@ import mistakes
 import pytest
 
 NAMES = [mistake.name for mistake in mistakes.mistakes(Path())]
-PLAIN = (  # one of every script and of every moment: flags, names, data, weights
+PLAIN = (  # one per script and kind: flags, names, data, weights
     "unknown flag",
     "broken JSON line",
     "missing tensor",
@@ -44,7 +43,7 @@ def table(folder):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, table):
-    """Name -> what the command came to."""
+    """Name -> outcome of the command."""
     commands = [forked.Command(mistake.argv) for mistake in table.values()]
     done = forked.run_all(folder, Path(mistakes.__file__), commands)
     return dict(zip(table, done, strict=True))
@@ -53,7 +52,7 @@ def outcomes(folder, table):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
     if any(name.endswith(what) and here for what, here in NOT_HERE.items()):
-        pytest.skip("it is no mistake on this machine")
+        pytest.skip("not an error on this machine")
     outcome = outcomes[name]
     assert outcome.code == 2, outcome.stderr[-3000:]
     (line,) = outcome.stderr.splitlines()
@@ -66,8 +65,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
     assert outcome.left == []
 
 
-def test_the_inputs_are_as_they_were(outcomes, folder, tmp_path):
-    """Nothing was written beside them either, such as a finished model's folder."""
+def test_the_inputs_are_unchanged(outcomes, folder, tmp_path):
+    """Nothing was written beside them, such as a finished model's folder."""
     mistakes.write_files(tmp_path / "files")
     before, after = (
         sorted(str(path.relative_to(part)) for path in (part / "files").rglob("*"))
@@ -77,7 +76,7 @@ def test_the_inputs_are_as_they_were(outcomes, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_says_the_same(outcomes, table, folder, tmp_path):
+def test_a_separate_process_gives_the_same_error(outcomes, table, folder, tmp_path):
     def run(name: str) -> subprocess.CompletedProcess:
         first, *words = table[name].argv
         script = [first] if first.startswith("-") else [str(forked.ROOT / first)]

@@ -1,4 +1,4 @@
-"""A finished step is taken for what it was trained with, and for nothing else."""
+"""Finished steps: which settings differ, and when a step is reused or refused."""
 
 import json
 from dataclasses import asdict, fields
@@ -28,7 +28,7 @@ def sft(**values):
 
 
 def finish(config, num_processes=1):
-    """Leave what a step leaves that ran with ``config``."""
+    """Write the files of a step that finished with ``config``."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(yaml.safe_dump(asdict(config)))
@@ -38,7 +38,7 @@ def finish(config, num_processes=1):
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "said"),
+    ("then", "now", "expected"),
     [
         ({}, {"seed": 4}, "seed: 3 -> 4"),
         ({}, {"model_name_or_path": "hub/b"}, "model_name_or_path: hub/actor -> hub/b"),
@@ -49,31 +49,31 @@ def finish(config, num_processes=1):
         ({"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 2}, "per_device_"),
         # no difference
         ({}, {}, ""),
-        ({}, {"model_name_or_path": None}, ""),  # not said
+        ({}, {"model_name_or_path": None}, ""),  # not given
         ({"model_name_or_path": "base"}, {"model_name_or_path": "../work/./base"}, ""),
         ({"data_path": ["rows.jsonl:2"]}, {"data_path": ["../work/rows.jsonl:2"]}, ""),
         ({"zero_stage": 3, "offload": True}, {"logging_steps": 5, "save_steps": 0}, ""),
         ({"adam_betas": [0.9, 0.95]}, {"adam_betas": [0.9, 0.95]}, ""),
     ],
 )
-def test_what_counts_as_a_difference(then, now, said):
+def test_what_counts_as_a_difference(then, now, expected):
     finish(sft(**then))
-    found = describe(differences(sft(**now), None, num_processes=1))
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
+    difference = describe(differences(sft(**now), None, num_processes=1))
+    assert difference.startswith(expected)
+    assert bool(difference) == bool(expected)
 
 
-def test_the_number_of_processes_is_none():
+def test_the_number_of_processes_is_no_difference():
     rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     finish(sft(**rows), num_processes=2)
-    assert not differences(sft(**rows), None, num_processes=8)  # as many rows of each process
+    assert not differences(sft(**rows), None, num_processes=8)  # equal per process
     alone = {"per_device_train_batch_size": 16}
-    assert not differences(sft(**alone), None, num_processes=1)  # as many of all together
+    assert not differences(sft(**alone), None, num_processes=1)  # equal in total
     both = describe(differences(sft(**alone), None, num_processes=4))
     assert both == "gradient_accumulation_steps: 2 -> 1; per_device_train_batch_size: 4 -> 16"
 
 
-def test_data_that_was_edited_is_a_difference_and_data_that_was_moved_is_none(tmp_path):
+def test_edited_data_differs_and_moved_data_does_not(tmp_path):
     finish(sft(data_path=["rows.jsonl"]))
     (tmp_path / "away").mkdir()
     away = Path("rows.jsonl").rename(tmp_path / "away/rows.jsonl")
@@ -91,7 +91,7 @@ def rlhf(out="out", **values):
     return RLHFConfig(**models | {"output_dir": f"{out}/step3_rlhf"} | values)
 
 
-def test_a_run_may_move_and_its_models_may_not_be_trained_again(tmp_path, monkeypatch):
+def test_a_moved_run_is_equal_and_a_retrained_model_is_not(tmp_path, monkeypatch):
     finish(sft())
     finish(rlhf())
     Path("out").rename("elsewhere")
@@ -106,13 +106,13 @@ def test_a_run_may_move_and_its_models_may_not_be_trained_again(tmp_path, monkey
     ]
 
 
-def test_a_step_that_was_not_asked_for_is_compared_by_what_was_said():
+def test_a_step_outside_of_step_flag_is_compared_by_given_fields():
     finish(sft(max_steps=9))
     assert differences(sft(seed=4), ["model_name_or_path"], 1) == []
     assert differences(sft(seed=4), ["seed"], 1) == [("seed", 3, 4)]
 
 
-def test_an_older_mark_says_less():
+def test_an_older_complete_file_is_compared_by_settings():
     config = finish(sft(data_path=["rows.jsonl"]))
     Path("rows.jsonl").write_text("{}")
     for mark in ("", "yes", "1"):
@@ -120,17 +120,17 @@ def test_an_older_mark_says_less():
         assert not differences(sft(data_path=["./rows.jsonl"]), None, 1)
     assert describe(differences(sft(seed=4, data_path=["rows.jsonl"]), None, 1)) == "seed: 3 -> 4"
     settings = Path(config.output_dir) / SETTINGS
-    settings.write_text("model_name_or_path: hub/actor\nseed: 3\n")  # of the knobs it knew
+    settings.write_text("model_name_or_path: hub/actor\nseed: 3\n")  # a version with fewer flags
     assert describe(differences(sft(max_steps=1), None, 1)) == "max_steps: 0 -> 1"
     settings.unlink()
     assert not differences(sft(seed=4), None, 1)
 
 
-def test_both_ways_out_are_named():
+def test_the_error_names_both_remedies():
     finish(sft())
     other = sft(seed=4)
-    way = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
-    with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{way}"):
+    remedies = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
+    with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{remedies}"):
         check_finished(STEPS[1], other, None, 1, reuse=False)
     with pytest.raises(UserError, match="--step1.overwrite_output_dir, with 1 in --step, trains"):
         check_finished(STEPS[1], other, ["seed"], 1, reuse=False)
@@ -140,7 +140,7 @@ def test_both_ways_out_are_named():
     assert check_finished(STEPS[1], sft(), None, 1, reuse=False) == []
 
 
-def test_the_table_names_knobs():
+def test_layout_names_flags():
     known = {f.name for config in (SFTConfig, RewardConfig, RLHFConfig) for f in fields(config)}
     bare = {name.removeprefix("actor_").removeprefix("critic_") for name in known}
     assert bare >= finished_steps.LAYOUT

@@ -1,6 +1,6 @@
-"""Every recipe's memory on the devices it is for, planned from the shapes of its models.
+"""Estimated memory of every recipe on the devices it is for.
 
-The models' configurations are written here, as their makers published them: no hub is asked.
+Model configurations are written here as published, so no hub is needed.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from dschat.launch import recipe, run_plan
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
 QUICK = {"demo", "demo-dpo", "opt-1.3b", "openrlhf-7b"}  # the others take up to a minute each
-DEVICE_GIB = 80  # what the published runs had
+DEVICE_GIB = 80  # as in the published runs
 
 
 def opt(hidden, layers, heads, **other):
@@ -63,7 +63,7 @@ MODELS = {
 
 
 def here(name, folder):
-    """A folder with the configuration of a hub model; what is no hub model as it is."""
+    """A folder with the configuration of a hub model; other names unchanged."""
     if name not in MODELS:
         return name
     path = folder / name.replace("/", "_")

@@ -1,4 +1,4 @@
-"""Every recipe and every launch example: what they say is what a step takes, at their own size."""
+"""Recipes and launch examples: they parse, and give the published sizes."""
 
 import os
 import re
@@ -32,7 +32,7 @@ PUBLISHED = {
     "openrlhf-13b": (4, 8, 1, 1024, 128, 1024, 1024),
 }
 
-# Runs of two steps: the policy learns from pairs, or from programs.
+# Runs of two steps: DPO, or reward functions.
 STEPS = {"demo-dpo": [1, 2], "arithmetic": [1, 3], "arithmetic-dapo": [1, 3]}
 
 
@@ -49,23 +49,23 @@ def plan(*argv: str) -> run_plan.RunPlan:
 
 def configs(made: run_plan.RunPlan) -> dict[int, object]:
     """Each planned step's configuration, read back from its command and validated."""
-    found = {}
+    parsed = {}
     for step, command in made.commands:
         script = [part.endswith("main.py") for part in command].index(True)
-        found[step.number] = run_plan.parser.parse(step.config_class, command[script + 1 :])
-    return found
+        parsed[step.number] = run_plan.parser.parse(step.config_class, command[script + 1 :])
+    return parsed
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_plans_its_steps(path, tmp_path):
     made = plan("--recipe", path.stem, "--output_dir", str(tmp_path / "out"))
-    found = configs(made)
-    assert list(found) == STEPS.get(path.stem, [1, 2, 3])
+    parsed = configs(made)
+    assert list(parsed) == STEPS.get(path.stem, [1, 2, 3])
     for command in (command for _, command in made.commands):
         assert ("--hostfile" in command) == (len(made.cluster.hosts) > 1)
-    world, last = made.cluster.num_processes, found.get(3)
+    world, last = made.cluster.num_processes, parsed.get(3)
     if last is None:
-        assert found[2].trains_policy
+        assert parsed[2].trains_policy
         return
     assert isinstance(last, RLHFConfig)
     assert world % last.inference_tp_size == 0
@@ -88,13 +88,13 @@ def test_a_recipe_has_the_published_sizes(name, tmp_path):
     )
 
 
-def test_a_recipe_says_where_its_numbers_are_from():
+def test_a_recipe_names_the_source_of_its_numbers():
     for path in RECIPES:
         assert path.read_text().startswith("# "), path
     assert {path.stem for path in RECIPES} >= {*PUBLISHED, "demo", "demo-dpo", "qwen3-8b"}
 
 
-# What stands in for SLURM's variables and the user's words
+# Stand-ins for SLURM's variables and the user's arguments
 JOB = {
     "SLURM_JOB_NUM_NODES": "8",
     "SLURM_NTASKS_PER_NODE": "8",
@@ -102,7 +102,7 @@ JOB = {
     "SLURM_JOB_NODELIST": "gpu[001-008]",
     "SLURM_NODEID": "3",
 }
-# Programs of the cluster that note how they were called, or answer as it would
+# Stand-ins for programs of the cluster: they record their arguments
 PROGRAMS = {
     "srun": 'printf "%s\\n" "srun $*" >> "$CALLS"\n'
     'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
@@ -116,13 +116,13 @@ WORDS = {
 }
 
 
-def test_every_example_has_its_words():
+def test_every_example_has_arguments():
     assert {path.stem for path in EXAMPLES} == set(WORDS)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_starts_what_parses(path, tmp_path):
-    """The script runs as SLURM would run it, with programs that note what they are asked to do."""
+def test_an_example_starts_a_command_that_parses(path, tmp_path):
+    """Run the script as SLURM would, with programs that record their arguments."""
     subprocess.run(["bash", "-n", str(path)], check=True)
     for name, text in PROGRAMS.items():
         program = tmp_path / name
@@ -153,8 +153,8 @@ def test_an_example_starts_what_parses(path, tmp_path):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize(("signum", "back"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_an_example_stops_in_peace(path, tmp_path, signum, back):
-    """SLURM signals the script; training gets it, and the job goes back into the queue."""
+def test_an_example_forwards_signals_and_requeues(path, tmp_path, signum, back):
+    """SLURM signals the script; training gets the signal, and the job is requeued."""
     wait = "trap 'echo USR1 > got; exit 75' USR1\ntrap 'echo TERM > got; exit 75' TERM\n"
     wait += "touch ready\nwhile :; do sleep 0.05; done\n"
     programs = {"scontrol": 'echo "$*" >> scontrol\necho gpu001\n', "srun": wait}
@@ -183,7 +183,7 @@ def test_an_example_stops_in_peace(path, tmp_path, signum, back):
 
 
 def test_commands_in_comments_parse(tmp_path):
-    """The usage lines at the head of the examples."""
+    """The usage lines at the start of the examples."""
     lines = {
         path.name: re.findall(r"^#   (.*)$", path.read_text(), flags=re.MULTILINE)
         for path in [*EXAMPLES, ROOT / "training" / "launch" / "hostfile"]

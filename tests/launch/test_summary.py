@@ -1,4 +1,4 @@
-"""The summary: which row of which file is which number, and what is unknown."""
+"""The summary: numbers from rows of metrics.jsonl, and unknown numbers."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def log(folder, **steps):
 
 
 def test_whole_run(tmp_path):
-    """The base model and SFT stand at step 0; PPO, its average and the KL at the end."""
+    """Base model and SFT are measured at step 0; PPO, its EMA and the KL at the end."""
     log(tmp_path, step1_sft=STEP_1, step2_reward=STEP_2, step3_rlhf=STEP_3)
     summary = write_summary(tmp_path, {1: 10.25, 2: 20.0, 3: 30.5})
     assert summary == {
@@ -60,7 +60,7 @@ def test_whole_run(tmp_path):
 
 
 def test_a_policy_trained_on_pairs(tmp_path):
-    """Two steps; the second one's numbers stand where the third one's would."""
+    """Two steps; metrics of the second are in the folder of the third."""
     log(tmp_path, step1_sft=STEP_1, step3_rlhf=POLICY_ON_PAIRS)
     summary = write_summary(tmp_path, {1: 10.25, 2: 20.0})
     assert summary == {
@@ -76,14 +76,14 @@ def test_a_policy_trained_on_pairs(tmp_path):
     assert values == ["0.970", "0.010", "0.400", "0.850", "10", "20"]
 
 
-def test_seconds_of_steps_that_did_not_run_stay(tmp_path):
+def test_seconds_of_steps_that_did_not_run_are_kept(tmp_path):
     write_summary(tmp_path, {1: 10.0})
     write_summary(tmp_path, {2: 20.0})
     summary = write_summary(tmp_path, {1: 11.0})
     assert [summary[f"step{n}_s"] for n in (1, 2, 3)] == [11.0, 20.0, None]
 
 
-def test_seconds_of_a_step_that_resumed_add_up(tmp_path):
+def test_seconds_of_a_resumed_step_add_up(tmp_path):
     write_summary(tmp_path, {1: 10.0})
     assert write_summary(tmp_path, {1: 2.5}, resumed=True)["step1_s"] == 12.5
     assert write_summary(tmp_path, {2: 3.0}, resumed=True)["step2_s"] == 3.0
@@ -97,7 +97,7 @@ def test_a_broken_former_summary_is_replaced(tmp_path, former):
 
 
 def test_unknown_numbers_are_null_and_shown_as_a_dash(tmp_path):
-    """Own data has no gold score, a run may stop half way, and the mean of nothing is NaN."""
+    """User data has no gold score, a run may stop half way, and an empty mean is NaN."""
     log(
         tmp_path,
         step1_sft=[{"step": 0, "eval/loss": 4.0}, {"step": 7, "eval/gold": 0.3}],
