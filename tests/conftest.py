@@ -14,9 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A script's `make test &` starts us deaf to Ctrl-C, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# `tiny_models`, `step_cases`, `families` and `forked` are plain modules: workers import them too.
+# `tiny_models`, `step_cases`, `families`, `forked`, ... are plain modules: workers import them too.
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("dist", "inference", "faults"))]
+sys.path[:0] = [
+    str(HERE),
+    *(str(HERE / name) for name in ("dist", "inference", "faults", "launch")),
+]
 
 
 def pytest_configure(config):

@@ -1,0 +1,161 @@
+"""Runs train.py with stub steps, in the tree that the fixture ``tree`` copies.
+
+A stub step writes its flags to a file and marks itself COMPLETE. Environment variables make the
+step of that name fail (FAIL), exit without finishing (VANISH), hang as if loading a model (HANG) or
+train until a signal (LOOP).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dschat.launch import recipe, run_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STUB = """
+import json, os, pathlib, signal, subprocess, sys, time
+
+name = pathlib.Path(__file__).parent.name
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+out.mkdir(parents=True, exist_ok=True)
+if os.environ.get("FAIL") == name:
+    sys.stderr.write(f"error: {name} says why\\n")
+    sys.exit(3)
+if os.environ.get("VANISH") == name:
+    sys.exit(0)
+if os.environ.get("HANG") == name:
+    if os.environ.get("STUBBORN"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    (out / "pids.tmp").write_text(json.dumps([os.getpid(), child.pid]))
+    (out / "pids.tmp").rename(out / "pids")
+    time.sleep(120)
+if os.environ.get("LOOP") == name:
+    import dschat.distributed as dist
+    from dschat.distributed import entrypoint, stop_signals
+    from dschat.checkpoint.manifest import manifest_bytes
+
+    def main():
+        if dist.world_size() > 1:
+            dist.init()
+        with stop_signals.handle_stop_signals(out) as stop:
+            (out / f"in_loop{dist.rank()}").write_text(str(os.getpid()))
+            for step in range(1, 1000):
+                if os.environ.get("KILL") == str(dist.rank()) and step == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(float(os.environ.get("STEP_S", 0.1)))
+                if stop.agreed():
+                    folder = out / "checkpoints" / f"step_{step:06d}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    text = manifest_bytes(step, dist.world_size(), {}, {})
+                    (folder / "manifest.json").write_bytes(text)
+                    raise stop_signals.TrainingStopped(step, folder)
+
+    entrypoint.run(main)
+import dschat.distributed as dist
+
+seen = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "PATH", "RANK", "WORLD_SIZE")}
+seen["numbers"] = (dist.rank(), dist.world_size(), dist.local_rank())
+note = {"argv": sys.argv[1:], "environment": seen}
+(out / f"seen{dist.rank()}.json").write_text(json.dumps(note))
+(out / "config.json").write_text("{}")
+(out / "COMPLETE").write_text("")
+"""
+
+QUIET = ("--recipe", "quiet", "--output-dir", "out")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    fixed = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    # An earlier test may have joined a process group, which sets LOCAL_RANK.
+    inherited = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
+    return inherited | fixed | variables
+
+
+def train(*argv: str, **variables: str) -> subprocess.CompletedProcess:
+    """``python train.py`` in the copied tree, as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "train.py", *argv],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(**variables),
+    )
+
+
+def plan(tree: Path, *argv: str) -> run_plan.RunPlan:
+    return run_plan.plan(*recipe.parse_args(argv), tree)
+
+
+def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
+    """The given fields of each planned step, read back from its command."""
+    fields = {}
+    for step, command in plan(tree, *argv).commands:
+        flags = command[[part.endswith("main.py") for part in command].index(True) + 1 :]
+        fields[step.number] = run_plan.parser.given(step.config_class, flags)
+    return fields
+
+
+def finish(folder: Path, architecture: str = "OPTForCausalLM") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (folder / "COMPLETE").write_text("")
+    return folder
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def interrupted(
+    argv: list[str], signals: list[int], **variables: str
+) -> tuple[int, str, list[int]]:
+    """Exit code and stderr of train.py after ``signals`` during a hanging first step, and the
+    processes of that step.
+    """
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
+        env=environment(HANG="step1_sft", **variables),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = Path("out/step1_sft/pids")
+    assert wait_for(pids.exists, 60)
+    started = json.loads(pids.read_text())
+    assert all(alive(pid) for pid in started)
+    for signum in signals:
+        run.send_signal(signum)  # to train.py only, which forwards it
+        time.sleep(0.5)
+    _, said = run.communicate(timeout=60)
+    return run.returncode, said, started
+
+
+def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:
+    """train.py, and the processes of its first step once they are in their training loop."""
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
+        env=environment(LOOP="step1_sft", **variables),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    files = [Path(f"out/step1_sft/in_loop{rank}") for rank in range(ranks)]
+    assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 60), run.poll()
+    return run, [int(file.read_text()) for file in files]

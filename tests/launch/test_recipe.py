@@ -1,0 +1,62 @@
+"""Recipes and flags: the fields that reach each step, and errors that name file and key."""
+
+from pathlib import Path
+
+import pytest
+from stub_steps import plan, planned
+
+from dschat.config import UserError
+
+
+def test_flags_reach_the_steps_that_have_them(tree):
+    fields = planned(
+        tree, "--recipe=quiet", "--data-path", "x", "y", "--lora-alpha=8", "--kl_ctl", "0.2",
+        "--step2.seed", "9", "--max_seq_len", "64", "--no-whiten-advantages",
+    )  # fmt: skip
+    assert [fields[n]["data_path"] for n in (1, 2, 3)] == [["x", "y"]] * 3
+    assert [fields[n]["lora_alpha"] for n in (1, 2, 3)] == [8.0] * 3
+    assert [fields[n]["seed"] for n in (1, 2, 3)] == [3, 9, 3]
+    assert [fields[n].get("max_seq_len") for n in (1, 2, 3)] == [64, 64, None]
+    assert [fields[n].get("kl_coef") for n in (1, 2, 3)] == [None, None, 0.2]
+    assert fields[3]["whiten_advantages"] is False
+
+
+def test_recipe_file_placeholder_and_launch(tree):
+    Path("mine.yaml").write_text(
+        "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"
+        "step3: {learning: 1}\n"
+    )
+    with pytest.raises(UserError, match=r"mine\.yaml: step3: unknown key learning"):
+        plan(tree, "--recipe", "mine.yaml")
+    Path("mine.yaml").write_text(
+        "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"
+        "launch: {num_gpus: 2}\n"
+    )
+    made = plan(tree, "--recipe", "mine.yaml", "--step", "2")
+    assert [step.number for step, _ in made.commands] == [1, 2]
+    assert (
+        planned(tree, "--recipe", "mine.yaml")[2]["model_name_or_path"] == "output/mine/step1_sft"
+    )
+    assert "deepspeed.launcher.runner" in made.commands[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("comon: {}", "unknown key comon; did you mean common?"),
+        ("model: {actor: x}", "model: unknown key actor"),
+        ("common: {leraning_rate: 1}", "common: unknown key leraning_rate; did you mean"),
+        ("step1: {kl_coef: 1}", "step1: unknown key kl_coef"),
+        ("step1: {output_dir: x}", "step1: unknown key output_dir"),
+        ("step1: [1]", "step1 must be a mapping"),
+        ("step1: {seed: x}", "step1: --seed 'x' is not a whole number"),
+        ("launch: {num_gpus: two}", "launch: --num_gpus 'two' is not a whole number"),
+        ("launch: {hostfile: x}", "launch: unknown key hostfile"),
+    ],
+)
+def test_recipe_mistakes(tree, text, message):
+    Path("mine.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        plan(tree, "--recipe", "mine.yaml")
+    assert str(error.value).startswith("mine.yaml: ")
+    assert message in str(error.value)

@@ -1,0 +1,133 @@
+"""Signals to train.py: training saves and stops, exit codes, and no process is left."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from stub_steps import alive, in_loop, interrupted, wait_for
+
+from dschat.distributed import stop_signals
+
+
+def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
+    """Returns what it wrote to standard output."""
+    out, said = run.communicate(timeout=60)
+    assert run.returncode == 75, said
+    notice, line = said.splitlines()
+    assert notice == "stopping after this step; a second signal ends it at once"
+    (folder,) = Path("out/step1_sft/checkpoints").iterdir()
+    assert line == (f"stopped in step 1, saved in {folder}; the same command resumes from there")
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
+    assert not Path("out/step2_reward").exists()
+    assert not Path("out/step1_sft/.ranks").exists()
+    return out
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("signals", "code", "variables"),
+    [
+        ([signal.SIGINT], 130, {}),
+        ([signal.SIGTERM], 143, {}),
+        ([signal.SIGINT, signal.SIGINT], 130, {"STUBBORN": "1"}),
+    ],
+    ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored"],
+)
+def test_interruption_leaves_no_orphan(tree, signals, code, variables):
+    returned, said, started = interrupted([], signals, **variables)
+    assert (returned, said) == (code, "interrupted\n" if code == 130 else "terminated\n")
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_sigusr1_while_a_model_loads_requeues_the_job(tree):
+    returned, said, started = interrupted([], [signal.SIGUSR1])
+    line = "stopped in step 1; the same command resumes from there\n"
+    assert (returned, said) == (stop_signals.EXIT_CODE, line)
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_stops(tree, signum):
+    run, pids = in_loop()
+    run.send_signal(signum)
+    check_stopped(run, pids)
+
+
+def test_training_stops_in_peace_without_a_summary_that_cannot_be_written(tree):
+    """Half a row of metrics, as a full disk leaves it."""
+    folder = Path("out/step1_sft")
+    folder.mkdir(parents=True)
+    recipe_file = tree / "training/recipes/quiet.yaml"
+    recipe_file.write_text(recipe_file.read_text() + "summary: true\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "lo')
+    run, pids = in_loop()
+    run.send_signal(signal.SIGTERM)
+    assert "could not write summary.json: " in check_stopped(run, pids)
+
+
+def test_a_second_signal_terminates_at_once(tree):
+    run, pids = in_loop(STEP_S="600")
+    run.send_signal(signal.SIGTERM)
+    assert run.stderr.readline().startswith("stopping after this step")
+    time.sleep(0.5)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=60)[1]
+    assert (run.returncode, said.splitlines()[-1]) == (143, "terminated")
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
+    assert not Path("out/step1_sft/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_rank_stops_the_run(tree):
+    """SLURM may signal the processes, not train.py."""
+    run, pids = in_loop()
+    os.kill(pids[0], signal.SIGUSR1)
+    said = run.communicate(timeout=60)[1]
+    assert run.returncode == 75
+    assert said.startswith("stopped in step 1, saved in out/step1_sft/checkpoints/step_")
+    assert not Path("out/step2_reward").exists()
+
+
+@pytest.mark.slow
+def test_flags_that_start_over_are_to_be_left_out(tree):
+    run, _ = in_loop("--overwrite-output-dir", "--restart")
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=60)[1]
+    line = "the same command without --restart and --overwrite_output_dir resumes from there\n"
+    assert said.endswith(line)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_signal_stops_all_ranks_together(tree):
+    run, pids = in_loop("--num-gpus", "2", ranks=2)
+    run.send_signal(signal.SIGTERM)
+    check_stopped(run, pids)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others(tree, rank):
+    run, pids = in_loop("--num-gpus", "2", ranks=2, KILL=str(rank))
+    assert wait_for(lambda: not alive(pids[rank]), 30)
+    assert wait_for(lambda: not alive(pids[1 - rank]), 30)
+    said = run.communicate(timeout=60)[1]
+    assert run.returncode not in (0, 75)
+    assert f"error: process {rank} of 2 (pid {pids[rank]} on " in said
+    assert "Traceback" not in said
+    assert not Path("out/step1_sft/checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_ctrl_c_under_the_launcher_leaves_no_orphan(tree):
+    returned, said, started = interrupted(["--num-gpus", "2"], [signal.SIGINT])
+    assert (returned, said.splitlines()[-1]) == (130, "interrupted")
+    assert wait_for(lambda: not any(alive(pid) for pid in started), 60)
