@@ -27,7 +27,7 @@ _NOISY = (
 
 
 class _TqdmHandler(logging.Handler):
-    """Prints above a running progress bar. `hold` buffers records until `release`."""
+    """Prints above a running progress bar. `hold` buffers records until `unhold`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class _TqdmHandler(logging.Handler):
                 sys.stderr.write(self.format(record) + "\n")
 
     def hold(self, seconds: float) -> None:
-        """Buffer records until `release`, for at most ``seconds``."""
+        """Buffer records until `unhold`, for at most ``seconds``."""
         self._buffer = []
-        timer = threading.Timer(seconds, self.release)
+        timer = threading.Timer(seconds, self.unhold)
         timer.daemon = True
         timer.start()
 
-    def release(self) -> None:
+    def unhold(self) -> None:  # NOTE logging calls a method `release` to unlock the handler
         """Print the buffered records; later ones print at once."""
         with self.lock:
             records, self._buffer = self._buffer or [], None
@@ -87,7 +87,7 @@ def release() -> None:
     """Print the lines that `setup` held back; later lines print at once."""
     for handler in logger.handlers:
         if isinstance(handler, _TqdmHandler):
-            handler.release()
+            handler.unhold()
 
 
 def progress(total: int, description: str, disable: bool = False, done: int = 0) -> tqdm:
