@@ -1,4 +1,4 @@
-"""What a disk still takes, and whether an error says that it takes no more."""
+"""Free space of a disk, and whether an error says that it is full."""
 
 import errno
 import os
@@ -13,17 +13,17 @@ _FULL_TEXT = re.compile(rf"\(os error ({'|'.join(map(str, _FULL))})\)")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether ``error`` says that a disk is full, or its user's share of it."""
+    """Whether ``error`` says that a disk is full, or the user's quota on it."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return bool(_FULL_TEXT.search(str(error)))
 
 
 def free_bytes(folder: str | os.PathLike) -> int:
-    """What this user can still write into ``folder``, which need not exist yet."""
+    """Bytes that this user can still write into ``folder``, which need not exist yet."""
     path = Path(os.path.abspath(folder))
     usage = shutil.disk_usage(next(p for p in (path, *path.parents) if os.path.exists(p)))
-    return usage.free if usage.total else sys.maxsize  # some network disks do not tell
+    return usage.free if usage.total else sys.maxsize  # some network disks report zeros
 
 
 def needed_and_free(needed: int, folder: str | os.PathLike) -> str:

@@ -84,7 +84,7 @@ def test_a_loop_that_saves_stops(outcomes, moment, signum):
     *before, last = outcome.stderr.splitlines()
     found = re.fullmatch(
         r"stopped at step \d+, saved in (out/checkpoints/step_\d{6}); "
-        "the same command with --resume latest goes on from there",
+        "the same command with --resume latest resumes from there",
         last,
     )
     assert found, last

@@ -1,6 +1,6 @@
-"""Collectives that mean the same with one process as with many, so callers have one code path.
+"""Collectives with one code path for one process and for many.
 
-torch loads on first use.
+Loads torch on first use.
 """
 
 import functools
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def barrier() -> None:
-    """Collective. Wait until every process is here."""
+    """Collective. Wait until every process has called it."""
     import torch
     import torch.distributed as torch_dist
 
@@ -34,7 +34,7 @@ def all_reduce_sum(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def sum_floats(values: list[float]) -> list[float]:
-    """Collective. Sum each entry over processes, in float64; all pass as many entries."""
+    """Collective. Sum each entry over processes, in float64; all pass equally many."""
     import torch
 
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -54,12 +54,13 @@ def max_int(value: int) -> int:
 def all_gather_shards(
     sizes: list[int], parts: "list[torch.Tensor]", device: "torch.device"
 ) -> "Iterator[torch.Tensor]":
-    """Collective. Whole flat tensors from every process's parts of them: one collective for all.
+    """Collective. Gathers the shards of several flat tensors in one collective.
 
-    ``parts[i]`` (sizes[i],) is this process's share of tensor i, on any device, all of one dtype;
-    item i of the result (world_size * sizes[i],), on ``device``, holds everybody's shares of it in
-    rank order. Extra memory: all of them once (on CUDA, and one of them again); on a CPU host twice
-    for all its processes together. Good until the next call but one.
+    ``parts[i]`` (sizes[i],) is this process's shard of tensor i, on any device, all of one dtype;
+    item i of the result (world_size * sizes[i],), on ``device``, holds all ranks' shards of it in
+    rank order. Extra memory on CUDA: all tensors once, and one of them again; on a CPU host: all
+    tensors twice, shared by its processes. The result is valid until the second call after this
+    one.
     """
     import torch
     import torch.distributed as torch_dist
@@ -68,15 +69,15 @@ def all_gather_shards(
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     if device.type == "cuda":
         joined = torch.empty(world, total, dtype=parts[0].dtype, device=device)
-        mine = joined[rank()]  # NCCL gathers in place
+        local = joined[rank()]  # NCCL gathers in place
         for part, offset, size in zip(parts, offsets, sizes, strict=True):
-            mine[offset : offset + size].copy_(part)
-        torch_dist.all_gather_into_tensor(joined.view(-1), mine)
+            local[offset : offset + size].copy_(part)
+        torch_dist.all_gather_into_tensor(joined.view(-1), local)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
     dtype = parts[0].dtype
     shared = _buffers().next(world * total * dtype.itemsize)
-    # Without shared memory a sum with zeros: gloo's all-gather makes a flat copy of its output and
-    # takes half as long again.
+    # Without shared memory: a sum with zeros. gloo's all-gather makes a flat copy of its output and
+    # takes 1.5 times as long.
     joined = torch.zeros(world * total, dtype=dtype) if shared is None else shared.view(dtype)
     for part, offset, size in zip(parts, offsets, sizes, strict=True):
         first = world * offset + rank() * size
@@ -86,7 +87,7 @@ def all_gather_shards(
 
 
 def shared_bytes() -> int:
-    """What the processes of a CPU host hold together, for `all_gather_shards`, until `shutdown`."""
+    """Shared memory of a CPU host's processes for `all_gather_shards`; freed by `shutdown`."""
     return _buffers().num_bytes
 
 
@@ -108,7 +109,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Collective. Rank 0 runs the block before the others, which then find its files on disk."""
+    """Collective. Rank 0 runs the block first; the others then find its files on disk."""
     if not is_main_process():
         barrier()
     try:
@@ -119,22 +120,22 @@ def main_process_first() -> Iterator[None]:
 
 
 def my_share(indices: list[int]) -> list[int]:
-    """This process's contiguous part of ``indices``; together the parts are all of them."""
-    count, size, me = len(indices), world_size(), rank()
-    return indices[count * me // size : count * (me + 1) // size]
+    """This process's contiguous slice of ``indices``; the slices of all ranks cover it."""
+    count, size, index = len(indices), world_size(), rank()
+    return indices[count * index // size : count * (index + 1) // size]
 
 
-_handles: dict[int, Any] = {}  # torch's group of this process, by size
+_handles: dict[int, Any] = {}  # torch's process group of this rank, by size
 
 
 class Group:
-    """Some processes that compute together; one process is a group too, and talks to nobody.
+    """Consecutive ranks that compute together: {0, ..., size - 1}, {size, ...}, and so on.
 
-    ``size`` consecutive ranks form a group: {0, ..., size - 1}, {size, ...}, and so on.
+    With ``size`` 1 nothing communicates.
     """
 
     def __init__(self, size: int = 1) -> None:
-        """Collective over all processes where ``size`` > 1; all must ask for the same sizes.
+        """Collective over all processes where ``size`` > 1; all pass the same sizes.
 
         Raises:
             ValueError: ``size`` does not divide the number of processes.
@@ -147,7 +148,7 @@ class Group:
         self._first = rank() - self.rank
         if size == 1:
             return
-        if size not in _handles:  # a process group holds threads and sockets: one a size
+        if size not in _handles:  # one for each size: it holds threads and sockets
             import torch.distributed as torch_dist
 
             from dschat.distributed.process_group import init
@@ -179,7 +180,7 @@ class Group:
         return gathered
 
     def broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Collective. The first member's values for everybody, in place."""
+        """Collective. Copy the first member's values to all members, in place."""
         if self.size > 1:
             import torch.distributed as torch_dist
 
@@ -198,6 +199,6 @@ class Group:
 
 
 def forget_group() -> None:
-    """Drop what belongs to the process group that is being destroyed."""
+    """Drop the groups and buffers of the process group that is being destroyed."""
     _handles.clear()
     _buffers.cache_clear()

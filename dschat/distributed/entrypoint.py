@@ -19,25 +19,25 @@ from dschat.distributed import host_checks, stop_signals
 from dschat.distributed.stop_signals import LAUNCHED_BY
 from dschat.interrupts import is_importing
 
-REFUSED_TOO_S = 3.0  # what rank 0 may take to find the same mistake
-FAILED_TOO_S = 1.0  # what the news of a failed process may take to the others
+SAME_ERROR_S = 3.0  # within which rank 0 finds the same mistake
+FAILURE_NEWS_S = 1.0  # within which ranks learn of a failure
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and exit with its code.
 
     Or with one line and 2 for a ``UserError``, 1 for training that diverged, 75 for training that
-    was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only the main process speaks. Any other exception
-    is a bug of ours and keeps its traceback, unless another process failed first and has shown its.
+    was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only rank 0 prints it. Any other exception is a
+    bug and keeps its traceback, unless another rank failed first and printed its own.
     """
-    # NOTE before torch loads its OpenMP. A thread that waits spins, by default for milliseconds: on
-    # a laptop that does something else too it spins on the core that the others need. Measured on
-    # two busy cores: steps of a tiny model 2 to 5 times as fast; on idle ones no difference.
+    # NOTE: before torch loads OpenMP, whose waiting threads spin for milliseconds by default, also
+    # on cores that other processes need. Measured on two busy cores: steps of a tiny model 2 to 5
+    # times as fast; on idle cores no difference.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     host_checks.plug_streams()
     try:
         host_checks.check()
-    except UserError as error:  # this process has no number by which to be silent
+    except UserError as error:  # its rank is unknown: every process prints it
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     before = {}
@@ -54,20 +54,20 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         _refuse(" ".join(str(error).splitlines()))
         code = 2
     except FloatingPointError as error:
-        _say(f"error: {error}")
+        _print(f"error: {error}")
         code = 1
     except stop_signals.TrainingStopped as stop:
         if LAUNCHED_BY not in os.environ:
-            then = "; the same command with --resume latest goes on from there"
-            _say(f"{stop}{then if stop.saved else ''}")
+            remedy = "; the same command with --resume latest resumes from there"
+            _print(f"{stop}{remedy if stop.saved else ''}")
         dist.shutdown()
         code = stop_signals.EXIT_CODE
-    except SystemExit as ended:  # --help
-        code = ended.code or 0
+    except SystemExit as error:  # --help
+        code = error.code or 0
     except KeyboardInterrupt:
-        code = _interrupted(signal.SIGINT)
+        code = _print_signal(signal.SIGINT)
     except _Terminated:
-        code = _interrupted(signal.SIGTERM)
+        code = _print_signal(signal.SIGTERM)
     except Exception as error:
         shortage = host_checks.shortage(error)
         if shortage is None and is_full(error):
@@ -90,24 +90,22 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _refuse(message: str) -> None:
-    """Rank 0 says what is wrong for all; another one where nobody else fails."""
-    _say(f"error: {message}")
+    """Print a user's mistake: on rank 0, or on another rank that fails alone."""
+    _print(f"error: {message}")
     if dist.is_main_process():
         return
-    # NOTE the launcher stops every rank once one has left: let rank 0 say why first.
+    # NOTE: the launcher stops all ranks as soon as one exits: rank 0 prints the reason first.
     if not dist.is_watched():
-        time.sleep(REFUSED_TOO_S)
-    elif dist.first_failure(REFUSED_TOO_S) is None:
+        time.sleep(SAME_ERROR_S)
+    elif dist.first_failure(SAME_ERROR_S) is None:
         sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
 
 
 def _fail_among_others(shortage: Optional[str]) -> int:
-    """Show the line about a shortage, or else the traceback, unless it only says that another
-    process has failed; the exit code.
-    """
-    death = dist.first_failure(FAILED_TOO_S)
-    if death is not None:
-        return death.code or 1
+    """Print ``shortage`` or the traceback, unless another rank failed first; the exit code."""
+    failure = dist.first_failure(FAILURE_NEWS_S)
+    if failure is not None:
+        return failure.code or 1
     if shortage:
         sys.stderr.write(f"error: {shortage}\n")
     else:
@@ -124,21 +122,21 @@ def _raise_or_exit(signum: int, frame: FrameType | None) -> NoReturn:
     if signum == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
     if is_importing(frame):
-        code = _interrupted(signum)
+        code = _print_signal(signum)
         dist.announce_exit(code)
         os._exit(code)
     raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
 
 
-def _interrupted(signum: int) -> int:
+def _print_signal(signum: int) -> int:
     """Print the line for SIGINT or SIGTERM; returns the exit code."""
     if signum == signal.SIGINT:
-        _say("interrupted")
+        _print("interrupted")
     elif os.environ.get(LAUNCHED_BY) != str(os.getppid()):  # else train.py prints it
-        _say("terminated")
+        _print("terminated")
     return 128 + signum
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     if dist.is_main_process():
         sys.stderr.write(f"{line}\n")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# The names that DeepSpeed and torchrun, Open MPI and SLURM give the same three numbers. The size is
-# that of SLURM's job step: SLURM_NTASKS stands in batch scripts and shells too, which are alone.
+# Names of the same three numbers: DeepSpeed and torchrun, Open MPI, SLURM. The world size is that
+# of SLURM's job step: SLURM_NTASKS is also set in batch scripts and shells, which run one process.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -47,15 +47,15 @@ def is_main_process() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a launcher told us where to meet, or we are one of several tasks of SLURM's srun."""
+    """Whether a launcher set MASTER_ADDR, or SLURM's srun started several tasks."""
     return "MASTER_ADDR" in os.environ or _environment(_WORLD_SIZE[-1:], 1) > 1
 
 
 def complete_environment() -> None:
-    """Say in everybody's names (torch's and DeepSpeed's) what a launcher said in its own.
+    """Set the variables that torch and DeepSpeed read from those that the launcher set.
 
-    srun names no meeting point: the step's first machine holds rank 0, and a port made of the job's
-    and the step's number is the same on all, and not the next job's.
+    srun names no rendezvous: the step's first machine has rank 0, and the port is derived from the
+    numbers of job and step, so it is the same on all machines and differs between jobs.
     """
     numbers = {"RANK": rank(), "WORLD_SIZE": world_size(), "LOCAL_RANK": local_rank()}
     for name, number in numbers.items():

@@ -1,6 +1,6 @@
-"""What a process finds when it starts: a launcher's numbers, limits, standard streams.
+"""Checks a launcher's variables, the process's limits and its standard streams.
 
-What cannot work is one line before anything loads; so is a limit that is reached later.
+A value that cannot work is one line before anything loads; so is a limit that is reached later.
 """
 
 import errno
@@ -14,11 +14,11 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.distributed.env import VARIABLES, rank, world_size
 
-NUM_FILES = 64  # that a process may have to open at once
+NUM_FILES = 64  # open files that a process needs
 _ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
-closed: list[str] = []  # "stdin", "stdout", "stderr" that were closed when we came
+closed: list[str] = []  # those of "stdin", "stdout", "stderr" that were closed at the start
 
 
 def check() -> None:
@@ -30,10 +30,10 @@ def check() -> None:
             f"{name}={value} in the environment is not a whole number; unset it, or leave it to a "
             "launcher",
         )
-    own_rank, size = rank(), world_size()
+    rank_here, size = rank(), world_size()
     require(
-        own_rank < size,
-        f"rank {own_rank} of {size} processes, says the environment: they are numbered from 0; set "
+        rank_here < size,
+        f"rank {rank_here} of {size} processes in the environment: ranks start at 0; set "
         "RANK and WORLD_SIZE right, or leave them to a launcher",
     )
     port = os.environ.get("MASTER_PORT", "29500")
@@ -63,7 +63,7 @@ def _allow_files() -> None:
 
 
 def plug_streams() -> None:
-    """Give closed standard streams a place: the next file that is opened would be taken for one."""
+    """Open /dev/null for closed standard streams: the next open file would take their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -74,14 +74,14 @@ def plug_streams() -> None:
 
 
 def shortage(error: BaseException) -> Optional[str]:
-    """The line for an exception that says which limit of this machine is reached; None for any
-    other.
-    """
+    """The error line for an exception from a limit of this machine; None for any other."""
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or re.search(_NO_MEMORY, text):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        ours = "" if limit == resource.RLIM_INFINITY else f" of {limit / 2**30:.1f} GiB (ulimit -v)"
-        return f"out of memory{f' ({text})' if text else ''}; raise the limit{ours}, or use less"
+        current = (
+            "" if limit == resource.RLIM_INFINITY else f" of {limit / 2**30:.1f} GiB (ulimit -v)"
+        )
+        return f"out of memory{f' ({text})' if text else ''}; raise the limit{current}, or use less"
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -90,8 +90,9 @@ def shortage(error: BaseException) -> Optional[str]:
 
 
 def output_failure(more: bytes = b"") -> Optional[str]:
-    """The line for standard output that takes nothing more, not even ``more``: a full disk's, say.
-    From then on what is written there goes nowhere.
+    """The error line where standard output cannot be flushed or ``more`` written (a full disk).
+
+    Later output is discarded then.
     """
     try:
         sys.stdout.flush()

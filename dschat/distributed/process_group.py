@@ -1,4 +1,4 @@
-"""Joins and leaves the process group, and learns of other ranks' failures."""
+"""Joins and leaves the process group; starts the failure detector."""
 
 import atexit
 import os
@@ -17,31 +17,31 @@ from dschat.distributed.failure_detector import FailureDetector, RankFailure
 if TYPE_CHECKING:
     import torch
 
-JOIN_MINUTES = 10.0  # what a process waits for the others at the start
+JOIN_MINUTES = 10.0  # timeout of the rendezvous
 
 
 def init(timeout_minutes: float = 60.0) -> None:
     """Collective. Join the process group (NCCL on CUDA, gloo on CPU); harmless when already joined.
 
-    Without a launcher it makes a group of one that needs neither network nor port.
+    Without a launcher: a group of one, without network or port.
 
     Raises:
-        UserError: not all processes came within ``JOIN_MINUTES``, they were started with different
-            flags, or a node has more of them than GPUs.
+        UserError: not all processes joined within ``JOIN_MINUTES``, they were started with
+            different flags, or a node has more of them than GPUs.
     """
     import torch
     import torch.distributed as torch_dist
 
     if torch_dist.is_initialized():
         return
-    launched = is_launched()  # before the environment says so in any case
+    launched = is_launched()  # NOTE: before `complete_environment` sets MASTER_ADDR
     if launched:
         complete_environment()
-    os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed insists on finding it
+    os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed requires it
     if torch.cuda.is_available():
         _check_device()
         torch.cuda.set_device(local_rank())
-    # Both back ends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
+    # Both backends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if launched:
@@ -61,7 +61,7 @@ def init(timeout_minutes: float = 60.0) -> None:
 
 
 def _meet() -> "torch.distributed.Store":
-    """Wait for all processes at MASTER_ADDR, shorter than for a slow collective later."""
+    """Wait for all processes at MASTER_ADDR; the timeout is shorter than that of collectives."""
     import torch.distributed as torch_dist
 
     try:
@@ -77,14 +77,14 @@ def _meet() -> "torch.distributed.Store":
             f"{JOIN_MINUTES:g} minutes ({str(error).splitlines()[0]}); start all of them, and see "
             "that --master_addr and --master_port are the first one's and can be reached"
         )
-        if rank() and not local_rank():  # rank 0, which speaks for all, is on another machine
+        if rank() and not local_rank():  # rank 0, which prints errors, is on another machine
             sys.stderr.write(f"error: {message}\n")
         raise UserError(message) from None
     return store
 
 
 def _check_same_flags() -> None:
-    """Collective. Processes that disagree about step or flags would hang, or train nonsense."""
+    """Collective. ``UserError`` where ranks run other scripts or flags: they would hang."""
     script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
     flags = re.split(" (?=--)", " ".join([script, *sys.argv[1:]]))  # each with its values
     first, *others = gather_objects([f for f in flags if not re.match("--local[-_]rank", f)])
@@ -112,7 +112,7 @@ def _check_device() -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group. Without it a rank sometimes aborts at exit."""
+    """Leave the process group; a rank that does not sometimes aborts at exit."""
     import torch.distributed as torch_dist
 
     announce_exit(0)
@@ -122,9 +122,9 @@ def shutdown() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit, also while this process is still joined to others.
+    """Exit, also while this process is still in a process group.
 
-    NOTE a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
+    NOTE: a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
     the interpreter is being torn down by then, the thread aborts the process (SIGABRT). Leaving the
     group would join that thread, but waits for collectives that the others never enter. So the exit
     handlers run, and the teardown is skipped.
@@ -139,22 +139,23 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-_detectors: list[FailureDetector] = []  # of this process, where there are others
+_detectors: list[FailureDetector] = []  # one, where the world size is above 1
 
 
 def announce_exit(code: int) -> None:
-    """Tell the other processes that this one ends, with its exit code: after another code than 0
-    they end too. One that ends without this (SIGKILL) takes them with it.
+    """Tell the other ranks that this one exits, and with which code.
+
+    They exit too where it is not 0, or where a rank ends without this call (SIGKILL).
     """
     for detector in _detectors:
         detector.announce_exit(code)
 
 
 def is_watched() -> bool:
-    """Whether this process learns of the others' ends."""
+    """Whether a failure detector runs."""
     return bool(_detectors)
 
 
 def first_failure(wait_s: float = 0.0) -> RankFailure | None:
-    """The first failure of another process, if that is known within ``wait_s``."""
+    """The first failure of another rank that is known within ``wait_s``."""
     return _detectors[0].first_failure(wait_s) if _detectors else None

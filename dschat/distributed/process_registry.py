@@ -1,9 +1,8 @@
-"""Which processes of a step can be asked to stop: a file each, in ``OUT/<step>/.ranks``.
+"""Registers a step's processes that can be asked to stop: a file each in ``OUT/<step>/.ranks``.
 
-``train.py`` opens the register before it starts a step and takes it away after; a process enrols
-while it is in a loop that answers requests. Launchers keep no signals and no exit codes, a folder
-that all see does. A lock in it, one for each machine's ``train.py``, says that the step still runs.
-Standard library alone; it must not know what is asked of the processes.
+``train.py`` creates the folder before a step and removes it afterwards; a process is registered
+while it is in a loop that can save. Files on the shared disk, because launchers do not pass on all
+signals and exit codes. A lock in the folder, one per machine's ``train.py``, marks a running step.
 """
 
 import errno
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import IO, NamedTuple, Optional
 
 FOLDER = ".ranks"
-_STOPPED = "stopped"  # the mark of a step that stopped because it was asked to
+_STOPPED = "stopped"  # the mark of a step that stopped on request
 _LOCK = "train"  # and the machine's number
 
 
 class Holder(NamedTuple):
-    """A ``train.py`` whose step still runs. ``lives``: as far as this machine knows."""
+    """A ``train.py`` whose step still runs. ``lives``: also True on another machine."""
 
     name: str
     lives: bool
@@ -30,8 +29,9 @@ class Holder(NamedTuple):
 
 @contextmanager
 def opened(output_dir: str | Path, machine: int = 0) -> Iterator["ProcessRegistry"]:
-    """A register for the processes of the step that writes into ``output_dir``, locked; no trace of
-    it is left, nor of folders made for it.
+    """The locked registry of the step that writes into ``output_dir``.
+
+    On exit it is removed, and the folders that were made for it.
 
     Raises:
         BlockingIOError: another ``train.py`` has locked it.
@@ -39,85 +39,86 @@ def opened(output_dir: str | Path, machine: int = 0) -> Iterator["ProcessRegistr
     folder = Path(output_dir) / FOLDER
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     with _locked(folder, machine) as lock:
-        register = ProcessRegistry(folder, lock)
-        register.remove_stale()
+        registry = ProcessRegistry(folder, lock)
+        registry.remove_stale()
         try:
-            yield register
+            yield registry
         finally:
-            register.remove()
+            registry.remove()
             for path in made:
                 with suppress(OSError):  # not empty, or gone
                     path.rmdir()
 
 
 def _locked(folder: Path, machine: int) -> IO[str]:
-    """The lock's file. NOTE it stays locked until the last process that inherited it has closed it
-    (``flock``, not ``lockf``): train.py, and the watchdog after it.
+    """The locked file.
+
+    NOTE: it stays locked until the last process that inherited it closes it (``flock``, not
+    ``lockf``): train.py, and its watchdog.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # who held it took the folder away just now
+        with suppress(FileNotFoundError):  # its previous holder has just removed the folder
             file = (folder / f"{_LOCK}{machine}").open("a")
             if _try_lock(file) and os.fstat(file.fileno()).st_nlink == 0:
                 continue
             file.truncate(0)
-            file.write(f"{socket.gethostname()}@{os.getpid()} {_began(os.getpid())}")
+            file.write(f"{socket.gethostname()}@{os.getpid()} {_start_time(os.getpid())}")
             file.flush()
             return file
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """False on a disk without locks; BlockingIOError where somebody else has it."""
+    """False on a disk without locks; BlockingIOError where another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError(error.errno, "the register is locked") from None
+            raise BlockingIOError(error.errno, "the registry is locked") from None
         return False
     return True
 
 
 class ProcessRegistry:
-    """The files of one step; names are HOST@PID, contents when the process began."""
+    """The files of one step: named HOST@PID, holding the start time of the process."""
 
     def __init__(self, folder: Path, lock: Optional[IO[str]] = None) -> None:
         self.folder = folder
         self.descriptors = [lock.fileno()] if lock else []  # that a watchdog inherits
 
     def holder(self, machine: int = 0) -> Optional[Holder]:
-        """The ``train.py`` of that machine whose step still runs; None: there is no such."""
-        # Where there is no register, or none that can be read, nobody is known to hold it.
+        """The running ``train.py`` of that machine; None: none, or unknown."""
         with suppress(OSError), (self.folder / f"{_LOCK}{machine}").open("r+") as file:
             try:
                 _try_lock(file)
             except BlockingIOError:
-                name, _, began = file.read().partition(" ")
+                name, _, start = file.read().partition(" ")
                 host, _, pid = name.rpartition("@")
                 here = host == socket.gethostname() and pid.isdigit()
-                return Holder(name, not here or (bool(began) and began == _began(int(pid))))
+                return Holder(name, not here or (bool(start) and start == _start_time(int(pid))))
         return None
 
     def remove(self) -> None:
-        """Take it away: the step has ended."""
+        """Remove the folder, after the step."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def here(self) -> list[int]:
-        """Process ids on this machine, of those that live."""
+        """Ids of the registered processes of this machine that live."""
         entries = [path.name.rpartition("@") for path in self._entries()]
         pids = [int(pid) for host, _, pid in entries if host == socket.gethostname()]
         return [pid for pid in pids if self._lives(pid)]
 
     def elsewhere(self) -> bool:
-        """Whether there are processes on other machines."""
+        """Whether processes of other machines are registered."""
         return any(path.name.rpartition("@")[0] != socket.gethostname() for path in self._entries())
 
     @property
     def stopped(self) -> bool:
-        """Whether the step stopped because it was asked to."""
+        """Whether the step stopped on request."""
         return (self.folder / _STOPPED).exists()
 
     def remove_stale(self) -> None:
-        """Forget this machine's processes that ended without a word, and how that step ended."""
+        """Remove the entries of this machine's processes that were killed, and the stopped mark."""
         (self.folder / _STOPPED).unlink(missing_ok=True)
         living = self.here()
         for path in self._entries():
@@ -129,24 +130,22 @@ class ProcessRegistry:
         return [path for path in self.folder.glob("*@*") if path.suffix != ".new"]
 
     def _lives(self, pid: int) -> bool:
-        """Whether it is still the process that registered: numbers are given out again."""
+        """Whether it is still the process that registered: process ids are reused."""
         try:
-            began = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
+            start = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
         except OSError:
             return False
-        return _alive(pid) and began == _began(pid)
+        return _alive(pid) and start == _start_time(pid)
 
 
 @contextmanager
 def registered(output_dir: str | Path) -> Iterator[None]:
-    """This process can be asked to stop, as long as the block runs; without a register nobody is
-    told.
-    """
+    """A scope in which this process is registered; does nothing without a registry."""
     folder = Path(output_dir) / FOLDER
     path = folder / f"{socket.gethostname()}@{os.getpid()}"
-    with suppress(OSError):  # no register, or it cannot be written: then a launcher's rules hold
+    with suppress(OSError):  # no registry, or it cannot be written
         fresh = path.with_name(f"{path.name}.new")
-        fresh.write_text(_began(os.getpid()))
+        fresh.write_text(_start_time(os.getpid()))
         fresh.rename(path)
     try:
         yield
@@ -156,7 +155,7 @@ def registered(output_dir: str | Path) -> Iterator[None]:
 
 
 def mark_stopped(output_dir: str | Path) -> None:
-    """Note in the register, if there is one, that the step stops because it was asked to."""
+    """Mark in the registry, if there is one, that the step stops on request."""
     with suppress(OSError):
         (Path(output_dir) / FOLDER / _STOPPED).write_text("")
 
@@ -171,9 +170,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _began(pid: int) -> str:
-    """When the process began, in the system's own units; empty where the system does not say, or
-    the process has ended.
+def _start_time(pid: int) -> str:
+    """Start time of the process in clock ticks since boot, from /proc; empty where that is missing
+    or the process has ended.
     """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,6 @@
-"""Memory that the processes of one host share: what one writes the others read, uncopied.
+"""Byte tensors in memory that the processes of one host share.
 
-Comes in: how many bytes, and how a process speaks to the others. Goes out: byte tensors, or None
-where there is no such memory (processes on several hosts, a container whose /dev/shm is small).
-It must not know what is written, nor torch.distributed: dist.py hands in its collective.
+There are none for processes on several hosts, or in a container whose /dev/shm is small.
 """
 
 import logging
@@ -21,47 +19,46 @@ FOLDER = "/dev/shm"
 
 
 class AlternatingBuffers:
-    """Two buffers that all processes have mapped, handed out in turn.
+    """Two buffers that all processes have mapped, used in turn.
 
-    Two, because then one collective per use is enough: who writes into a buffer again has met all
-    others since, who had finished reading it when they went on to the buffer after.
+    With two buffers one collective per use is enough: before a process writes into a buffer again,
+    it has been in a collective with all others, which had finished reading that buffer by then.
     """
 
     def __init__(self, is_first: bool, gather: Callable[[Any], list[Any]]) -> None:
-        """``is_first``: of rank 0. ``gather``: a collective, every process's value by rank."""
+        """``is_first``: whether this is rank 0. ``gather``: `gather_objects`."""
         self._is_first, self._gather = is_first, gather
-        self._half = 0  # bytes of a buffer
+        self._buffer_bytes = 0  # of one
         self._turn = 0
         self._region: torch.Tensor | None = None
         self._works = True
 
     def next(self, num_bytes: int) -> "torch.Tensor | None":
-        """The buffer whose turn it is, (num_bytes,) uint8; None, for all processes, without any.
+        """The next buffer, (num_bytes,) uint8; None on all ranks without shared memory.
 
-        Collective where it must grow. What the buffer before holds may still be read; what it held
-        before that is gone.
+        Collective where the buffers must grow. The other buffer stays readable.
         """
-        if self._works and num_bytes > self._half:
+        if self._works and num_bytes > self._buffer_bytes:
             self._grow(num_bytes)
         if self._region is None:
             return None
         self._turn ^= 1
-        return self._region[self._turn * self._half :][:num_bytes]
+        return self._region[self._turn * self._buffer_bytes :][:num_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """Of both, held by all processes together."""
+        """Of both buffers; all processes share them."""
         return 0 if self._region is None else self._region.numel()
 
     def _grow(self, num_bytes: int) -> None:
-        self._region = None  # what is mapped goes before more is asked for
-        self._half = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = 2 * self._half
+        self._region = None  # unmap before more is allocated
+        self._buffer_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = 2 * self._buffer_bytes
         path = self._gather(_created(size) if self._is_first else None)[0]
         region = _attached(path, size)
         self._works = all(self._gather(region is not None))
         if self._is_first and path is not None:
-            os.unlink(path)  # it lives as long as it is mapped: nothing is left behind
+            os.unlink(path)  # the memory stays as long as it is mapped
         if self._works:
             self._region = region
         else:
@@ -69,8 +66,10 @@ class AlternatingBuffers:
 
 
 def _created(size: int) -> str | None:
-    """A file of ``size`` bytes that are really there: writing beyond what a container has would
-    kill the process."""
+    """Path of a new file with ``size`` allocated bytes; None where they are not available.
+
+    Writing to bytes that a container does not have would kill the process.
+    """
     try:
         handle, path = tempfile.mkstemp(prefix="dschat-", dir=FOLDER)
     except OSError:
@@ -93,6 +92,6 @@ def _attached(path: str | None, size: int) -> "torch.Tensor | None":
     try:
         with open(path, "r+b") as file:
             mapped = mmap.mmap(file.fileno(), size)
-    except (OSError, ValueError):  # another host's, or one of the same name
+    except (OSError, ValueError):  # a file of another host, perhaps of the same name
         return None
     return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -207,13 +207,13 @@ def test_exit_codes(capsys):
     assert exits_with(raises(full), capsys) == (2, f"{line}command again\n")
 
 
-def test_stopped_training_says_how_to_go_on(capsys, monkeypatch):
+def test_stopped_training_says_how_to_resume(capsys, monkeypatch):
     monkeypatch.setattr(
         dist, "shutdown", lambda: None
     )  # other tests of this process need the group
     saved = stop_signals.TrainingStopped(7, Path("out/checkpoints/step_000007"))
     line = "stopped at step 7, saved in out/checkpoints/step_000007; "
-    line += "the same command with --resume latest goes on from there\n"
+    line += "the same command with --resume latest resumes from there\n"
     assert exits_with(raises(saved), capsys) == (75, line)
     line = "stopped at step 7, nothing is saved\n"
     assert exits_with(raises(stop_signals.TrainingStopped(7, None)), capsys) == (75, line)

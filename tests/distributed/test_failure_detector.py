@@ -1,6 +1,4 @@
-"""Processes that end, each in its way, and what becomes of the others. No torch: a folder is their
-collective.
-"""
+"""Ranks that end in different ways, and what the others do. No torch: files are the collective."""
 
 import re
 import subprocess
@@ -15,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
-from dschat.distributed import failure_detector as lifeline
+from dschat.distributed import failure_detector
 
-detector.PATIENCE_S = 0.3
+failure_detector.EXIT_GRACE_S = 0.3
 rank, size, ends = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def gather(value, name="a"):
@@ -27,9 +25,9 @@ def gather(value, name="a"):
         time.sleep(0.01)
     return [json.loads(Path(f"{name}{r}").read_text()) for r in range(size)]
 
-line = detector.FailureDetector(rank, size, "127.0.0.1", gather)
+detector = failure_detector.FailureDetector(rank, size, "127.0.0.1", gather)
 deadline = time.monotonic() + 50
-while len(line._connections) < (size - 1 if rank == 0 else 1) and time.monotonic() < deadline:
+while len(detector._connections) < (size - 1 if rank == 0 else 1) and time.monotonic() < deadline:
     time.sleep(0.01)
 gather(0, "b"), time.sleep(0.2)
 if rank == int(ends[0]):
@@ -43,23 +41,23 @@ if rank == int(ends[0]):
             time.sleep(5)
             os._exit(0)
         case "fails":
-            line.announce_exit(7)
-            time.sleep(120)  # as an interpreter that does not come to its end
+            detector.announce_exit(7)
+            time.sleep(120)  # an interpreter whose teardown hangs
         case "raises":
             raise ValueError("mine")
-        case "leaves":
-            line.announce_exit(0)
-        case "ends":
+        case "announces 0":
+            detector.announce_exit(0)
+        case "returns":
             pass
     sys.exit(0)
-print(line.first_failure(1.0))
-time.sleep(120 if line.first_failure() else 0)
+print(detector.first_failure(1.0))
+time.sleep(120 if detector.first_failure() else 0)
 """
-GONE = r"error: process {} of 3 \(pid \d+ on \S+\) is gone without a word: .*"
+KILLED = r"error: process {} of 3 \(pid \d+ on \S+\) ended without an exit code: .*"
 
 
 def run(tmp_path: Path, ends: str) -> tuple[list[int | None], list[str], list[str], float]:
-    """Exit codes (None: still there), what each printed, what each said, and seconds."""
+    """Exit codes (None: still running), stdout and stderr of each rank, and seconds."""
     (tmp_path / "script.py").write_text(SCRIPT)
     runs = [
         subprocess.Popen(
@@ -81,40 +79,45 @@ def run(tmp_path: Path, ends: str) -> tuple[list[int | None], list[str], list[st
         for run in runs:
             run.kill()
     outputs |= {id(run): run.communicate() for run in runs if id(run) not in outputs}
-    said = [outputs[id(run)] for run in runs]
-    return [r.returncode for r in runs], [out for out, _ in said], [err for _, err in said], seconds
+    stderr = [outputs[id(run)] for run in runs]
+    return (
+        [r.returncode for r in runs],
+        [out for out, _ in stderr],
+        [err for _, err in stderr],
+        seconds,
+    )
 
 
 @pytest.mark.parametrize(
     ("rank", "how"), [(0, "killed"), (1, "killed"), (1, "killed, its fork lives")]
 )
-def test_a_death_ends_the_others(tmp_path, rank, how):
-    codes, _, said, _ = run(tmp_path, f"{rank}{how}")
+def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
+    codes, _, stderr, _ = run(tmp_path, f"{rank}{how}")
     assert codes == [-9 if r == rank else 1 for r in range(3)]
-    speaker = 1 if rank == 0 else 0  # one for all
-    assert re.fullmatch(GONE.format(rank) + "\n", said[speaker])
-    assert [said[r] for r in range(3) if r != speaker] == ["", ""]
+    speaker = 1 if rank == 0 else 0  # one rank for all
+    assert re.fullmatch(KILLED.format(rank) + "\n", stderr[speaker])
+    assert [stderr[r] for r in range(3) if r != speaker] == ["", ""]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_failure_ends_the_others_with_its_code_and_without_a_word(tmp_path, rank):
-    """It has spoken itself; that it does not come to its end keeps nobody waiting."""
-    codes, printed, said, _ = run(tmp_path, f"{rank}fails")
+def test_an_announced_failure_ends_the_others_with_its_code(tmp_path, rank):
+    """It prints its own error; the others do not wait until it has ended."""
+    codes, printed, stderr, _ = run(tmp_path, f"{rank}fails")
     others = [r for r in range(3) if r != rank]
     assert [codes[r] for r in others] == [7, 7]
-    assert said == ["", "", ""]
+    assert stderr == ["", "", ""]
 
 
-def test_an_exception_is_a_death(tmp_path):
-    codes, _, said, _ = run(tmp_path, "1raises")
+def test_an_exception_is_a_failure(tmp_path):
+    codes, _, stderr, _ = run(tmp_path, "1raises")
     assert codes == [1, 1, 1]
-    assert said[1].splitlines()[-1] == "ValueError: mine"
+    assert stderr[1].splitlines()[-1] == "ValueError: mine"
 
 
-@pytest.mark.parametrize("how", ["0leaves", "1ends"])
-def test_who_leaves_in_peace_takes_nobody_along(tmp_path, how):
-    codes, printed, said, _ = run(tmp_path, how)
+@pytest.mark.parametrize("how", ["0announces 0", "1returns"])
+def test_an_exit_with_0_does_not_end_the_others(tmp_path, how):
+    codes, printed, stderr, _ = run(tmp_path, how)
     others = [r for r in range(3) if r != int(how[0])]
     assert codes == [0, 0, 0]
     assert [printed[r] for r in others] == ["None\n", "None\n"]
-    assert said == ["", "", ""]
+    assert stderr == ["", "", ""]

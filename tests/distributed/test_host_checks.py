@@ -1,4 +1,4 @@
-"""What a process finds when it starts, and cannot work with: one line, and exit code 2 or 1."""
+"""Launcher variables, limits and streams that cannot work: one line, and exit code 2 or 1."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Who am I, as different launchers say it; and processes that do not find or fit each other."""
+"""Ranks from the variables of different launchers; processes that do not meet or do not match."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Buffers that processes share: who sees what, when they alternate, and what is left behind."""
+"""Buffers that processes share: contents, alternation, files left behind."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Signals to a loop that can save: scripts of their own, without torch, each asked from outside."""
+"""Signals to scripts in a loop that can save; no torch."""
 
 import os
 import re
@@ -40,8 +40,8 @@ LOOP = """
             if stop.agreed():
                 raise stop_signals.TrainingStopped(step, Path("checkpoints/step_000007"))
 """
-# Locked twice by one thread: as deaf to signals as a collective.
-DEAF = """
+# A mutex locked twice by one thread blocks signal handlers as a collective does.
+BLOCKED = """
         c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         c.pthread_mutex_lock(mutex)
         ready()
@@ -49,15 +49,15 @@ DEAF = """
 """
 
 
-def asked(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tuple[int, str]:
+def signalled(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tuple[int, str]:
     """A script's exit code and standard error after these signals, each after the answer to the
     one before.
     """
     script = tmp_path / "script.py"
     script.write_text(START.replace("BODY", body))
     environment = {k: v for k, v in os.environ.items() if k != stop_signals.LAUNCHED_BY}
-    said = tmp_path / "stderr"
-    with said.open("w") as stderr:
+    output = tmp_path / "stderr"
+    with output.open("w") as stderr:
         run = subprocess.Popen(
             [sys.executable, str(script)],
             cwd=tmp_path,
@@ -67,10 +67,10 @@ def asked(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) -> tup
     wait_until(lambda: (tmp_path / "ready").exists() or run.poll() is not None)
     for signum in signals:
         run.send_signal(signum)
-        wait_until(lambda: said.read_text() or run.poll() is not None)
+        wait_until(lambda: output.read_text() or run.poll() is not None)
         time.sleep(pause_s)
     try:
-        return run.wait(timeout=60), said.read_text()
+        return run.wait(timeout=60), output.read_text()
     finally:
         run.kill()
 
@@ -86,18 +86,18 @@ NOTICE = "stopping after this step; a second signal ends it at once\n"
 
 @pytest.mark.parametrize("signum", stop_signals.SIGNALS, ids=lambda s: s.name)
 def test_a_signal_stops_at_the_boundary(tmp_path, signum):
-    code, said = asked(tmp_path, LOOP, signum)
+    code, stderr = signalled(tmp_path, LOOP, signum)
     assert code == 1
-    notice, line = said.splitlines()
+    notice, line = stderr.splitlines()
     assert f"{notice}\n" == NOTICE
     assert re.fullmatch(r"stopped at step \d+, saved in checkpoints/step_000007", line)
 
 
-def test_what_a_launcher_repeats_is_one_wish(tmp_path):
-    """It sends SIGTERM after the SIGINT that the terminal sent to all."""
-    code, said = asked(tmp_path, LOOP.replace("0.05", "0.5"), signal.SIGINT, signal.SIGTERM)
-    assert said.count("stopping") == 1
-    assert said.splitlines()[-1].startswith("stopped at step "), (code, said)
+def test_a_signal_that_a_launcher_repeats_is_one_request(tmp_path):
+    """A launcher sends SIGTERM after the SIGINT that the terminal sent to all processes."""
+    code, stderr = signalled(tmp_path, LOOP.replace("0.05", "0.5"), signal.SIGINT, signal.SIGTERM)
+    assert stderr.count("stopping") == 1
+    assert stderr.splitlines()[-1].startswith("stopped at step "), (code, stderr)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_what_a_launcher_repeats_is_one_wish(tmp_path):
     ],
     ids=["ctrl-c twice", "sigterm later"],
 )
-def test_a_second_signal_ends_what_is_deaf(tmp_path, signals, pause_s, code, word):
-    assert asked(tmp_path, DEAF, *signals, pause_s=pause_s) == (code, f"{NOTICE}{word}\n")
+def test_a_second_signal_ends_a_blocked_loop(tmp_path, signals, pause_s, code, word):
+    assert signalled(tmp_path, BLOCKED, *signals, pause_s=pause_s) == (code, f"{NOTICE}{word}\n")
 
 
-def test_forks_get_their_own_signals(tmp_path):
-    """A reward function ends its processes by SIGTERM, which is nobody's wish to stop."""
+def test_a_fork_handles_its_own_signals(tmp_path):
+    """A reward function ends its processes by SIGTERM: not a request to stop."""
     body = """
         pid = os.fork()
         if pid == 0:
@@ -124,11 +124,11 @@ def test_forks_get_their_own_signals(tmp_path):
         time.sleep(0.1)
         sys.stderr.write(f"{os.waitstatus_to_exitcode(status)} {stop.agreed()}")
 """
-    assert asked(tmp_path, body) == (0, "-15 False")
+    assert signalled(tmp_path, body) == (0, "-15 False")
 
 
 def test_a_fork_that_lives_on_does_not_hold_up_the_end(tmp_path):
-    """A pool that a reward function made has the pipe of the signals open too."""
+    """A pool of a reward function holds the pipe of the signals open too."""
     body = """
         pid = os.fork()
         if pid == 0:
@@ -137,17 +137,17 @@ def test_a_fork_that_lives_on_does_not_hold_up_the_end(tmp_path):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-        asked = stop.agreed()
+        is_requested = stop.agreed()
     os.kill(pid, signal.SIGKILL)
-    sys.stderr.write(f"{asked}")
+    sys.stderr.write(f"{is_requested}")
 """
     began = time.monotonic()
-    assert asked(tmp_path, body) == (0, f"{NOTICE}True")
+    assert signalled(tmp_path, body) == (0, f"{NOTICE}True")
     assert time.monotonic() - began < 60
 
 
-def test_nobody_reads_what_is_said(tmp_path):
-    """`| tee` that the same Ctrl-C ended: training stops in peace all the same."""
+def test_stderr_without_a_reader(tmp_path):
+    """The same Ctrl-C ended `| tee`: training still stops with a checkpoint."""
     body = """
         reader, writer = os.pipe()
         os.close(reader)
@@ -158,19 +158,19 @@ def test_nobody_reads_what_is_said(tmp_path):
         log.logger.info("step 1")
         Path("after").write_text(f"{stop.agreed()}")
 """
-    asked(
+    signalled(
         tmp_path,
         body.replace("log.setup()", "from dschat.observability import console as log; log.setup()"),
     )
     assert (tmp_path / "after").read_text() == "True"
 
 
-def test_signals_are_as_before_after_the_block(tmp_path):
+def test_handlers_are_restored_after_the_scope(tmp_path):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     handlers = [signal.getsignal(s) for s in stop_signals.SIGNALS]
     try:
         with stop_signals.handle_stop_signals(tmp_path) as stop:
-            signal.raise_signal(signal.SIGUSR1)  # ignored: it stays so
+            signal.raise_signal(signal.SIGUSR1)  # stays ignored
             time.sleep(0.05)
             assert not stop.agreed()
             assert signal.getsignal(signal.SIGTERM) not in handlers
@@ -182,7 +182,7 @@ def test_signals_are_as_before_after_the_block(tmp_path):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_block_within_a_block_leaves_signals_to_the_outer_one(tmp_path):
+def test_a_nested_scope_leaves_signals_to_the_outer_one(tmp_path):
     with stop_signals.handle_stop_signals(tmp_path) as stop:
         with stop_signals.handle_stop_signals(tmp_path) as inner:
             signal.raise_signal(signal.SIGTERM)
@@ -190,7 +190,7 @@ def test_a_block_within_a_block_leaves_signals_to_the_outer_one(tmp_path):
         assert (stop.agreed(), inner.agreed()) == (True, False)
 
 
-def test_without_the_main_thread_nobody_asks(tmp_path):
+def test_nothing_is_requested_outside_the_main_thread(tmp_path):
     answers = []
 
     def loop():
@@ -203,10 +203,10 @@ def test_without_the_main_thread_nobody_asks(tmp_path):
     assert answers == [False]
 
 
-# The register
+# The process registry
 
 
-def test_the_register_knows_who_is_in_the_loop(tmp_path):
+def test_the_registry_lists_the_processes_in_the_loop(tmp_path):
     out = tmp_path / "out" / "step"
     with process_registry.opened(out) as ranks:
         assert ranks.here() == []
@@ -218,11 +218,11 @@ def test_the_register_knows_who_is_in_the_loop(tmp_path):
             raise stop_signals.TrainingStopped(3, None)
         assert ranks.stopped
     assert not (tmp_path / "out").exists()
-    with stop_signals.handle_stop_signals(tmp_path):  # nobody looks, nothing is left
+    with stop_signals.handle_stop_signals(tmp_path):  # without a registry nothing is left
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_register_has_one_holder_for_each_machine(tmp_path):
+def test_a_registry_has_one_holder_for_each_machine(tmp_path):
     name, ranks = (
         f"{socket.gethostname()}@{os.getpid()}",
         process_registry.ProcessRegistry(tmp_path / ".ranks"),
@@ -238,19 +238,19 @@ def test_a_register_has_one_holder_for_each_machine(tmp_path):
     assert ranks.holder() is None
 
 
-def test_the_register_forgets_the_dead(tmp_path):
+def test_the_registry_removes_entries_of_killed_processes(tmp_path):
     (tmp_path / "kept").write_text("")
     with process_registry.opened(tmp_path) as ranks:
         with process_registry.registered(tmp_path):
-            (mine,) = (tmp_path / process_registry.FOLDER).glob("*@*")
-            content = mine.read_text()
-            if content:  # where the system says when a process began
-                mine.write_text(f"{content}0")
-                assert ranks.here() == []  # its number was given to us
-            mine.write_text(content)
+            (entry,) = (tmp_path / process_registry.FOLDER).glob("*@*")
+            content = entry.read_text()
+            if content:  # where /proc exists
+                entry.write_text(f"{content}0")
+                assert ranks.here() == []  # another process had this id
+            entry.write_text(content)
             assert ranks.here() == [os.getpid()]
         dead = subprocess.Popen([sys.executable, "-c", ""])
-        host = mine.name.rpartition("@")[0]
+        host = entry.name.rpartition("@")[0]
         for name in (f"{host}@{dead.pid}", "elsewhere@1"):
             (tmp_path / process_registry.FOLDER / name).write_text("17")
         dead.wait()
