@@ -1,14 +1,10 @@
 """Dialogues as examples: what SFT learns of them and what PPO answers."""
 
 import pytest
+from dialogues import REPLY, SYSTEM, USER
 
 from dschat.data.sources.adapters import Example, normalise
 from dschat.data.sources.known_datasets import ColumnAdapter
-
-USER, REPLY, SYSTEM = (
-    lambda text, role=role: {"role": role, "content": text}
-    for role in ("user", "assistant", "system")
-)
 
 
 @pytest.mark.parametrize(

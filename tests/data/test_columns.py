@@ -28,11 +28,6 @@ VALUES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def write(tmp_path):
     def write_rows(rows, name="rows.jsonl"):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
@@ -20,8 +19,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

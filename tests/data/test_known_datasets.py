@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+from dialogues import REPLY, USER, chat
 
 from dschat.config import CommonConfig, UserError
 from dschat.data.sources import splits
@@ -13,20 +14,6 @@ from dschat.data.sources.resolve import Splits, table_rows
 from dschat.data.sources.splits import load_examples
 
 SFT, RM, PPO = "sft", "reward", "rlhf"
-
-
-def USER(text):
-    return {"role": "user", "content": text}
-
-
-def REPLY(text):
-    return {"role": "assistant", "content": text}
-
-
-def chat(prompt, chosen=None, rejected=None):
-    """An example whose prompt is what a user said."""
-    answers = (answer and [REPLY(answer)] for answer in (chosen, rejected))
-    return Example([USER(prompt)], *answers)
 
 
 HH = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and?\n\nAssistant:"
@@ -317,8 +304,7 @@ FOUND_BY_COLUMNS = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

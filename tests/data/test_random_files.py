@@ -5,9 +5,7 @@ import io
 import json
 import random
 
-import datasets
 import pyarrow.parquet
-import pytest
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,11 +19,6 @@ from dschat.data.sources.stream import ExampleStream
 quick = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def check(path, content, **knobs):

@@ -18,11 +18,6 @@ from dschat.data.sources.readers import read_lines
 from dschat.data.sources.splits import load_examples
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 def pairs(num, prefix="p"):
     return [
         {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)

@@ -8,22 +8,13 @@ from hashlib import blake2b
 import datasets
 import numpy as np
 import pytest
+from dialogues import REPLY, SYSTEM, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import cut, key_hash, load_examples, parse_spec
-
-USER, REPLY, SYSTEM = (
-    lambda text, role=role: {"role": role, "content": text}
-    for role in ("user", "assistant", "system")
-)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

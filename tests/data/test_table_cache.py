@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import datasets
 import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
@@ -13,11 +12,6 @@ from dschat.data.sources import table_cache
 from dschat.data.tokenize import sft_dataset, text_dataset
 
 XES = "{% for m in messages %}x{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def dialogue_ids(folder, tokenizer):

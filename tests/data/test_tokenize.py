@@ -3,8 +3,8 @@
 import json
 import logging
 
-import datasets
 import pytest
+from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -67,17 +67,8 @@ TOKENIZERS = {"plain": PLAIN, "opt": OPT_LIKE, "llama": LLAMA_LIKE, "chat": CHAT
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
-def USER(text):
-    return {"role": "user", "content": text}
-
-
-def REPLY(text):
-    return {"role": "assistant", "content": text}
-
-
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def warnings_again():
     _warn_once.cache_clear()
 
 

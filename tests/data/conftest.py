@@ -1,0 +1,9 @@
+"""Every test of data has its own cache."""
+
+import datasets
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

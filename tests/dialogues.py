@@ -1,0 +1,14 @@
+"""Chat turns and examples, as tests write them down."""
+
+from dschat.data.sources.adapters import Example
+
+USER, REPLY, SYSTEM = (
+    lambda text, role=role: {"role": role, "content": text}
+    for role in ("user", "assistant", "system")
+)
+
+
+def chat(prompt, chosen=None, rejected=None):
+    """An example whose prompt is one user turn."""
+    answers = (answer and [REPLY(answer)] for answer in (chosen, rejected))
+    return Example([USER(prompt)], *answers)
