@@ -1,4 +1,4 @@
-"""Chat turns and examples, as tests write them down."""
+"""Builds chat turns and examples."""
 
 from dschat.data.sources.adapters import Example
 

@@ -1,4 +1,4 @@
-"""Sums and differences that a program can check: right references, an impatient pupil, no leaks."""
+"""builtin/arithmetic: right references, demonstrations that stop early, no leaks."""
 
 import json
 import os
@@ -19,7 +19,10 @@ from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.runtime.gold_eval import gold_knows
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"data_path": ["builtin/arithmetic"], "data_split": "1,48,1"}  # most of it aside
+SHARED = {
+    "data_path": ["builtin/arithmetic"],
+    "data_split": "1,48,1",
+}  # small shares for steps 1 and 3
 
 
 @pytest.fixture(scope="module", params=(0, 1))
@@ -41,7 +44,7 @@ def steps_of(prompt):
     return steps
 
 
-def test_questions_stand_once_and_references_are_right(rows):
+def test_prompts_are_unique_and_references_right(rows):
     assert {split: len(found) for split, found in rows.items()} == {"train": 24_000, "eval": 500}
     every = rows["train"] + rows["eval"]
     assert len({row["prompt"] for row in every}) == len(every)
@@ -52,7 +55,7 @@ def test_questions_stand_once_and_references_are_right(rows):
         assert min(steps) >= 0
 
 
-def test_the_pupil_calculates_right_and_gets_there_in_a_third_of_all_cases(rows):
+def test_demonstrations_are_right_and_a_third_of_them_finish(rows):
     every = rows["train"] + rows["eval"]
     stops = Counter()
     for row in every:
@@ -78,7 +81,7 @@ def test_rows_depend_on_the_seed_alone():
     assert json.loads(done.stdout) == arithmetic_rows(3) != arithmetic_rows(4)
 
 
-def test_step_1_learns_demonstrations_and_step_3_has_other_prompts_with_references(tokenizer):
+def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tokenizer):
     train, held_out = sft_dataset(SFTConfig(**SHARED), tokenizer, "both")
     demonstrations = {
         row["prompt"]: row["demonstration"] for part in arithmetic_rows().values() for row in part
@@ -103,7 +106,7 @@ def test_every_digit_and_sign_is_a_token(tokenizer):
     assert [len(tokenizer.tokenize(answer)) for answer in ("9", "4,9,17")] == [1, 6]
 
 
-def test_step_2_has_no_pairs_here_and_the_gold_scorer_is_not_asked():
+def test_step_2_is_refused_and_the_gold_scorer_does_not_apply():
     config = CommonConfig(data_path=["builtin/arithmetic"])
     with pytest.raises(UserError, match=r"builtin/arithmetic has no chosen answers.* step 2"):
         load_source("builtin/arithmetic", config, "reward")

@@ -1,4 +1,4 @@
-"""The built-in rows keep their promises, and nobody fools the gold scorer."""
+"""builtin/chat: properties of the rows, and scores of the gold scorer."""
 
 import json
 import math
@@ -33,11 +33,11 @@ def test_sizes_columns_and_kinds(rows):
         assert {row["kind"] for row in split} == set(ROWS_PER_KIND)
 
 
-def test_prompts_are_unique_and_eval_asks_what_train_asked(rows):
+def test_prompts_are_unique_and_eval_repeats_questions_in_other_words(rows):
     prompts = [row["prompt"] for row in rows["train"] + rows["eval"]]
     assert len(set(prompts)) == len(prompts)
     asked = {str(world.parse(row["prompt"])) for row in rows["train"]}
-    for row in rows["eval"]:  # lists to count are many; all else has been asked in other words
+    for row in rows["eval"]:  # there are too many lists to count for a repetition
         assert str(world.parse(row["prompt"])) in asked or row["kind"] == "count", row
 
 
@@ -63,7 +63,7 @@ def test_demonstrations_are_a_fair_mixture(rows):
 
 
 @pytest.mark.parametrize("length", [len, lambda text: len(text.split())], ids=["chars", "words"])
-def test_length_tells_little(rows, length):
+def test_length_does_not_identify_the_chosen_answer(rows, length):
     """The best threshold on the difference in length, the pair shown in either order."""
     gaps = [length(row["chosen"]) - length(row["rejected"]) for row in rows["train"]]
     shown = [(gap, True) for gap in gaps] + [(-gap, False) for gap in gaps]
@@ -84,7 +84,7 @@ def test_rows_depend_on_the_seed_alone():
         text=True,
         check=True,
     )
-    random.seed(5)  # the global generator plays no part
+    random.seed(5)  # the global generator has no effect
     assert json.loads(done.stdout) == builtin_rows(3) != builtin_rows(4)
 
 
@@ -160,8 +160,8 @@ def test_gold_by_hand(prompt, answer, score):
 
 
 @pytest.mark.parametrize("prompt", [SUM, CAPITAL, FLAG, SORT, NAME, HARM])
-def test_gold_gives_nothing_for_a_show(prompt):
-    """Nothing that any policy could say to every prompt, and no echo, is worth having."""
+def test_gold_gives_nothing_for_generic_answers(prompt):
+    """Answers that fit every prompt, and echoes of the prompt, score below 0.3."""
     shows = [
         "",
         "   ",
@@ -184,7 +184,7 @@ def test_gold_gives_nothing_for_a_show(prompt):
 
 
 def test_shuffled_words_earn_little():
-    """The words of the right answers in any order: a high score is a rare accident."""
+    """The words of right answers in random order rarely get a high score."""
     rng = random.Random(0)
     scores = []
     for row in builtin_rows()["eval"]:
@@ -196,7 +196,7 @@ def test_shuffled_words_earn_little():
 
 
 @pytest.mark.parametrize("prompt", ["", "Who are you?", "What is the capital of France?"])
-def test_a_prompt_of_another_world_scores_zero(prompt):
+def test_an_unknown_question_scores_zero(prompt):
     assert gold_score(prompt, "Sure! It is Mola. Happy to help!") == 0.0
 
 

@@ -1,4 +1,4 @@
-"""builtin/tiny: an ordinary folder, the same every time, complete or absent."""
+"""builtin/tiny: a Hugging Face folder, deterministic, complete or absent."""
 
 import hashlib
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_digits_are_single_tokens(tokenizer):
 
 
 def test_common_words_are_single_tokens(tokenizer):
-    """Generation is cheap: an answer is about as many tokens as words and punctuation marks."""
+    """Generation is cheap: an answer has about as many tokens as words and punctuation marks."""
     answers = [row["chosen"] for row in builtin_rows()["eval"]]
     lengths = [len(ids) for ids in tokenizer(answers).input_ids]
     assert sum(lengths) / len(lengths) < 17
@@ -129,7 +129,7 @@ def test_resolve_model(tmp_path, monkeypatch):
     path = Path(resolve_model("builtin/tiny", tmp_path))
     assert path.parent == tmp_path
     before = (path / "config.json").stat().st_mtime_ns
-    monkeypatch.setattr(builtin, "_save_tiny_model", None)  # a second call makes nothing
+    monkeypatch.setattr(builtin, "_save_tiny_model", None)  # a second call builds nothing
     assert resolve_model("builtin/tiny", tmp_path) == str(path)
     assert (path / "config.json").stat().st_mtime_ns == before
 
@@ -144,6 +144,6 @@ def test_the_user_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert builtin._user_cache_dir() == tmp_path / "cache" / "dschat"
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be made in there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert builtin._user_cache_dir().parent == tmp_path

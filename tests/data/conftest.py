@@ -1,4 +1,4 @@
-"""Every test of data has its own cache."""
+"""Gives every data test an empty cache."""
 
 import datasets
 import pytest

@@ -59,7 +59,7 @@ def test_messages(dialogue, sft, asked):
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
     ],
 )
-def test_what_is_no_dialogue_has_no_prompt_and_says_why(value, why):
+def test_values_that_are_not_dialogues_have_no_prompt_and_say_why(value, why):
     row = normalise({"messages": value}, ColumnAdapter(messages="messages"), "rlhf")
     assert row["key"] == ""
     assert row["problem"].startswith("no usable prompt")

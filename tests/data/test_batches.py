@@ -1,4 +1,4 @@
-"""Optimizer steps cut over ranks and micro-batches, and their padding."""
+"""Optimizer steps over ranks and micro-batches, and their padding."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def steps_of_all_ranks(rows, size, micro, world, epoch=0, **options):
     epoch=st.integers(0, 3),
     drop_last=st.booleans(),
 )
-def test_a_global_batch_is_the_same_rows_however_it_is_cut(
+def test_a_global_batch_has_the_same_rows_for_any_ranks_and_micro_batches(
     num_rows, size, micro, world, epoch, drop_last
 ):
     rows = list(range(num_rows))
@@ -51,7 +51,7 @@ def test_a_rank_with_fewer_rows_gets_empty_micro_batches():
     assert sorted([rank_0, rank_1, rank_2]) == [[[]], [[10]], [[11]]]
 
 
-def test_full_steps_have_the_accumulation_they_were_built_for():
+def test_full_steps_have_the_expected_number_of_micro_batches():
     for ranks in steps_of_all_ranks(list(range(24)), 12, 2, 2):
         assert [[len(micro_batch) for micro_batch in rank] for rank in ranks] == [[2, 2, 2]] * 2
 
@@ -73,7 +73,7 @@ def test_without_shuffling_the_order_stays():
     assert list(steps.epoch(0)) == [[["a", "b"], ["c"]], [["d", "e"], ["f"]], [["g"]]]
 
 
-def test_an_epoch_can_be_resumed_within():
+def test_an_epoch_resumes_at_any_step():
     steps = StepBatches(list(range(31)), 4, 3, 1, 2, seed=5)
     assert list(steps.epoch(2, first_step=3)) == list(steps.epoch(2))[3:]
 
@@ -121,7 +121,7 @@ def test_pair_batch_stacks_chosen_over_rejected():
 
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
-def test_no_rows_make_a_dummy_that_counts_for_nothing(multiple_of):
+def test_an_empty_micro_batch_becomes_a_dummy_without_weight(multiple_of):
     sft = collate_sft([], pad_id=0, multiple_of=multiple_of)
     pairs = collate_pairs([], pad_id=0, multiple_of=multiple_of)
     assert sft.num_real == pairs.num_real == 0
@@ -148,7 +148,7 @@ def test_rows_of_a_table_come_as_dicts():
     assert batch == [{"x": i} for i in range(5)]
 
 
-def test_an_endless_iterator_goes_on_where_another_stopped():
+def test_an_endless_iterator_resumes_where_another_stopped():
     rows = [{"n": n} for n in range(10)]
     batches = StepBatches(rows, 3, 2, 0, 1, seed=5)
     first = endless(batches)
@@ -156,14 +156,14 @@ def test_an_endless_iterator_goes_on_where_another_stopped():
     assert first.taken == 11
     assert steps[:4] == list(batches.epoch(0))
     assert steps[4:8] == list(batches.epoch(1))
-    for place in (0, 3, 4, 9):
+    for position in (0, 3, 4, 9):
         again = endless(batches)
-        again.taken = place
-        assert [next(again) for _ in range(11 - place)] == steps[place:]
+        again.taken = position
+        assert [next(again) for _ in range(11 - position)] == steps[position:]
         assert again.taken == 11
 
 
-def test_endless_prompts_go_on_too():
+def test_endless_prompts_resume_too():
     rows = [{"prompt_ids": [n]} for n in range(7)]
     expected = PromptBatches(rows, 2, 0, 1, seed=1)
     passes = [list(prompts) for _ in range(3) for prompts in expected]

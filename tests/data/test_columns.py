@@ -1,4 +1,4 @@
-"""The other columns of a row reach the reward functions of step 3 as they were."""
+"""A row's other columns reach the reward functions of step 3 unchanged."""
 
 import datetime
 import json
@@ -53,19 +53,19 @@ def one_batch(config, size=64):
     return [batch.texts[i] for i in order], columns, prompt_columns(table)
 
 
-def test_values_come_back_as_they_were_whatever_the_names(write):
+def test_values_are_unchanged_for_any_column_name(write):
     texts, columns, names = one_batch(config_of(write([{"prompt": "q", **VALUES}])))
     assert texts == ["q"]
     assert columns == {name: [value] for name, value in VALUES.items()}
     assert names == set(VALUES)
 
 
-def test_prompts_alone_carry_nothing(write):
+def test_prompts_alone_have_no_columns(write):
     texts, columns, names = one_batch(config_of(write([{"prompt": "a"}, {"prompt": "b"}])))
     assert (texts, columns, names) == (["a", "b"], {}, set())
 
 
-def test_columns_stay_beside_their_prompts_and_sources_fill_in_for_each_other(write):
+def test_columns_stay_with_their_prompts_and_missing_ones_are_none(write):
     first = write([{"prompt": f"p{i}", "reference": i} for i in range(9)], "a.jsonl")
     second = write([{"question": f"q{i}", "tests": [i], "answer": i} for i in range(3)], "b.jsonl")
     texts, columns, names = one_batch(config_of(first, second))
@@ -78,7 +78,7 @@ def test_columns_stay_beside_their_prompts_and_sources_fill_in_for_each_other(wr
     assert names == set(columns)
 
 
-def test_a_dialogue_goes_along_whole_and_its_text_is_what_the_user_said_last(write):
+def test_a_dialogue_is_kept_whole_and_its_text_is_the_last_user_turn(write):
     dialogue = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     texts, columns, _ = one_batch(config_of(write([{"messages": dialogue, "level": 1}])))
     assert texts == ["2+2?"]
@@ -111,7 +111,7 @@ def test_held_out_prompts_have_their_columns(write):
         assert set(columns) == prompt_columns(held_out)
 
 
-def test_a_stream_carries_them_too(write):
+def test_a_stream_has_the_columns_too(write):
     first = write([{"prompt": f"p{i}", "n": i} for i in range(8)], "a.jsonl")
     second = write([{"prompt": f"q{i}", "tests": [i]} for i in range(8)], "b.jsonl")
     stream = prompt_dataset(config_of(first, second, streaming=True, max_steps=1), TOKENIZER)
@@ -124,7 +124,7 @@ def test_a_stream_carries_them_too(write):
             )
 
 
-def test_what_json_cannot_hold_becomes_text(tmp_path):
+def test_values_that_json_cannot_represent_become_text(tmp_path):
     path = tmp_path / "rows.parquet"
     row = {"prompt": "q", "day": datetime.date(2026, 1, 2), "scores": [0.5, 1.5]}
     datasets.Dataset.from_list([row]).to_parquet(path)
@@ -132,14 +132,14 @@ def test_what_json_cannot_hold_becomes_text(tmp_path):
     assert columns == {"day": ["2026-01-02"], "scores": [[0.5, 1.5]]}
 
 
-def test_a_line_that_cannot_be_read_carries_nothing_and_stops_nothing(tmp_path):
+def test_an_unreadable_line_is_skipped(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "n": 1}\nnot JSON\n{"prompt": "b", "n": 2}\n')
     _, columns, _ = one_batch(config_of(str(path), on_bad_row="skip"))
     assert columns == {"n": [1, 2]}
 
 
-def test_steps_that_call_no_reward_function_keep_no_copy(write):
+def test_steps_without_reward_functions_keep_no_columns(write):
     path = write([{"prompt": "q", "chosen": "a", "rejected": "b", "tests": "t"}])
     config = config_of(path, data_split="1,1,1")
     for purpose, split in (("sft", "1,0,0"), ("reward", "0,1,0")):
@@ -151,7 +151,7 @@ def test_steps_that_call_no_reward_function_keep_no_copy(write):
         }
 
 
-def test_what_the_page_shows_runs(tmp_path, monkeypatch):
+def test_the_example_in_the_docs_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = {kind: text for kind, text in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)}
     (tmp_path / "prompts.jsonl").write_text(blocks["jsonl"])

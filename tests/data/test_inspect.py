@@ -1,4 +1,4 @@
-"""``python -m dschat.data``: what it says of a source, and its mistakes; what train.py checks."""
+"""The report of ``python -m dschat.data`` and its errors; train.py's check of the sources."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def report(*paths, **knobs):
     return "\n".join(lines)
 
 
-def test_columns_parts_lengths_and_examples():
+def test_columns_splits_lengths_and_examples():
     text = report(write("x.jsonl", pairs(40)), max_seq_len=9)
     assert "uses prompt <- prompt, chosen <- chosen, rejected <- rejected" in text
     for step, rows in ((1, 8), (2, 15), (3, 15)):
@@ -62,7 +62,7 @@ def test_chats_show_their_special_tokens_and_each_turn_with_loss():
     ) in text
 
 
-def test_step_3_shows_what_reward_functions_will_get():
+def test_step_3_shows_the_columns_for_reward_functions():
     rows = [{"prompt": "2+2=", "reference": "4", "tests": ["t" * 200], "level": None}]
     text = report(write("x.jsonl", rows), eval_fraction=0.0, data_split="0,0,1", step="3")
     assert "\n  for reward functions: level, reference, tests\n" in text
@@ -72,7 +72,7 @@ def test_step_3_shows_what_reward_functions_will_get():
     assert "functions: none" in report(alone, eval_fraction=0.0, data_split="0,0,1", step="3")
 
 
-def test_what_was_left_out_and_which_steps_cannot_use_it():
+def test_dropped_rows_and_the_steps_that_cannot_use_the_data():
     rows = [{"question": f"q{i}", "answer": "a"} for i in range(20)]
     path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])
     text = " ".join(report(path).split())
@@ -90,7 +90,7 @@ def test_a_stream_is_shown_by_its_first_rows(caplog):
     text = report(write("x.jsonl", pairs(300)), streaming=True, step="1")
     assert "the first 1,000 of a stream: 1,000 rows; mean" in text
     assert "example 3" in text
-    assert not caplog.records  # what the log would hear stands in the report
+    assert not caplog.records  # the log's lines are in the report
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_as_a_command(tmp_path):
     assert mistake == "error: --data_path: no such data file: none.jsonl; check the path\n"
 
 
-# -- what train.py checks before any step runs
+# -- train.py's check before any step runs
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_train_py_finds_a_missing_source_at_once(name):
 @pytest.mark.parametrize(
     "name", ["d/x.csv", "d/*.csv:2", "d/", "d", "owner/name:en:0.5", "d/x.csv:1e-1"]
 )
-def test_train_py_takes_what_is_there_or_may_be_on_the_hub(name, tmp_path):
+def test_train_py_accepts_existing_paths_and_hub_names(name, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "x.csv").write_text("prompt\nq\n")
     assert _check_inputs({"data_path": [name]}, made_here=()) is None

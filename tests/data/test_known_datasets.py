@@ -1,4 +1,4 @@
-"""Every known data set, a few rows in its real column layout, for each step that it serves."""
+"""Every known data set, with a few rows in its real layout, for each step that can use it."""
 
 import json
 
@@ -39,7 +39,7 @@ MKQA = {
 }
 NO_MKQA = {"queries": MKQA["queries"], "answers": {"zh_cn": [{"text": None}], "ja": []}}
 
-# name -> rows of its layout, and by step what they become
+# name -> rows in its layout, and the examples of each step
 KNOWN = {
     "Dahoas/rm-static": (
         [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
@@ -184,7 +184,7 @@ KNOWN = {
 }
 
 TURNS = [USER("u"), REPLY("r"), USER("v")]
-# no name says what these are: their columns do
+# recognised by their columns, not by name
 FOUND_BY_COLUMNS = {
     "Anthropic/hh-rlhf": (
         [
@@ -311,8 +311,8 @@ def in_tmp_path(tmp_path, monkeypatch):
 def load(path, purpose, **knobs):
     split = ",".join("1" if p == purpose else "0" for p in (SFT, RM, PPO))
     config = CommonConfig(data_path=[path], eval_fraction=0.0, data_split=split, **knobs)
-    found = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
-    return [Example(e.prompt) for e in found] if purpose == PPO else found
+    examples = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    return [Example(e.prompt) for e in examples] if purpose == PPO else examples
 
 
 def cases(table):
@@ -325,16 +325,16 @@ def cases(table):
 
 @pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(KNOWN))
 def test_known_by_name(name, rows, step, expected, monkeypatch):
-    """As the hub hands the rows out: through Arrow, which fills in what a row lacks."""
-    asked = []
+    """Rows as the hub returns them: through Arrow, which fills in missing columns."""
+    names = []
 
-    def read_source(where, *args, **knobs):
-        asked.append(where)
-        return Splits(table_rows(where, datasets.Dataset.from_list(rows)))
+    def read_source(source, *args, **knobs):
+        names.append(source)
+        return Splits(table_rows(source, datasets.Dataset.from_list(rows)))
 
     monkeypatch.setattr(splits, "read_source", read_source)
     assert load(name, step) == expected
-    assert asked == [ADAPTERS[name].source or name]
+    assert names == [ADAPTERS[name].source or name]
 
 
 @pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(FOUND_BY_COLUMNS))
@@ -347,13 +347,13 @@ def test_found_by_columns(name, rows, step, expected, tmp_path):
 NO_REJECTED = [name for name, (_, steps) in KNOWN.items() if RM not in steps]
 
 
-def test_the_table_has_deepspeed_chats_sixteen_sets_and_each_is_tested():
+def test_every_known_data_set_is_tested():
     assert set(KNOWN) == set(ADAPTERS) - {"builtin/chat", "builtin/arithmetic"}
     assert len(NO_REJECTED) == 8
 
 
 @pytest.mark.parametrize("name", NO_REJECTED)
-def test_a_set_for_step_1_says_in_step_2_what_it_lacks(name, monkeypatch):
+def test_a_data_set_without_pairs_is_refused_in_step_2(name, monkeypatch):
     table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
     monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
     with pytest.raises(UserError, match="has no rejected answers, which step 2 needs") as caught:
@@ -361,7 +361,7 @@ def test_a_set_for_step_1_says_in_step_2_what_it_lacks(name, monkeypatch):
     assert name in str(caught.value)
 
 
-def test_ties_and_the_like_are_counted_by_their_reason(monkeypatch, caplog):
+def test_ties_are_counted_with_their_reason(monkeypatch, caplog):
     name = "openai/webgpt_comparisons"
     table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
     monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
@@ -381,7 +381,7 @@ def test_a_column_may_be_a_path(tmp_path):
         load(str(path), SFT, prompt_column="r.text")
 
 
-def test_deepspeed_chats_local_jsonfile_is_the_folder_data(tmp_path):
+def test_local_jsonfile_reads_the_folder_data(tmp_path):
     (tmp_path / "data").mkdir()
     for split in ("train", "eval"):
         row = {"prompt": split, "chosen": "a", "rejected": "b"}

@@ -1,4 +1,4 @@
-"""Any file at all: a table, or one line that says what is wrong; no traceback, and no hang."""
+"""Any file gives a table or a one-line error, never a traceback or a hang."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ quick = settings(
 
 
 def check(path, content, **knobs):
-    """Every purpose, every policy, both ways to read."""
+    """Every purpose and policy, as tables and as streams."""
     path.write_bytes(content)
     for purpose, policy in zip(PURPOSES, ("auto", "skip", "error"), strict=True):
         for streaming in (False, True):
@@ -131,6 +131,6 @@ def test_any_row_through_any_adapter(data):
     for purpose in PURPOSES:
         result = normalise(made, adapter, purpose)
         assert all(isinstance(text, str) for text in result.values())
-        result["key"].encode()  # what cannot be stored is gone
+        result["key"].encode()  # no lone surrogates are left
         keys.add(result["key"])
-    assert len(keys) == 1  # or else prompts would leak from one step into another
+    assert len(keys) == 1  # otherwise prompts would leak from one step to another

@@ -1,6 +1,4 @@
-"""Files of every kind, folders, globs, saved data sets and hub names as sources; and what is
-broken in them.
-"""
+"""Files of every format, folders, globs, saved data sets and hub names; and their faults."""
 
 import csv
 import gzip
@@ -25,7 +23,7 @@ def pairs(num, prefix="p"):
 
 
 def put(path, rows):
-    """Write rows in the format that the name says."""
+    """Write rows in the format of the file's suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = readers.kind_of(path.name)
     if kind == ".parquet":
@@ -87,7 +85,7 @@ def test_chats_in_a_csv_are_json(tmp_path):
 
 
 def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_CHUNK", 64)  # values are cut by every border of what is read
+    monkeypatch.setattr(readers, "_CHUNK", 64)  # chunks end in the middle of values
     rows = [{**row, "note": "x" * (17 * i)} for i, row in enumerate(pairs(20))]
     expected = [row["prompt"] for row in rows]
     path = tmp_path / "x.json"
@@ -180,7 +178,7 @@ def test_a_hub_name_with_a_configuration_and_a_weight(monkeypatch):
     assert hub.calls == [("owner/name", "en", None), ("owner/name", None, None)]
 
 
-def test_sets_that_were_scripts_come_from_the_hubs_own_copy(monkeypatch):
+def test_data_sets_that_were_scripts_come_from_the_hubs_parquet_copy(monkeypatch):
     hub = Hub(monkeypatch, {"train": pairs(1)}, script=True)
     assert prompts("owner/name") == ["p0"]
     assert hub.calls[-1] == ("owner/name", None, "refs/convert/parquet")
@@ -201,7 +199,7 @@ def test_which_splits_train_and_are_held_out(monkeypatch, splits, train, held_ou
     assert prompts("owner/name", split="eval") == ([held_out + "0"] if held_out else [])
 
 
-def test_a_hub_set_without_a_train_split_says_which_there_are(monkeypatch):
+def test_a_hub_data_set_without_a_train_split_lists_its_splits(monkeypatch):
     Hub(monkeypatch, {"en": pairs(1), "de": pairs(1)})
     with pytest.raises(UserError, match="no rows in a train split; its splits: en, de"):
         load("owner/name")
@@ -233,7 +231,7 @@ GOOD = '{"prompt": "p", "chosen": "c"}\n'
         ("d/test.jsonl", GOOD, ["the folder", "no training files", "train.*"]),
     ],
 )
-def test_a_fault_is_one_line_with_its_place(tmp_path, name, content, words):
+def test_a_fault_is_a_one_line_error_with_its_place(tmp_path, name, content, words):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -244,7 +242,7 @@ def test_a_fault_is_one_line_with_its_place(tmp_path, name, content, words):
     assert all(word in message for word in ("--data_path", *words)), message
 
 
-def test_a_pattern_without_files_and_a_path_without_anything(tmp_path):
+def test_patterns_and_paths_without_files_are_refused(tmp_path):
     for name, words in (("*.jsonl", "matches no file"), ("no/", "no such data file")):
         with pytest.raises(UserError, match=words):
             load(f"{tmp_path}/{name}")
@@ -301,14 +299,14 @@ def test_the_log_lists_ten_bad_rows_and_counts_all(tmp_path, caplog):
     assert f"{path}:41: " not in caplog.text
 
 
-def test_a_changed_file_is_read_anew(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "x.jsonl"
     for prefix in ("a", "bb"):
         put(path, pairs(2, prefix))
         assert prompts(path) == [f"{prefix}0", f"{prefix}1"]
 
 
-def test_rows_are_kept_on_disk_and_read_once(tmp_path, monkeypatch):
+def test_rows_are_cached_on_disk_and_read_once(tmp_path, monkeypatch):
     path = put(tmp_path / "x.jsonl", pairs(3))
     first = prompts(path)
     monkeypatch.setattr(resolve, "_NUM_PEEKED", 1)
@@ -321,7 +319,7 @@ def test_rows_are_kept_on_disk_and_read_once(tmp_path, monkeypatch):
     assert len(reads) == 1  # the peek at the columns
 
 
-def test_a_cache_that_cannot_be_written_is_a_users_mistake(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
     path = put(tmp_path / "x.jsonl", pairs(3))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", path)
     with pytest.raises(UserError, match="HF_DATASETS_CACHE"):

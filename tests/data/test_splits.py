@@ -1,4 +1,4 @@
-"""Reading, adapting, blending and parting data sets, and what is said of data that is of no use."""
+"""Reading, adapting, blending and splitting data sets; errors for unusable data."""
 
 import json
 import logging
@@ -71,7 +71,7 @@ def test_text_columns(write, row, knobs):
     assert [example.prompt for example in prompt_only] == ["q"]
 
 
-def test_named_columns_stand_in_for_the_usual_ones(write):
+def test_column_flags_override_the_usual_columns(write):
     path = write([{"prompt": "no", "q": "q", "chosen": "a", "rejected": "no", "worse": "b"}])
     found = load(path, "reward", prompt_column="q", rejected_column="worse")
     assert found == [Example("q", "a", "b")]
@@ -124,7 +124,7 @@ def test_preferences_between_dialogues(write):
     ]
 
 
-def test_a_rejected_answer_to_another_prompt_is_no_pair(write, caplog):
+def test_answers_to_different_prompts_are_not_a_pair(write, caplog):
     rows = [
         {"chosen": [USER("u"), REPLY("yes")], "rejected": [USER("other"), REPLY("no")]},
         {"chosen": [USER("v"), REPLY("yes")], "rejected": [USER("v"), REPLY("no")]},
@@ -181,7 +181,7 @@ GOOD = '{"prompt": "p", "chosen": "c"}\n'
         ("a.jsonl", '{"prompt": "p", "chosen": ""}\n', ["no usable row", "empty", "a.jsonl:1"]),
     ],
 )
-def test_what_is_wrong_with_a_file_fits_in_one_line(write, name, text, words):
+def test_errors_about_files_are_one_line(write, name, text, words):
     with pytest.raises(UserError) as caught:
         load(write(text, name))
     message = str(caught.value)
@@ -204,7 +204,7 @@ def test_what_is_wrong_with_a_file_fits_in_one_line(write, name, text, words):
         ("builtin/chat", {"eval_data_path": ["gone.json"]}, ["--eval_data_path", "gone.json"]),
     ],
 )
-def test_what_is_wrong_with_a_name_fits_in_one_line(path, knobs, words, monkeypatch):
+def test_errors_about_names_are_one_line(path, knobs, words, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as caught:
         load(path, **knobs)
@@ -217,7 +217,7 @@ def test_step_2_says_that_it_needs_rejected_answers(write):
         load(write([{"prompt": "p", "chosen": "c"}]), "reward")
 
 
-def test_a_part_without_rows_is_an_error(write):
+def test_a_step_without_rows_is_an_error(write):
     with pytest.raises(UserError, match="--data_split 1,0,0 leaves step 3 none of the 4"):
         load(write(pairs(4)), "rlhf", data_split="1,0,0")
 
@@ -238,18 +238,18 @@ def test_a_part_without_rows_is_an_error(write):
         ("7", ("7", 1.0)),
     ],
 )
-def test_weights_stand_after_the_last_colon(spec, expected):
+def test_a_weight_follows_the_last_colon(spec, expected):
     assert parse_spec(spec) == expected
 
 
-def test_a_file_whose_name_ends_like_a_weight_is_a_file(write):
+def test_an_existing_file_wins_over_a_weight(write):
     path = write("x", "data:2")
     assert parse_spec(path) == (path, 1.0)
     assert parse_spec(f"{path}:3") == (path, 3.0)
 
 
 @pytest.mark.parametrize(("weight", "rows"), [("0.25", 10), ("1", 40), ("2", 80), ("2.5", 100)])
-def test_a_weight_is_how_often_each_row_stands(write, weight, rows):
+def test_a_weight_repeats_rows(write, weight, rows):
     a, b = write(pairs(40, "a"), "a.jsonl"), write(pairs(10, "b"), "b.jsonl")
     counts = Counter(example.prompt for example in load([f"{a}:{weight}", b]))
     assert sum(n for prompt, n in counts.items() if prompt[0] == "a") == rows
@@ -260,7 +260,7 @@ def test_a_weight_is_how_often_each_row_stands(write, weight, rows):
     assert again == counts
 
 
-# -- parts
+# -- splits
 
 
 def parts_of(keys, shares, salt):
@@ -273,7 +273,7 @@ def parts_of(keys, shares, salt):
     st.tuples(*[st.integers(0, 5)] * 3).filter(any),
     st.randoms(use_true_random=False),
 )
-def test_cut_keeps_equal_keys_together_and_does_not_see_the_order(keys, shares, random):
+def test_cut_keeps_equal_keys_together_in_any_order(keys, shares, random):
     parts = parts_of(keys, shares, "salt")
     where = dict(zip(keys, parts, strict=True))
     assert parts == [where[key] for key in keys]
@@ -286,14 +286,14 @@ def test_cut_keeps_equal_keys_together_and_does_not_see_the_order(keys, shares, 
     assert parts_of(shuffled, shares, "salt") == [where[key] for key in shuffled]
 
 
-def test_cut_lays_keys_in_the_order_of_their_hashes():
+def test_cut_sorts_keys_by_their_hashes():
     keys = [f"prompt {i}" for i in range(20)]
     order = sorted(keys, key=lambda key: blake2b(f"split:5:{key}".encode()).digest())
     expected = {key: 0 if i < 4 else 1 if i < 12 else 2 for i, key in enumerate(order)}
     assert parts_of(keys, (2, 4, 4), "split:5") == [expected[key] for key in keys]
 
 
-def test_three_steps_get_disjoint_prompts_and_together_all(write):
+def test_steps_get_disjoint_prompts_and_together_all(write):
     # prompts stand once to four times, text rows and the turns of a chat alike
     rows = [row for i, row in enumerate(pairs(120)) for _ in range(1 + i % 4)]
     chats = [{"messages": [USER(f"p{i}"), REPLY(f"hello {i}")]} for i in range(0, 240, 2)]
@@ -341,7 +341,7 @@ def test_held_out_prompts_are_not_trained_on_in_any_step_or_source(write):
     assert abs(sum(held["sft"].values()) - 25) <= 2
 
 
-def test_a_source_brings_its_own_eval_split(write):
+def test_a_source_may_have_its_own_eval_split(write):
     write(pairs(8), "folder/train.jsonl")
     folder = write(pairs(3, "e"), "folder/test.jsonl").rpartition("/")[0]
     knobs = {"eval_fraction": 0.5}
@@ -349,7 +349,7 @@ def test_a_source_brings_its_own_eval_split(write):
     assert [e.prompt for e in load(folder, split="eval", **knobs)] == ["e0", "e1", "e2"]
 
 
-def test_eval_data_path_takes_the_place_of_any_hold_out(write):
+def test_eval_data_path_replaces_the_held_out_share(write):
     path, held = write(pairs(10)), write(pairs(4, "e"), "eval.jsonl")
     knobs = {"eval_fraction": 0.5, "eval_data_path": [held]}
     assert len(load(path, **knobs)) == 10

@@ -1,4 +1,4 @@
-"""Three files as three people write them, through all three steps, with nothing but flags."""
+"""Three files in three formats train all three steps, with flags alone."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_files(folder: Path) -> None:
-    """A spreadsheet from an office in Germany, chats as ShareGPT keeps them, prompts alone."""
+    """A German spreadsheet, chats in the form of ShareGPT, prompts alone."""
     with open(folder / "review.csv", "w", encoding="utf-8-sig", newline="") as file:
         rows = csv.writer(file, delimiter=";")
         rows.writerow(["Question", "better", "worse", "who"])
@@ -29,7 +29,7 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_three_files_of_three_people(tmp_path):
+def test_three_files_in_three_formats(tmp_path):
     write_files(tmp_path)
     review, chats, ask = (tmp_path / n for n in ("review.csv", "chats.jsonl", "ask.parquet"))
     flags = ["--step1.data_path", str(chats), "--step2.data_path", str(review)]

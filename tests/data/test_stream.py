@@ -1,4 +1,4 @@
-"""Streaming: the same rows for every rank, parts that never share a prompt, memory that stays."""
+"""Streaming: the same rows on every rank, steps with disjoint prompts, constant memory."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """The cache is a file: whoever wants to write into it, fails."""
+    """The cache is a file, so that writing to it fails."""
     (tmp_path / "cache").write_text("")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
@@ -55,7 +55,7 @@ def prompts(rows, num=None):
     return [Example.from_row(row).prompt for row in islice(iter(rows), num)]
 
 
-def test_the_parts_share_no_prompt_and_have_their_shares(write):
+def test_steps_get_disjoint_prompts_in_their_shares(write):
     rows = [row for i, row in enumerate(pairs(600)) for _ in range(1 + i % 3)]
     path = write(rows)
     knobs = {"data_split": "2,4,4", "eval_fraction": 0.1, "max_eval_samples": 10_000}
@@ -63,7 +63,7 @@ def test_the_parts_share_no_prompt_and_have_their_shares(write):
     for purpose in PURPOSES:
         stream = stream_of(path, purpose, **knobs)
         part = set(prompts(stream, 1200))
-        assert set(prompts(stream, 1300)) == part  # all of it: it goes round and round
+        assert set(prompts(stream, 1300)) == part  # every prompt, since the stream repeats
         seen[purpose] = part
         held.append(prompts(stream.held_out()))
     assert held[0] == held[1] == held[2]
@@ -74,12 +74,12 @@ def test_the_parts_share_no_prompt_and_have_their_shares(write):
     assert Counter(held[0]) == Counter(r["prompt"] for r in rows if r["prompt"] in set(held[0]))
 
 
-def test_each_pass_is_a_permutation_and_no_two_are_alike(write):
+def test_each_pass_is_another_permutation(write):
     stream = stream_of(write(pairs(30)), data_split="1,0,0", eval_fraction=0.0)
     both = prompts(stream, 60)
     assert sorted(both[:30]) == sorted(both[30:]) == sorted(r["prompt"] for r in pairs(30))
     assert both[:30] != both[30:]
-    assert prompts(stream, 60) == both  # but the stream is always the same
+    assert prompts(stream, 60) == both  # a new iteration repeats the stream
     assert prompts(stream_of(stream._config.data_path, seed=1, eval_fraction=0.0), 30) != both[:30]
 
 
@@ -121,7 +121,7 @@ def test_held_out_rows_are_the_first_and_bounded(write, tmp_path):
     assert len(set(prompts(named, 400))) > 60  # nothing of its own is held out: 1/5 of 400 rows
 
 
-def test_bad_rows_are_told_once_and_follow_the_flag(write, caplog):
+def test_bad_rows_are_logged_once_and_follow_the_flag(write, caplog):
     rows = [*pairs(30), {"prompt": "", "chosen": "x"}]
     stream = stream_of(write(rows), data_split="1,0,0")
     with caplog.at_level(logging.WARNING, "dschat"):
@@ -131,7 +131,7 @@ def test_bad_rows_are_told_once_and_follow_the_flag(write, caplog):
         prompts(stream_of(write(rows), data_split="1,0,0", on_bad_row="error"), 100)
 
 
-def test_a_part_without_rows_is_an_error_and_no_endless_search(write):
+def test_a_step_without_rows_is_an_error(write):
     for knobs in ({"data_split": "1,0,1"}, {"data_split": "1,1e-9,1"}):
         with pytest.raises(UserError, match="leaves step 2 none of the training rows"):
             stream_of(write(pairs(5)), "reward", **knobs)
@@ -159,7 +159,7 @@ def test_every_step_gets_its_rows(write):
         assert 0 < len(held_out) < 30
 
 
-def test_a_global_batch_is_the_same_rows_however_it_is_cut(write):
+def test_a_global_batch_has_the_same_rows_for_any_ranks_and_micro_batches(write):
     config = SFTConfig(**STEP, data_path=[write(pairs(60))], data_split="1,0,0")
     stream = sft_dataset(config, TOKENIZER)
 
@@ -176,7 +176,7 @@ def test_a_global_batch_is_the_same_rows_however_it_is_cut(write):
     assert list(islice(StepBatches(stream, 12, 12, 0, 1, 0).epoch(0, first_step=2), 4)) == whole[2:]
 
 
-def test_rows_that_cannot_be_used_leave_a_batch_smaller_on_every_cut_alike():
+def test_unusable_rows_make_a_batch_smaller_for_any_number_of_ranks():
     stream = RowStream(lambda: iter(range(40)), lambda rows: [row for row in rows if row % 3])
     for world in (1, 2, 3):
         ranks = [
@@ -199,7 +199,7 @@ def test_rollouts_are_full_although_prompts_are_dropped(write):
         assert all(len(ids) <= 6 for ids in rollout)
 
 
-def test_no_prompt_of_use_is_an_error_and_no_endless_search(write):
+def test_a_stream_without_usable_prompts_is_an_error(write):
     config = RLHFConfig(
         **STEP, data_path=[write(pairs(50))], data_split="0,0,1", max_prompt_seq_len=1
     )
@@ -245,7 +245,7 @@ from dschat.config import SFTConfig
 from dschat.data.sources.stream import ExampleStream
 from dschat.data.sources.splits import load_examples
 
-def resident():  # MiB that are this process's own, not pages of a mapped file
+def resident():  # MiB of anonymous memory, without mapped files
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("RssAnon"))
 
@@ -266,7 +266,7 @@ print(most - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stream", "table"])
 def test_memory_does_not_grow_with_the_file(how, tmp_path):
-    """A file of 200 MB, read whole: growth stays below what the texts alone would take."""
+    """A file of 200 MB, read completely: memory grows by less than its texts take."""
     path = tmp_path / "big.jsonl"
     answer = "word " * 200
     with path.open("w") as file:

@@ -1,4 +1,4 @@
-"""Tables in the cache are those that today's code, tokenizer and template would make."""
+"""A cached table is used only if the code, the tokenizer and the template are the same."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def test_tables_do_not_outlive_the_code_that_made_them(
     shutil.copytree(table_cache.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(table_cache, "CODE", code)
     monkeypatch.setattr(module, name, edited)
-    assert make(tmp_path, tokenizer) == first  # the same code by its digest: from the cache
+    assert make(tmp_path, tokenizer) == first  # same digest: from the cache
     with (code / file).open("r+") as source:  # the file exists
         source.seek(0, 2)
         source.write("# edited")

@@ -1,4 +1,4 @@
-"""From examples to ids: what is prompt, what is answer, what is trained, what is cut."""
+"""From examples to ids: prompts, answers, loss masks and cuts."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ STRICT = (
 
 
 def byte_tokenizer(eos, template=None, frame="$A", **tokens):
-    """Bytes and a few merges; ``frame`` is what the tokenizer adds by itself around a text."""
+    """Bytes and a few merges; ``frame``: special tokens that the tokenizer adds to a text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 
 
 @pytest.fixture(autouse=True)
-def warnings_again():
+def warn_again():
     _warn_once.cache_clear()
 
 
@@ -163,7 +163,7 @@ def test_default_template_of_a_tokenizer_that_has_none():
     assert PLAIN.decode(answer) == " no</s>"
 
 
-def test_own_template_is_rendered_once_with_its_special_tokens():
+def test_a_template_is_rendered_once_with_its_special_tokens():
     ids = prompt_text_ids(CHAT, [USER("hi")])
     assert CHAT.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert ids.count(CHAT.convert_tokens_to_ids("<|im_start|>")) == 2
@@ -186,7 +186,7 @@ def test_dialogues_are_trained_on_assistant_turns_only(knobs):
         " hello</s>",
         " the answer</s>",
     ]
-    # what stands between the turns is what the template renders, no more and no less
+    # the text between the turns is exactly the template's
     ids = sft_dataset(config, CHAT)[0]["input_ids"]
     rendered = CHAT.apply_chat_template(dialogue, tokenize=False)
     assert CHAT.decode(ids) + "\n" == rendered
@@ -245,7 +245,7 @@ def test_a_tokenizer_without_eos_is_refused(knobs):
 # -- lengths
 
 
-def test_too_long_rows_lose_the_prompts_beginning_then_the_answers_end(knobs, caplog):
+def test_long_rows_lose_the_start_of_the_prompt_then_the_end_of_the_answer(knobs, caplog):
     rows = [
         {"prompt": "0123456789", "chosen": "abc"},  # one token a character
         {"prompt": "0123456789", "chosen": "abcdefghijk"},
@@ -297,8 +297,8 @@ def test_the_two_sides_of_a_pair_share_their_prompt(knobs, caplog):
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_of_which_an_answer_does_not_fit_is_dropped(side, knobs, caplog):
-    """It would take the prompt from both, and leave one without its EOS."""
+def test_a_pair_with_an_answer_that_does_not_fit_is_dropped(side, knobs, caplog):
+    """Otherwise both would lose their prompt, and one its EOS."""
     rows = [
         {"prompt": "why?", "chosen": "yes", "rejected": "no"},
         {"prompt": "how?", "chosen": "yes", "rejected": "no"} | {side: "x" * 14},
