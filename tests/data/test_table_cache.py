@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from types import FunctionType
 
 import pytest
 
@@ -9,6 +11,9 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
 from dschat.data import pretraining_text, segments
 from dschat.data.sources import table_cache
+from dschat.data.sources.known_datasets import ADAPTERS
+from dschat.data.sources.normalize import normalised_table
+from dschat.data.sources.resolve import read_source
 from dschat.data.tokenize import sft_dataset, text_dataset
 
 XES = "{% for m in messages %}x{% endfor %}"
@@ -55,6 +60,18 @@ def test_tables_do_not_outlive_the_code_that_made_them(
         source.seek(0, 2)
         source.write("# edited")
     assert make(tmp_path, tokenizer) != first
+
+
+def test_a_table_of_rewritten_rows_is_found_by_other_processes(tmp_path):
+    adapter = ADAPTERS["openai/webgpt_comparisons"]
+    function = adapter.rewrite
+    same_elsewhere = FunctionType(function.__code__, function.__globals__, function.__name__)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": {"full_text": "why?"}, "answer_0": "a", "score_0": 1}))
+    rows = read_source(str(path), "--data_path").train
+    for rewrite in (function, same_elsewhere):
+        normalised_table(rows, replace(adapter, rewrite=rewrite), "rlhf")
+    assert len(list((tmp_path / "cache" / "dschat").iterdir())) == 1
 
 
 def test_another_chat_template_makes_another_table(tmp_path):

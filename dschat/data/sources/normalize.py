@@ -7,6 +7,7 @@ the source's other columns. Unusable rows are logged, or raise ``UserError`` (``
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Optional
 
 import numpy as np
@@ -64,7 +65,9 @@ def normalised_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) ->
     schema = Features({**SCHEMA, **dict.fromkeys(extra, Value("string"))})
     if rows.in_memory:
         return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=schema)
-    content = repr([rows.stamp, rows.name, adapter, purpose, list(schema)])
+    # repr of a function has its address, which differs between processes
+    stable = replace(adapter, rewrite=adapter.rewrite and adapter.rewrite.__name__)
+    content = repr([rows.stamp, rows.name, stable, purpose, list(schema)])
     return cached_table(content, schema, lambda: normalised_rows(rows, adapter, purpose))
 
 
