@@ -22,11 +22,8 @@ from dschat.data.sources.turns import (
 )
 
 Purpose = Literal["sft", "reward", "rlhf"]
-PURPOSES: tuple[Purpose, ...] = (
-    "sft",
-    "reward",
-    "rlhf",
-)  # steps 1, 2, 3, as --data_split orders them
+# Steps 1, 2, 3, in the order of --data_split.
+PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
 CONTENT_FIELDS = ("prompt", "chosen", "rejected")
 
 Parsed = Union[Content, Unusable, None]

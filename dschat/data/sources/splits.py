@@ -206,7 +206,7 @@ def _builtin(name: str, flag: str) -> Splits:
 
 
 def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSource, RawRows]]:
-    """The sources of ``--eval_data_path``, each with its held-out split, or its only one."""
+    """The sources of ``--eval_data_path``, each with its held-out or else its training split."""
     flag = "--eval_data_path"
     named = [load_source(spec, config, purpose, flag) for spec in config.eval_data_path or ()]
     return [(source, source.splits.eval or source.splits.train) for source in named]
