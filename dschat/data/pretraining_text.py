@@ -100,9 +100,9 @@ def _endless_blocks(
     config: DataConfig,
 ) -> Iterator[dict[str, list[int]]]:
     """The blocks of endless passes, shuffled in a buffer; every rank makes all of them."""
-    for turn in count():
+    for epoch in count():
         blocks = _one_pass(texts(), tokenizer, block_len)
-        yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, turn])
+        yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, epoch])
 
 
 def _one_pass(

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Optional
 
 import numpy as np
@@ -121,18 +121,17 @@ class ExampleStream:
     def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
         source = self._sources[number]
         size = max(1, self._config.shuffle_buffer_size // len(self._sources))
-        step, turn = PURPOSES.index(self._purpose), 0
-        while True:
-            # later passes would log the same rows again
-            tally = Tally(source.name) if turn == 0 and not quiet else None
+        step = PURPOSES.index(self._purpose)
+        for epoch in count():
+            # later epochs would log the same rows again
+            tally = Tally(source.name) if epoch == 0 and not quiet else None
             rows = self._part(source, source.splits.train, step, tally)
             num_rows = 0
-            for row in shuffled(rows, size, [self._seed, 1 + number, turn]):
+            for row in shuffled(rows, size, [self._seed, 1 + number, epoch]):
                 num_rows += 1
                 yield row
             if not num_rows:
                 raise no_rows(self._config.data_split, step, "the")
-            turn += 1
 
     def _part(
         self,
