@@ -14,6 +14,11 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name where the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
     """``"; did you mean NAME?"`` with the closest of ``names``; empty if none is close."""
     near = difflib.get_close_matches(name, sorted(names), n=1)

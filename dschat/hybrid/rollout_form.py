@@ -161,8 +161,8 @@ class EngineRollout:
             group=self._group,
             cuda_graphs=s.cuda_graphs,
         )
-        if engine.length_knob == "max_seq_len":
-            engine.length_knob = "--max_prompt_seq_len + --max_answer_seq_len"
+        if engine.length_limit == "max_seq_len":
+            engine.length_limit = "--max_prompt_seq_len + --max_answer_seq_len"
         return engine
 
     # -- choices -----------------------------------------------------------------------------------

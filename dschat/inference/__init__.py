@@ -1,4 +1,4 @@
-"""Generation without DeepSpeed: the engine, its scheduler and sampler, the Hugging Face generator.
+"""Text generation without DeepSpeed: inference engine, scheduler, sampling, decoder, KV cache.
 
 The names below load on first use: ``protocol`` alone needs no torch.
 """

@@ -1,11 +1,9 @@
-"""Decode steps captured once and replayed: CUDA graphs, per bucket of batch and length.
+"""Captures decode steps as CUDA graphs and replays them, one per bucket of batch size and length.
 
-Tokens, positions, slot_mapping and pages of the decoding sequences come in, logits go out. Inputs
-are
-copied into tensors that never move, batches are padded to the next bucket by rows that write to a
-page nobody owns, and attention reads the next bucket of lengths instead of `max_seq_len`. Weights
-are refreshed in place, so a graph outlives optimizer steps; it is captured again only when weights
-or cache lie somewhere else. It must not know sequences or sampling.
+Inputs are copied into static tensors. A batch is padded to its bucket with rows that write to the
+cache's trash page, and attention reads the bucket's length instead of `max_seq_len`. Weights are
+refreshed in place, so a graph outlives optimizer steps; it is captured again only when weights or
+cache are reallocated.
 """
 
 import logging
@@ -14,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dschat.config.errors import first_line
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -21,19 +20,19 @@ from dschat.inference.model.kv_cache import KVCache
 logger = logging.getLogger("dschat")
 
 Step = Callable[[], Tensor]
-Capture = Callable[[Step], Step]  # -> replay: runs it again on what the inputs hold by then
+Capture = Callable[[Step], Step]  # -> replay: runs the step on the current content of its inputs
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _SHORTEST = 128  # tokens: length buckets are this, and multiples that grow by about a third
 
 
 def batch_bucket(count: int, largest: int) -> int:
-    """The captured batch that ``count`` sequences are padded to; at most ``largest``."""
+    """The batch size that ``count`` sequences are padded to; at most ``largest``."""
     return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
 
 
 def length_bucket(length: int, largest: int) -> int:
-    """How many keys attention reads for sequences of up to ``length``; at most ``largest``."""
+    """Number of keys that attention reads for lengths up to ``length``; at most ``largest``."""
     bucket = _SHORTEST
     while bucket < length:
         bucket += max(_SHORTEST, bucket // 3 // _SHORTEST * _SHORTEST)
@@ -41,7 +40,7 @@ def length_bucket(length: int, largest: int) -> int:
 
 
 def capture_cuda(step: Step) -> Step:
-    """Record ``step`` as a CUDA graph, after a run that warms its kernels up."""
+    """Record ``step`` as a CUDA graph, after a warm-up run."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -63,7 +62,7 @@ class DecodeGraphs:
 
     Args:
         max_num_seqs, max_seq_len: the largest batch and length.
-        capture: how a step is recorded; the default needs CUDA.
+        capture: records a step; the default needs CUDA.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class DecodeGraphs:
         self.num_captured = 0
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
-        """Whether the captured addresses are still those of ``decoder`` and ``cache``."""
+        """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
         same = decoder is self._decoder and cache is self._cache
         return same and self._version == decoder.weights.version
 
@@ -96,10 +95,11 @@ class DecodeGraphs:
     def logits(
         self, packed: Tensor, longest: int, pages: list[list[int]], in_order: bool
     ) -> Tensor | None:
-        """Logits (B, V) of one decode step; None where capturing failed (the caller goes eager).
+        """Logits (B, V) of one decode step; None if the capture failed and the caller must decode
+        eagerly.
 
         ``packed`` (3, B) int64 on the CPU: tokens, positions, slot_mapping. ``longest``: keys of
-        the longest sequence. ``in_order``: sequence b lies in page b, whole.
+        the longest sequence. ``in_order``: sequence b is in page b, whole.
         """
         count = packed.shape[1]
         size = batch_bucket(count, self._max_num_seqs)
@@ -141,11 +141,7 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(step)
         except RuntimeError as error:
             self.failed = True
-            logger.warning("CUDA graphs do not work here, decoding eagerly: %s", _first(error))
+            logger.warning("CUDA graph capture failed, decoding eagerly: %s", first_line(error))
             return False
         self.num_captured += 1
         return True
-
-
-def _first(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

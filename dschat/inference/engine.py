@@ -1,12 +1,10 @@
-"""The inference engine: prompts in, answers with their log-probs out.
+"""Generates answers and their log-probs with continuous batching over a paged KV cache.
 
-A transformers config and a stream of weights make it; it needs no DeepSpeed and no module of
-transformers. Prompts are computed once each, answers decode together by continuous batching, and
-what an answer is does not depend on what is computed beside it. It must not know where weights come
-from, nor what the answers are for.
+An `InferenceEngine` is made from a transformers config and a stream of weights, without DeepSpeed
+and without a transformers module. A prompt is computed once for all its samples, and an answer does
+not depend on the other sequences of its batches.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.distributed import Group
 from dschat.inference.kernels import fused_decode
 from dschat.inference.model.architectures import model_spec
@@ -37,8 +37,6 @@ from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
 
-logger = logging.getLogger("dschat")
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,25 +47,26 @@ class InferenceEngine:
         config: the model's transformers config.
         dtype, device: of weights and cache.
         stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
-        num_tokens: of the tokenizer; ids beyond it, to which a head may have rows, are not drawn.
+        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
+            never drawn.
         max_num_seqs: sequences that decode together.
-        max_seq_len: longest prompt + answer; default and bound: what the model has positions for.
-        max_num_batched_tokens: tokens of one step; longer prompts come in pieces.
-        kv_cache_gib: size of the key-value cache; default: what ``max_num_seqs`` sequences of
-            ``max_seq_len`` need, within half of the free memory.
-        page_size: tokens of a page; default: ``max_seq_len``, a whole sequence.
+        max_seq_len: longest prompt + answer; default and maximum: the model's positions.
+        max_num_batched_tokens: tokens per step; longer prompts are computed in chunks.
+        kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
+            ``max_seq_len``, but at most half of the free memory.
+        page_size: tokens per page; default: ``max_seq_len``, one page per sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
         cuda_graphs: on CUDA, capture decode steps and replay them.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
-        UserError: sizes that cannot work, naming the knob.
+        UserError: a size that cannot work, by its name.
     """
 
     def __init__(
         self,
-        config: Any,
+        config: PretrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -84,7 +83,7 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
         self.group = group or Group()
-        panels = fused_decode.suits(self.spec, dtype, device, self.group.size)
+        panels = fused_decode.applies(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self.stop_ids = tuple(stop_ids)
         self.num_tokens = min(num_tokens or self.spec.vocab_size, self.spec.vocab_size)
@@ -106,48 +105,48 @@ class InferenceEngine:
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
         if kv_cache_gib is not None:
-            self._num_pages()  # a cache that holds nothing is refused before weights come
+            self._num_pages()  # a cache too small for one page is refused before weights load
         self._decoder: Decoder | None = None
         self._use_graphs = cuda_graphs and device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
-        self.length_knob = "max_seq_len"  # what error messages call it
+        self.length_limit = "max_seq_len"  # its name in error messages
         if max_seq_len is None or bound == self.max_seq_len:
-            self.length_knob = "the model's positions"
+            self.length_limit = "the model's positions"
         self.stats = GenerationStats()
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, dtype: str = "float32", device: str = "cpu", **knobs: Any
+        cls, path: str | Path, dtype: str = "float32", device: str = "cpu", **options: Any
     ) -> "InferenceEngine":
-        """An engine with the weights of a Hugging Face checkpoint; ``knobs`` as above.
+        """An engine with the weights of a Hugging Face checkpoint; ``options`` as above.
 
         Raises:
             UserError: the checkpoint is missing, damaged or incomplete (the tensor is named).
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
-        place = _device(device)
+        torch_device = _device(device)
         try:
             config = read_config(str(path), "path")
             generation = read_generation_config(str(path), "path")
         except OSError as error:
-            checkpoint_stream(path)  # says it better where there is no such folder
-            raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+            checkpoint_stream(path)  # raises the better error for a missing folder
+            raise UserError(f"{path}: {first_line(error)}") from None
         if "ForSequenceClassification" in str(config.architectures):
             raise UserError(f"{path} is a reward model, which scores and does not talk; name an LM")
         config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(path)
         stops = config.eos_token_id
         if generation is not None and generation.eos_token_id is not None:
             stops = generation.eos_token_id
-        if "stop_ids" not in knobs and stops is not None:
-            knobs["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
-        engine = cls(config, DTYPES[dtype], place, **knobs)
+        if "stop_ids" not in options and stops is not None:
+            options["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
+        engine = cls(config, DTYPES[dtype], torch_device, **options)
         engine.load_checkpoint(path)
         return engine
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Read the weights of a checkpoint; one tensor of it is in memory at a time."""
+        """Load the weights of a checkpoint, with one of its tensors in memory at a time."""
         names = normalised_names(self.weights.names, self.spec.prefix)
         try:
             self.weights.check(
@@ -160,9 +159,9 @@ class InferenceEngine:
             ) from None
 
     def borrow_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Read ``tensors`` (by Hugging Face name) where they lie; see `Weights.borrow`.
+        """Read ``tensors`` (by Hugging Face name) in place; see `Weights.borrow`.
 
-        Harmless to repeat: only weights that have moved are looked up again.
+        A repeated call does nothing unless a tensor's address has changed.
         """
         addresses = [tensor.data_ptr() for tensor in tensors.values()]
         if addresses != self._borrowed_addresses:
@@ -173,17 +172,17 @@ class InferenceEngine:
 
     @property
     def max_positions(self) -> int:
-        """Longest prompt + answer: within the model's positions and the cache."""
+        """Longest prompt + answer that fits the model's positions and the cache."""
         return min(self.max_seq_len, self.cache.num_pages * self.page_size)
 
     def bytes_per_token(self) -> int:
-        """Of keys and values, on this rank."""
+        """Bytes of a token's keys and values in all layers, on this rank."""
         heads = 2 * self.weights.num_kv_heads * self.spec.head_size
         return self.spec.num_layers * heads * self.dtype.itemsize
 
     @property
     def cache(self) -> KVCache:
-        """The key-value cache, made when it is first needed."""
+        """The KV cache, allocated on first use. Collective in the group then."""
         if self._cache is None:
             spec = self.spec
             self._cache = KVCache(
@@ -204,21 +203,21 @@ class InferenceEngine:
             budget = int(self._kv_cache_gib * 2**30)
         else:
             budget = free_bytes(self.device) // 2
-        # Ranks of a group must cut the same pages.
+        # All ranks of a group must have the same number of pages.
         fit = min(self.group.gather_objects(budget // page_bytes))
         if fit < 1:
             raise UserError(
-                f"a key-value cache of {budget / 2**30:.3g} GiB holds no page of {self.page_size} "
-                f"tokens ({page_bytes / 2**30:.3g} GiB); raise kv_cache_gib or lower max_seq_len"
+                f"a KV cache of {budget / 2**30:.3g} GiB is smaller than a page of {self.page_size}"
+                f" tokens ({page_bytes / 2**30:.3g} GiB); raise kv_cache_gib or lower max_seq_len"
             )
         return min(wanted, fit)
 
     def release_cache(self) -> None:
-        """Let the key-value cache go, and graphs that read it; the next `generate` makes both."""
+        """Free the KV cache and the graphs that read it; the next `generate` allocates both."""
         self._cache = self._runner = None
 
     def release_weights(self) -> None:
-        """Let the weights go, if they are its own; `weights.load` must bring them again."""
+        """Free the weights unless they are borrowed; `weights.load` must be called again."""
         self.weights.drop()
         self._decoder = self._runner = None
 
@@ -233,13 +232,13 @@ class InferenceEngine:
     ) -> Rollout:
         """Answer every prompt ``sampling.n`` times; see `dschat.inference.protocol.Generator`.
 
-        Collective within the tensor-parallel group, whose ranks may bring different numbers of
-        prompts, none included. ``max_new_tokens`` bounds the answers of each prompt by itself
-        (default: ``sampling.max_new_tokens`` for all).
+        Collective in the tensor-parallel group, whose ranks may have different numbers of prompts,
+        also none. ``max_new_tokens``: limit of each prompt's answers (default:
+        ``sampling.max_new_tokens`` for all).
 
         Raises:
             UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
-                cache or the model, each by its number.
+                cache or the model, by its number.
         """
         indices = list(range(len(prompts))) if indices is None else indices
         limits = max_new_tokens
@@ -248,12 +247,11 @@ class InferenceEngine:
         for name, values in (("indices", indices), ("max_new_tokens", limits)):
             if len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")
-        mine = list(zip(prompts, indices, limits, strict=True))
-        problem = self._problem(mine)
-        pooled = self.group.gather_objects((problem, mine))
-        for message, _ in pooled:
-            if message is not None:
-                raise UserError(message)
+        local = list(zip(prompts, indices, limits, strict=True))
+        pooled = self.group.gather_objects((self._problem(local), local))
+        for problem, _ in pooled:
+            if problem is not None:
+                raise UserError(problem)
         entries = [entry for _, part in pooled for entry in part]
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
         done: dict[int, list[Sequence]] = {id(p): [None] * sampling.n for p in queue}
@@ -261,7 +259,7 @@ class InferenceEngine:
             if finished:
                 done[id(sequence.prompt)][sequence.sample] = sequence
         first = sum(len(part) for _, part in pooled[: self.group.rank])
-        answers = [s for p in queue[first : first + len(mine)] for s in done[id(p)]]
+        answers = [s for p in queue[first : first + len(local)] for s in done[id(p)]]
         return Rollout(
             [s.answer for s in answers],
             [s.logprobs for s in answers],
@@ -269,20 +267,18 @@ class InferenceEngine:
         )
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
-        """The tokens of one answer, each as soon as it is decoded. Closing the iterator ends it."""
+        """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
-        entry = (prompt, 0, sampling.max_new_tokens)
-        problem = self._problem([entry])
-        if problem is not None:
+        if (problem := self._problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
         queue = [Prompt(prompt, 0, 1, sampling.max_new_tokens)]
         for _, token, _ in self._steps(queue, sampling):
             yield token
 
     def _problem(self, entries: list[tuple[list[int], int, int]]) -> str | None:
-        """What is wrong with the first prompt that cannot be answered, in one line."""
-        cache = self.cache  # NOTE made by all ranks of a group together, prompts or not
+        """One line about the first (prompt, index, limit) that cannot be answered, or None."""
+        cache = self.cache  # NOTE: a collective, so before any return
         for i, (ids, _, limit) in enumerate(entries):
             if (fault := prompt_problem(i, ids)) is not None:
                 return fault
@@ -298,20 +294,20 @@ class InferenceEngine:
             if total > self.max_seq_len:
                 return (
                     f"prompt {i} has {len(ids)} tokens; with {limit} new ones that exceeds "
-                    f"{self.length_knob} = {self.max_seq_len}"
+                    f"{self.length_limit} = {self.max_seq_len}"
                 )
             if cache.pages_for(total) > cache.num_pages:
                 return (
-                    f"prompt {i} has {len(ids)} tokens; with {limit} new ones that is more than "
-                    f"the key-value cache can ever hold ({cache.num_pages} pages of "
-                    f"{cache.page_size} tokens); raise kv_cache_gib"
+                    f"prompt {i} has {len(ids)} tokens; with {limit} new ones that exceeds the KV "
+                    f"cache ({cache.num_pages} pages of {cache.page_size} tokens); raise "
+                    "kv_cache_gib"
                 )
         return None
 
     def _steps(
         self, queue: list[Prompt], sampling: SamplingParams
     ) -> Iterator[tuple[Sequence, int, bool]]:
-        """Every token as it is drawn: its sequence, its id, and whether it is the last."""
+        """Yields (sequence, token id, whether it is the last one) for every token drawn."""
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
         stats.num_pages = self.cache.num_pages if queue else 0
         if not queue:
@@ -336,7 +332,7 @@ class InferenceEngine:
             scheduler.clear()
 
     def _step_runner(self) -> StepRunner:
-        """What runs steps; made again where the cache is another one."""
+        """The step runner, made on first use and after a release."""
         if self._decoder is None:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:
@@ -349,14 +345,14 @@ class InferenceEngine:
 def _draw(
     sampler: Sampler, rows: list[list[Sequence]], logits: Tensor
 ) -> tuple[list[int], list[float]]:
-    """One token for each sequence; those of one row (samples of a prompt) share its logits."""
-    drawing = [s for row in rows for s in row]
-    if not drawing:
+    """Draw one token per sequence. ``rows[r]``: sequences that share row r of the logits."""
+    sequences = [s for row in rows for s in row]
+    if not sequences:
         return [], []
-    if len(drawing) > len(rows):
+    if len(sequences) > len(rows):
         repeats = torch.tensor([len(row) for row in rows], device=logits.device)
         logits = logits.repeat_interleave(repeats, dim=0)
-    return sampler.draw(logits, drawing)
+    return sampler.draw(logits, sequences)
 
 
 def _advance(
@@ -366,24 +362,24 @@ def _advance(
     logprobs: list[float],
     stops: frozenset[int],
 ) -> list[tuple[Sequence, int, bool]]:
-    """Append what was drawn; finish sequences and start the other samples of a prompt."""
+    """Append the drawn tokens; finish sequences, and queue the other samples of new prompts."""
     drawn = iter(zip(tokens, logprobs, strict=True))
     events = []
     for row in rows:
-        alive = []
+        unfinished = []
         for sequence in row:
             token, logprob = next(drawn)
             sequence.answer.append(token)
             sequence.logprobs.append(logprob)
             sequence.stopped = token in stops
-            over = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
-            events.append((sequence, token, over))
-            if not over:
-                alive.append(sequence)
+            is_last = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
+            events.append((sequence, token, is_last))
+            if not is_last:
+                unfinished.append(sequence)
         first = row[0]
         if len(row) > 1:
-            scheduler.queue_samples(first, [s for s in alive if s is not first])
-        if first not in alive:
+            scheduler.queue_samples(first, [s for s in unfinished if s is not first])
+        if first not in unfinished:
             scheduler.finish(first)
     return events
 
@@ -394,5 +390,5 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise UserError(f"device {name} is unknown; use cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: there is no CUDA device here; use cpu")
+        raise UserError(f"device {name}: this machine has no CUDA device; use cpu")
     return device

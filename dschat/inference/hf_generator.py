@@ -1,14 +1,13 @@
-"""Seam 3 for any architecture: generation with a Hugging Face module.
+"""Generates with a Hugging Face module, for architectures that the inference engine does not know.
 
-Ragged prompts and a module come in, a `Rollout` goes out. The module is either training's own (ZeRO
-0-2: its weights are whole on every rank) or a copy filled from a weight stream (ZeRO-3). It must
-not know which, nor anything of DeepSpeed, rewards or text.
+The module is the one in training (ZeRO 0-2: its weights are whole on every rank) or a copy filled
+from a weight stream (ZeRO-3).
 
 Prompts are padded on the right and answers start in the next column, so a row has a gap that its
-mask hides; positions are explicit, and no row begins with padding. A prompt is computed once for
-all its samples. Architectures that take no explicit positions, that count columns for a local
-window, or whose cache is not plain attention over all tokens get batches of prompts of one length:
-no gap. What an architecture does beyond that a self-check finds out.
+attention mask hides; positions are explicit, and no row begins with padding. A prompt is computed
+once for all its samples. Architectures without explicit positions, with a local window over columns
+or with a cache other than plain attention over all tokens get batches of prompts of one length,
+without gaps. A self-check detects other architectures that cannot decode like this.
 """
 
 import inspect
@@ -31,30 +30,33 @@ from dschat.models.eval_mode import evaluating
 
 logger = logging.getLogger("dschat")
 
-# What configs call the keys that a local layer sees (sliding_window, GPT-Neo's window_size).
+# Config fields for the size of a local attention window (sliding_window, GPT-Neo's window_size).
 _WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
-_CHECKED_TOKENS = 8  # of each answer of the self-check
-# A larger gap, in nats of a sequence's mean log-prob, is no rounding. Seen: 1e-6 to 1e-4 in fp32,
-# and 0.9 to 30 where something was wrong. In 16 bits a router of experts may choose another one.
-_LARGEST_GAP = {torch.float32: 0.01}
-_LARGEST_GAP_16_BIT = 0.25
+_CHECKED_TOKENS = 8  # per answer of the self-check
+# Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed: 1e-6
+# to 1e-4 in fp32, 0.9 to 30 with wrong results. In 16 bits a MoE router may choose another expert.
+_TOLERANCE = {torch.float32: 0.01}
+_TOLERANCE_16_BIT = 0.25
 
 
 @dataclass
 class Batching:
-    """Which rows an architecture decodes together; the self-check turns off what is not sound."""
+    """How an architecture's rows are batched; the self-check turns off what gives wrong results."""
 
-    with_gaps: bool  # prompts of several lengths; gaps are behind the shorter ones
-    copies_cache: bool  # a prompt is computed once for all its samples; finished rows leave
-    unchecked: bool
+    with_gaps: bool  # batch prompts of several lengths, with gaps after the shorter ones
+    copies_cache: bool  # compute a prompt once for all its samples; remove finished rows
+    unchecked: bool  # the self-check is still to run
 
 
 class HuggingFaceGenerator:
-    """Generates with ``module``, a causal LM whose weights are whole on this process.
+    """Generates with ``module``, a causal LM whose weights are whole on this rank.
 
-    ``stop_ids`` end an answer. ``max_num_seqs`` bounds the rows that decode together.
-    ``num_tokens``: ids of the tokenizer; rows that the head has beyond them are never drawn.
-    ``self_check``: compare a few answers of the first rollout with plain forwards, see `generate`.
+    Args:
+        stop_ids: tokens that end an answer.
+        max_num_seqs: maximum number of rows that decode together.
+        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
+            never drawn.
+        self_check: compare a few answers of the first rollout with plain forwards, see `generate`.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class HuggingFaceGenerator:
         parameters = inspect.signature(base.forward).parameters
         if "past_key_values" not in parameters:
             raise UserError(
-                f"{type(base).__name__} cannot generate here: its forward takes no key-value cache "
-                f"(past_key_values)"
+                f"{self._name} cannot generate here: its forward has no past_key_values argument; "
+                "use another model"
             )
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -94,7 +96,7 @@ class HuggingFaceGenerator:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence the model has positions for; None where nothing bounds it."""
+        """The model's number of positions; None if unbounded."""
         return getattr(self._config, "max_position_embeddings", None)
 
     @torch.no_grad()
@@ -107,8 +109,8 @@ class HuggingFaceGenerator:
         """Answer every prompt ``sampling.n`` times; see `Generator`.
 
         Raises:
-            UserError: a prompt that cannot be answered; or the self-check finds that decoding with
-                a cache computes another distribution than a plain forward.
+            UserError: a prompt that cannot be answered; or, by the self-check, log-probs with a
+                cache that differ from those of a plain forward.
         """
         indices = list(range(len(prompts))) if indices is None else indices
         self._check(prompts, sampling)
@@ -138,7 +140,7 @@ class HuggingFaceGenerator:
 
     @torch.no_grad()
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
-        """The tokens of one answer, each as soon as it is decoded."""
+        """The tokens of one answer as they are decoded."""
         self._check([prompt], sampling)
         with evaluating(self.module):
             for _, tokens, _ in self._decode([prompt], [0], [0], sampling):
@@ -156,37 +158,37 @@ class HuggingFaceGenerator:
                 )
 
     def _check_itself(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Two samples each of a long and a short prompt against plain forwards of the module.
+        """Compare two samples each of a long and a short prompt with plain forwards of the module.
 
-        Where they differ, prompts of one length decode together from then on, every sample computes
-        its prompt, and rows stay to the end: right for states outside the cache, too.
+        If they differ, only prompts of one length decode together from then on, every sample
+        computes its prompt, and finished rows stay. This is also right for state outside the cache.
         """
         self.batching.unchecked = False
         long, short = max(prompts, key=len), min(prompts, key=len)
         if len(short) == len(long):
             short = long[: (len(long) + 1) // 2]
         sampling = SamplingParams(min(_CHECKED_TOKENS, max_new_tokens), n=2, ignore_eos=True)
-        limit = _LARGEST_GAP.get(next(self.module.parameters()).dtype, _LARGEST_GAP_16_BIT)
-        gap = self._gap([long, short], sampling)
-        if gap <= limit:
+        tolerance = _TOLERANCE.get(next(self.module.parameters()).dtype, _TOLERANCE_16_BIT)
+        error = self._error([long, short], sampling)
+        if error <= tolerance:
             return
         self.batching.with_gaps = self.batching.copies_cache = False
-        careful = self._gap([long, short], sampling)
-        if not careful <= limit:
+        error_unshared = self._error([long, short], sampling)
+        if not error_unshared <= tolerance:
             raise UserError(
-                f"{self._name} cannot generate here: with its cache, log-probs are {careful:.2g} "
-                "nats off those that training computes; use another model"
+                f"{self._name} cannot generate here: log-probs of cached decoding differ by "
+                f"{error_unshared:.2g} nats from those that training computes; use another model"
             )
         logger.warning(
-            "SLOWER GENERATION: %s's log-probs are %.2g nats off where prompts share a cache; only "
-            "prompts of one length decode together, and each sample computes its own",
-            *(self._name, gap),
+            "SLOWER GENERATION: %s's log-probs differ by %.2g nats if sequences share a cache; "
+            "decoding only prompts of one length together, each sample with its own prefill",
+            *(self._name, error),
         )
 
-    def _gap(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
-        """Largest mean, over a sequence, of |log-prob of its rollout - of a plain forward|."""
+    def _error(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
+        """Largest mean, over a sequence, of |rollout log-prob - log-prob of a plain forward|."""
         rollout = self._generate(prompts, sampling, list(range(len(prompts))))
-        n, gaps = sampling.n, []
+        n, errors = sampling.n, []
         with evaluating(self.module):
             for p, prompt in enumerate(prompts):
                 answers = rollout.token_ids[p * n : (p + 1) * n]
@@ -194,11 +196,11 @@ class HuggingFaceGenerator:
                 logits = self.module(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
                 plain = token_logprobs(logits, ids[:, len(prompt) :]).cpu()
                 drawn = torch.tensor(rollout.logprobs[p * n : (p + 1) * n])
-                gaps.append((drawn - plain).abs().mean(1))
-        return float(torch.cat(gaps).max())
+                errors.append((drawn - plain).abs().mean(1))
+        return float(torch.cat(errors).max())
 
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
-        """Prompts that decode together: longest first; of one length where gaps are not allowed."""
+        """Prompts that decode together, longest first; of one length unless gaps are allowed."""
         size = max(1, self._max_num_seqs // samples)
         batch: list[int] = []
         for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
@@ -217,8 +219,10 @@ class HuggingFaceGenerator:
         ids = torch.full((len(prompts), longest), self._pad_id)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        if not self.batching.copies_cache:  # RecurrentGemma takes one token for a decode step
-            self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)  # forgets its state
+        if not self.batching.copies_cache:
+            # NOTE: RecurrentGemma keeps state in its layers and treats a prompt of one token as a
+            # decode step; a forward without cache clears that state.
+            self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)
         cache = DynamicCache(config=self._config)
         last, options = lengths - 1, {}
         if self._takes_positions:
@@ -239,7 +243,7 @@ class HuggingFaceGenerator:
         indices: list[int],
         sampling: SamplingParams,
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Per step: rows still running (prompt-major in ``batch``), their tokens and log-probs."""
+        """Yields per step: unfinished rows (prompt-major in ``batch``), tokens and log-probs."""
         n, device = sampling.n, self.device
         copies = 1 if self.batching.copies_cache else n
         logits, cache = self._prefill([prompts[p] for p in batch for _ in range(copies)])
@@ -272,8 +276,7 @@ class HuggingFaceGenerator:
             finished |= torch.isin(tokens, ends)
             if position + 1 == sampling.max_new_tokens or finished.all():
                 return
-            # A finished row leaves at once: rows are few enough that copying the cache beats
-            # decoding on.
+            # Finished rows are removed at once: copying the cache is cheaper than decoding them.
             if finished.any() and self.batching.copies_cache:
                 keep = (~finished).nonzero().squeeze(1)
                 cache.reorder_cache(keep)
@@ -293,32 +296,32 @@ class HuggingFaceGenerator:
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a weight stream into a whole module; every weight must arrive exactly once.
+    """Copy a weight stream into a whole module. Every weight must appear exactly once.
 
-    Raises ``RuntimeError`` naming what was missing, unknown, repeated or of another shape: our own
-    invariant.
+    Raises:
+        RuntimeError: a weight is missing, unknown, repeated or of another shape (our invariant).
     """
     targets = module.state_dict(keep_vars=True)
-    waiting = {name for name, p in module.named_parameters()}
+    parameters = {name for name, _ in module.named_parameters()}
     seen: set[str] = set()
     for name, tensor in stream:
         if name not in targets:
-            raise RuntimeError(f"the weight stream brought {name}, which the module does not have")
+            raise RuntimeError(f"the weight stream has {name}, which the module does not have")
         if name in seen:
-            raise RuntimeError(f"the weight stream brought {name} twice")
+            raise RuntimeError(f"the weight stream has {name} twice")
         target = targets[name]
         if target.shape != tensor.shape:  # NOTE: copy_ would broadcast
             shapes = f"{tuple(tensor.shape)} instead of {tuple(target.shape)}"
-            raise RuntimeError(f"the weight stream brought {name} in shape {shapes}")
+            raise RuntimeError(f"the weight stream has {name} in shape {shapes}")
         target.data.copy_(tensor)
         seen.add(name)
         del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
-    if waiting - seen:
-        raise RuntimeError(f"the weight stream lacked {sorted(waiting - seen)[:3]}")
+    if parameters - seen:
+        raise RuntimeError(f"the weight stream lacks {sorted(parameters - seen)[:3]}")
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A module of ``config`` to be filled; refused, with the figure, where it does not fit."""
+    """An uninitialised module of ``config``; ``UserError`` with its size if it does not fit."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())

@@ -1,7 +1,7 @@
-"""Drawing the tokens of a step: random numbers, what may not be drawn yet, one choice for a group.
+"""Draws the next token of each sequence in a step.
 
-Logits and the sequences they belong to come in; tokens and log-probs go out. It must not know how
-logits are computed.
+Adds to `dschat.inference.sampling` what depends on sequences: their random numbers, the minimum
+answer length, and the same tokens on all ranks of a tensor-parallel group.
 """
 
 import torch
@@ -13,12 +13,17 @@ from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampling import sample, uniforms
 from dschat.inference.scheduler import Sequence
 
-_AHEAD = 128  # positions whose random numbers are drawn at once
+_AHEAD = 128  # positions per batch of random numbers
 
 
 class Sampler:
-    """Draws as ``sampling`` says; ``stops`` end an answer; no id from ``num_tokens`` on is drawn;
-    ``group`` must take the same tokens."""
+    """Samples with ``sampling``.
+
+    Args:
+        stops: tokens that end an answer.
+        num_tokens: ids from this one on are never drawn.
+        group: tensor-parallel ranks, which all get the same tokens.
+    """
 
     def __init__(
         self,
@@ -33,28 +38,30 @@ class Sampler:
         known = [t for t in sorted(stops) if 0 <= t < num_tokens]
         self._stops = torch.tensor(known, dtype=torch.int64, device=device)
 
-    def draw(self, logits: Tensor, drawing: list[Sequence]) -> tuple[list[int], list[float]]:
-        """A token and its log-prob for each of ``drawing``, from its row of ``logits`` (R, V)."""
+    def draw(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+        """Collective in the group. A token and its log-prob for each sequence, from its row of
+        ``logits`` (R, V).
+        """
         sampling, uniform, forbidden = self._sampling, None, None
         if sampling.temperature > 0:
-            _draw_ahead([s for s in drawing if not s.uniforms], sampling)
-            numbers = [s.uniforms.pop() for s in drawing]
+            _refill_uniforms([s for s in sequences if not s.uniforms], sampling)
+            numbers = [s.uniforms.pop() for s in sequences]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if sampling.min_new_tokens and len(self._stops):
-            young = [len(s.answer) < sampling.min_new_tokens for s in drawing]
-            if any(young):
-                forbidden = (torch.tensor(young, device=self._device), self._stops)
-        if self._draws_plainly(logits, forbidden):
+            too_short = [len(s.answer) < sampling.min_new_tokens for s in sequences]
+            if any(too_short):
+                forbidden = (torch.tensor(too_short, device=self._device), self._stops)
+        if self._kernel_applies(logits, forbidden):
             kernels = cpu.load()
             tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self._num_tokens)
         else:
             tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
-        # Every rank of a group has the same logits; this makes sure of the same tokens.
+        # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         tokens = self._group.broadcast(tokens)
         return tokens.tolist(), logprobs.tolist()
 
-    def _draws_plainly(self, logits: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the whole distribution is drawn from, on a CPU that has the kernel for it."""
+    def _kernel_applies(self, logits: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether the CPU kernel can draw: from the whole distribution, without truncation."""
         s = self._sampling
         return (
             s.temperature > 0
@@ -67,8 +74,8 @@ class Sampler:
         )
 
 
-def _draw_ahead(sequences: list[Sequence], sampling: SamplingParams) -> None:
-    """Random numbers of the next positions, last one first: they are popped."""
+def _refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None:
+    """Set the random numbers of the next positions, last position first, as they are popped."""
     if not sequences:
         return
     ahead = min(_AHEAD, sampling.max_new_tokens)

@@ -1,12 +1,11 @@
-"""Drawing tokens: counter-based random numbers, truncation, inverse-CDF sampling, log-probs.
+"""Samples tokens from logits: counter-based random numbers, truncation, inverse CDF, log-probs.
 
-Logits in, token ids and log-probs out; pure functions of tensors that both generators share. One
-uniform is drawn per sequence and position, not one per vocabulary entry, and the vocabulary is
-walked as seldom as possible: on a CPU every pass over (R, V) is a tenth of a millisecond. Nothing
-here knows models or batches: a row's token and log-prob do not depend on the rows beside it.
+Pure functions of tensors that both generators share. A row's token and log-prob do not depend on
+the other rows of its batch. One uniform is drawn per sequence and position, not one per vocabulary
+entry, and passes over the vocabulary are few: on a CPU each pass over (R, V) takes 0.1 ms.
 
-NOTE: on CUDA nothing here may wait for the device (no ``item``, no boolean indexing): generators
-capture it in graphs. The one branch on data, in `_top_p`, is taken on CPU alone.
+NOTE: on CUDA nothing here may synchronise with the device (no ``item``, no boolean indexing). The
+only branch on data, in `_top_p`, is on CPU.
 """
 
 import torch
@@ -20,10 +19,10 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-_BLOCK = 128  # tokens a block of the two-level CDF; 64 to 512 cost about the same
-_ONE_LEVEL = 4096  # up to so many tokens, starting more operations costs more than the walk
+_BLOCK = 128  # tokens per block of the two-level CDF; 64 to 512 take about the same time
+_ONE_LEVEL = 4096  # below this vocabulary size, one cumulative sum is faster than two levels
 
-# Top-p on CPU looks at so many of the likeliest tokens before it sorts the whole vocabulary. At
+# Top-p on CPU tries these numbers of likeliest tokens before it sorts the whole vocabulary. At
 # 16 x 50,272 a topk of 128 takes 1.7 ms, of 4,096 5.5 ms, a sort 30 ms.
 _NUCLEUS_SIZES = (128, 4096)
 
@@ -39,10 +38,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniforms(seed: int, prompt_index: Tensor, sample_index: Tensor, position: Tensor) -> Tensor:
-    """One number in [0, 1) per row, a hash of (seed, prompt, sample, position) and of nothing else.
+    """One number in [0, 1) per element: a hash of (seed, prompt, sample, position) only.
 
-    The three tensors are int64 and of shapes that broadcast, such as (S, 1), (S, 1) and (1, A);
-    returns float64 of the shape they broadcast to.
+    The three tensors are int64 with shapes that broadcast, such as (S, 1), (S, 1) and (1, A).
+    Returns float64 of the broadcast shape.
     """
     state = torch.full_like(prompt_index, seed)
     for counter in (prompt_index, sample_index, position):
@@ -51,10 +50,10 @@ def uniforms(seed: int, prompt_index: Tensor, sample_index: Tensor, position: Te
 
 
 def _coarse_cdf(weights: Tensor) -> Tensor:
-    """Cumulative mass of contiguous ``weights`` (R, V) fp32 in float64; the last is the total.
+    """Cumulative sums in float64 of contiguous ``weights`` (R, V) fp32; the last one is the total.
 
-    Of a small vocabulary after every token (R, V); of a large one before the first and after every
-    block of tokens (R, blocks + 1).
+    Small vocabularies: after every token, (R, V). Large ones: before the first and after every
+    block of tokens, (R, blocks + 1).
     """
     num_rows, num_tokens = weights.shape
     if num_tokens <= _ONE_LEVEL:
@@ -63,47 +62,48 @@ def _coarse_cdf(weights: Tensor) -> Tensor:
     sums = weights.new_zeros(num_rows, 1 + blocks + (rest > 0))
     whole = weights[:, : blocks * _BLOCK].unflatten(-1, (blocks, _BLOCK))
     torch.sum(whole, -1, out=sums[:, 1 : 1 + blocks])
-    if rest:  # NOTE: summed apart, because padding would copy everything
+    if rest:  # NOTE: summed separately, because padding would copy everything
         torch.sum(weights[:, -rest:], -1, out=sums[:, -1])
     return sums.cumsum(-1, dtype=torch.float64)
 
 
 def _draw(weights: Tensor, cdf: Tensor, uniform: Tensor) -> Tensor:
-    """`inverse_cdf` (R, 1) of contiguous ``weights`` whose `_coarse_cdf` is known.
+    """`inverse_cdf` (R, 1) of contiguous ``weights`` with their `_coarse_cdf`.
 
-    A search from the right stops at the first sum above the target, so at a token with mass, as
-    long as the target is below the total: below 1 times anything it is, in float64 too.
+    ``right=True`` finds the first sum above the target, so never a token of probability zero as
+    long as the target is below the total. It is: ``uniform`` < 1, also after rounding to float64.
     """
     last = weights.shape[-1] - 1
     target = uniform.to(cdf).unsqueeze(-1) * cdf[:, -1:]
-    found = torch.searchsorted(cdf, target, right=True)
+    position = torch.searchsorted(cdf, target, right=True)
     if last < _ONE_LEVEL:
-        return found.clamp_(max=last)  # a row of NaN must not reach beyond the vocabulary
-    block = found - 1
-    # Beyond the end stands the last token again. That changes nothing before it, and what lands
-    # there is the last token's.
+        return position.clamp_(max=last)  # a row of NaN must not exceed the vocabulary
+    block = position - 1
+    # Columns beyond the end repeat the last token: sums before it are unchanged, and a target that
+    # falls there gets the last token.
     columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inside = weights.gather(-1, columns.clamp_(max=last)).cumsum(-1, dtype=torch.float64)
-    # The block's sum was rounded otherwise: what is past its tokens belongs to the last with mass.
+    # The block's sum may round differently: a target past its tokens gets the last with mass.
     target = torch.minimum(target - cdf.gather(-1, block), inside[:, -1:] * (1 - 2.0**-53))
     return (block * _BLOCK + torch.searchsorted(inside, target, right=True)).clamp_(max=last)
 
 
 @torch.no_grad()
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which each row's cumulative mass passes ``uniform`` x its total.
+    """The token at which each row's cumulative probability exceeds ``uniform`` x the row's total.
 
     ``probs`` (R, V) fp32, not necessarily normalised; ``uniform`` (R,) float64 in [0, 1). Returns
-    ids (R,) int64, never one of probability zero. The mass is summed in float64, first over blocks
-    of tokens, then inside the one block that holds the target.
+    ids (R,) int64, never one of probability zero. Sums are in float64: over blocks of tokens, then
+    inside the block that contains the target.
     """
     probs = probs.contiguous()
     return _draw(probs, _coarse_cdf(probs), uniform).squeeze(-1)
 
 
 def _cut(ordered: Tensor, share: float, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Zero all after the token at which the mass of ``ordered`` (R, K), descending, reaches
-    ``share`` of ``total`` (R, 1) float64, by default of its own. Also whether it does: (R,) bool.
+    """Zero the tokens after the one at which the sum of ``ordered`` (R, K), descending, reaches
+    ``share`` of ``total`` (R, 1) float64 (default: of its own sum). Also returns whether each row
+    reaches it, (R,) bool.
     """
     size = ordered.shape[-1]
     cdf = ordered.cumsum(-1, dtype=torch.float64)
@@ -113,12 +113,12 @@ def _cut(ordered: Tensor, share: float, total: Tensor | None = None) -> tuple[Te
 
 
 def _top_p(probs: Tensor, top_p: float) -> Tensor:
-    """The nucleus of every row, in place of its vocabulary (R, V).
+    """``probs`` (R, V) with zeros outside each row's nucleus.
 
-    On CPU rows whose nucleus is small, nearly all of a trained model's, are spared the sort.
+    On CPU, rows with a small nucleus (nearly all of a trained model's) skip the full sort.
     """
     num_rows, num_tokens = probs.shape
-    kept = torch.zeros_like(probs, memory_format=torch.contiguous_format)
+    nucleus = torch.zeros_like(probs, memory_format=torch.contiguous_format)
     total = _coarse_cdf(probs.contiguous())[:, -1:]
     starts = torch.arange(num_rows, device=probs.device).unsqueeze(-1) * num_tokens
     sizes = () if probs.is_cuda else tuple(k for k in _NUCLEUS_SIZES if k < num_tokens)
@@ -128,22 +128,22 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
         else:
             ordered, ids = probs.sort(-1, descending=True)
         ordered, enough = _cut(ordered, top_p, total)
-        if size < num_tokens:  # NOTE: the next look may see other tokens of equal probability
+        if size < num_tokens:  # NOTE: the next topk may select other tokens of equal probability
             ordered.masked_fill_(~enough.unsqueeze(-1), 0.0)
-        kept.view(-1).scatter_(0, (ids + starts).view(-1), ordered.view(-1))
+        nucleus.view(-1).scatter_(0, (ids + starts).view(-1), ordered.view(-1))
         if size == num_tokens or enough.all():
             break
         probs, total, starts = probs[~enough], total[~enough], starts[~enough]
-    return kept
+    return nucleus
 
 
 def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
     """Zero what top-k, top-p and min-p exclude; ``probs`` (R, V) fp32, not necessarily normalised.
 
-    Top-k comes first, then top-p on the renormalised rest, then min-p, each relative to the
-    likeliest token that is left. The likeliest token always stays. Top-p keeps the fewest of the
-    likeliest tokens that together reach the share p. Of equally likely tokens at the border just as
-    many stay as the definition counts, always the same ones. Returns a new tensor (R, V).
+    Order: top-k, then top-p on the renormalised rest, then min-p relative to the likeliest token.
+    Top-p keeps the smallest set of likeliest tokens whose mass reaches p. The likeliest token
+    always stays. Ties at the threshold are broken deterministically, so the number of tokens kept
+    is as defined. Returns a new tensor (R, V).
     """
     num_tokens = probs.shape[-1]
     if 0 < params.top_k < num_tokens:
@@ -166,8 +166,8 @@ def _without(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def _forbidden_mass(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Log of the sum of exp(``scores`` (R, K)) in ``rows``, elsewhere minus infinity: (R, 1)."""
-    repeated = (ids.unsqueeze(1) == ids).tril(-1).any(1)  # an id named twice has its mass once
+    """Logsumexp of ``scores`` (R, K) in ``rows``, minus infinity in other rows: (R, 1)."""
+    repeated = (ids.unsqueeze(1) == ids).tril(-1).any(1)  # a repeated id counts once
     absent = ~rows.unsqueeze(-1) | repeated
     return scores.masked_fill(absent, -torch.inf).logsumexp(-1, keepdim=True)
 
@@ -180,15 +180,18 @@ def sample(
     forbidden: tuple[Tensor, Tensor] | None = None,
     num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of ``logits`` (R, V), of any floating dtype; they stay as they are.
+    """Draw one token per row of ``logits`` (R, V), of any floating dtype, without changing them.
 
-    ``uniform`` (R,) float64 is not needed when greedy. ``forbidden`` is a pair, rows (R,) bool and
-    ids (K,) int64 below V: in those rows those ids are not drawn, as if the model gave them
-    probability zero; every row must have something left. Both on the device of ``logits``.
-    ``num_tokens``: ids from it on are drawn in no row (a head may have more rows than its tokenizer
-    has tokens).
-    Returns ids (R,) int64 and log-probs (R,) fp32: the log-softmax of the raw logits / T, before
-    any truncation or prohibition (T = 1 when greedy).
+    Args:
+        uniform: (R,) float64; not needed when greedy.
+        forbidden: rows (R,) bool and ids (K,) int64 below V, on the device of ``logits``. These ids
+            have probability zero in these rows; every row must keep a token.
+        num_tokens: ids from this one on are never drawn (a head may have more rows than its
+            tokenizer has tokens).
+
+    Returns:
+        ids (R,) int64 and log-probs (R,) fp32: the log-softmax of the raw logits / T, before
+        truncation and forbidden ids (T = 1 when greedy).
     """
     temperature = params.logprob_temperature
     logits = logits.float()

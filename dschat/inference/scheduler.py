@@ -1,13 +1,13 @@
-"""Continuous batching: which sequences bring which tokens to the next step.
+"""Schedules sequences and cache pages for continuous batching.
 
-Prompts come in; plans of steps go out, and the tokens that were drawn come back. Page numbers are
-its currency; it must not know tensors, weights or how tokens are drawn. It looks at nothing but
-lengths and tokens, so the ranks of a tensor-parallel group all make the same plan.
+Each step, `Scheduler.schedule` selects the sequences and the number of tokens that each computes.
+It depends on lengths and tokens alone, so all ranks of a tensor-parallel group make the same
+schedule without communication.
 
-A sequence's tokens are prompt + answer; `computed` of them have keys and values in the cache. To
-advance it, the rest is computed and a token is drawn: usually one (decode), at first the whole
-prompt (prefill), after a preemption everything again. Samples of one prompt share its pages; the
-page that a prompt ends in is copied, for what follows differs.
+A sequence's tokens are prompt + answer; the first ``computed`` of them have keys and values in the
+cache. A step computes the others and then draws one token: the others are usually one (decode), at
+first the whole prompt (prefill), after a preemption everything. Samples of one prompt share its
+pages; the last page, if it is partly filled, is copied, because their answers differ.
 """
 
 from collections import deque
@@ -18,19 +18,19 @@ from dschat.inference.model.kv_cache import KVCache
 
 @dataclass(eq=False)
 class Prompt:
-    """One prompt and its samples."""
+    """A prompt and its pending samples."""
 
     ids: list[int]
-    number: int  # in the whole rollout: random numbers depend on it
+    number: int  # its index in the whole rollout, on which random numbers depend
     num_samples: int
     max_new_tokens: int
-    pages: list[int] = field(default_factory=list)  # held while samples wait to share them
-    waiting: int = 0  # samples that do
+    pages: list[int] = field(default_factory=list)  # held for samples that wait to share them
+    waiting: int = 0  # number of such samples
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer in the making."""
+    """One sample of a prompt: the answer so far and its pages."""
 
     prompt: Prompt
     sample: int
@@ -54,19 +54,19 @@ class Sequence:
 
 @dataclass
 class StepSchedule:
-    """The sequences of one step, and how many tokens each brings: decodes one, chunks the rest."""
+    """The sequences of one step: each decode computes one token, each chunk a number of them."""
 
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
 
     @property
     def ready(self) -> list[Sequence]:
-        """Sequences that are complete after the step, in the order of its rows: each draws."""
+        """Sequences whose tokens are all computed after the step, in row order: each draws one."""
         return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
 
 
 class Scheduler:
-    """``max_num_seqs`` sequences have pages at a time; a step computes ``max_num_batched_tokens``.
+    """Runs up to ``max_num_seqs`` sequences, with up to ``max_num_batched_tokens`` tokens a step.
 
     Statistics: ``preemptions``, ``peak_pages``.
     """
@@ -89,13 +89,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    # -- planning ----------------------------------------------------------------------------------
+    # -- scheduling --------------------------------------------------------------------------------
 
     def schedule(self) -> StepSchedule:
-        """What the next step computes. Every sequence in it has pages for its new tokens."""
+        """The next step. Every sequence in it has pages for its new tokens."""
         size = self._cache.page_size
         for sequence in list(self._running):
-            # One without pages: an older one has preempted it just now.
+            # NOTE: a sequence without pages was preempted earlier in this loop.
             if sequence.pages and len(sequence) > size * len(sequence.pages):
                 self._grow(sequence)
         self._admit()
@@ -112,15 +112,15 @@ class Scheduler:
                 chunks.append((sequence, min(rest, budget)))
                 budget -= chunks[-1][1]
         assert decodes or chunks, "nothing can run: the cache is too small for any sequence"
-        # Whole prompts first, the longest in front: they attend together, padded.
+        # Whole prompts first, longest first: they attend as one padded batch.
         chunks.sort(key=lambda item: (item[0].computed > 0, -item[1]))
         return StepSchedule(decodes, chunks)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Pages for all tokens of a running sequence; the newest ones make room."""
+        """Allocate pages for all tokens of a running sequence, preempting the newest if needed."""
         missing = self._cache.pages_for(len(sequence)) - len(sequence.pages)
         while missing > self._cache.num_free:
-            if self._forget_held():
+            if self._release_held():
                 continue
             newest = self._running[-1]
             self._preempt(newest)
@@ -129,9 +129,9 @@ class Scheduler:
         if missing > 0:
             sequence.pages += self._cache.allocate(missing)
 
-    def _forget_held(self) -> bool:
-        """Let go of pages held for samples that wait: these will compute their prompt again."""
-        for sequence in reversed(self._waiting):  # the first in line will share them soonest
+    def _release_held(self) -> bool:
+        """Release pages held for waiting samples, which will then compute their prompt again."""
+        for sequence in reversed(self._waiting):  # the first in the queue needs them soonest
             if sequence.forked and sequence.prompt.pages:
                 self._cache.release(sequence.prompt.pages)
                 sequence.prompt.pages = []
@@ -139,7 +139,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's pages; it waits in front and is computed again."""
+        """Release a sequence's pages; it waits at the front of the queue and is computed again."""
         self._running.remove(sequence)
         self._cache.release(sequence.pages)
         sequence.pages, sequence.computed = [], 0
@@ -154,13 +154,13 @@ class Scheduler:
             sequence = self._waiting[0]
             shares = sequence.forked and bool(sequence.prompt.pages)
             needed = self._pages_to_admit(sequence, shares)
-            # A little room to grow, or what comes in would be thrown out at once.
+            # Spare pages for growth, else the new sequence could be preempted at once.
             spare = (
                 -(-len(self._running) // 16) if self._cache.num_pages > self._max_num_seqs else 0
             )
             if needed + spare > self._cache.num_free:
-                # NOTE: with nobody running nobody will free a page; held ones must give way.
-                if not self._running and self._forget_held():
+                # NOTE: if no sequence runs, only the held pages can be freed.
+                if not self._running and self._release_held():
                     continue
                 return
             self._waiting.popleft()
@@ -179,19 +179,19 @@ class Scheduler:
         return needed - len(sequence.prompt.pages) + self._must_copy(sequence.prompt)
 
     def _must_copy(self, prompt: Prompt) -> bool:
-        """Whether the page the prompt ends in is written by another sample already."""
+        """Whether another sample already writes to the prompt's last page."""
         partial = len(prompt.ids) % self._cache.page_size > 0
         return partial and self._cache.num_users(prompt.pages[-1]) > 1
 
     def _fork(self, sequence: Sequence) -> None:
-        """Share the prompt's pages; copy the last one where another sample goes on writing it."""
+        """Share the prompt's pages; copy the last one if another sample writes to it."""
         prompt, cache = sequence.prompt, self._cache
         pages = list(prompt.pages)
         if self._must_copy(prompt):
-            (own,) = cache.allocate(1)
-            cache.copy_page(pages[-1], own, (len(prompt.ids) - 1) % cache.page_size + 1)
+            (copy,) = cache.allocate(1)
+            cache.copy_page(pages[-1], copy, (len(prompt.ids) - 1) % cache.page_size + 1)
             cache.retain(pages[:-1])
-            pages[-1] = own
+            pages[-1] = copy
         else:
             cache.retain(pages)
         missing = cache.pages_for(len(sequence)) - len(pages)
@@ -209,10 +209,9 @@ class Scheduler:
             prompt.pages = []
 
     def _compact(self) -> None:
-        """Where a page is a whole sequence: keep the used ones together, in front.
+        """If a page holds a whole sequence, move the used pages to the front of the cache.
 
-        Then a batch is a plain slice of the cache. Only once nobody waits: else the next one fills
-        the gap.
+        A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap.
         """
         if self._waiting or any(len(s.pages) != 1 for s in self._running):
             return
@@ -221,20 +220,19 @@ class Scheduler:
             if page >= len(self._running) and self._cache.num_users(page) == 1:
                 sequence.pages = [self._cache.swap_out(page, sequence.computed)]
 
-    # -- what came of it ---------------------------------------------------------------------------
+    # -- results of a step -------------------------------------------------------------------------
 
     def computed(self, schedule: StepSchedule) -> None:
-        """The step has run: its tokens are in the cache."""
+        """Record that the step has run: its tokens are in the cache."""
         for sequence in schedule.decodes:
             sequence.computed += 1
         for sequence, count in schedule.chunks:
             sequence.computed += count
 
     def spawn(self, sequence: Sequence) -> list[Sequence]:
-        """The samples that begin once a prompt's first sample has computed it; all draw from its
-        row.
+        """All samples of a prompt that its first sample has just computed; they draw from one row.
 
-        Returns ``sequence`` alone where there are no others, or they exist already.
+        Returns only ``sequence`` if it is the only sample or the others already exist.
         """
         prompt = sequence.prompt
         if prompt.num_samples == 1 or sequence.sample > 0 or sequence.answer:
@@ -242,7 +240,7 @@ class Scheduler:
         return [sequence, *(Sequence(prompt, i, forked=True) for i in range(1, prompt.num_samples))]
 
     def queue_samples(self, first: Sequence, samples: list[Sequence]) -> None:
-        """``samples`` of ``first``'s prompt, their first token drawn, wait for its pages."""
+        """Queue ``samples`` of ``first``'s prompt, which have one token, to share its pages."""
         if not samples:
             return
         prompt = first.prompt
@@ -252,18 +250,16 @@ class Scheduler:
         self._waiting.extendleft(reversed(samples))
 
     def finish(self, sequence: Sequence) -> None:
-        """A running sequence has its last token."""
+        """Remove a running sequence that has its last token."""
         self._running.remove(sequence)
         self._cache.release(sequence.pages)
         sequence.pages = []
 
     def clear(self) -> None:
-        """Give everything up: all pages are free again."""
+        """Drop all sequences and free their pages."""
         for sequence in self._running:
             self._cache.release(sequence.pages)
-        for sequence in self._waiting:
-            if sequence.forked and sequence.prompt.pages:
-                self._cache.release(sequence.prompt.pages)
-                sequence.prompt.pages = []
+        while self._release_held():
+            pass
         self._running.clear()
         self._waiting.clear()

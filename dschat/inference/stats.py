@@ -1,7 +1,4 @@
-"""What one call of `generate` did: tokens, seconds, how full cache and slots were.
-
-Plans of steps come in, rates go out. It must not know how a step is computed.
-"""
+"""Counts tokens, seconds and cache use of one call of `generate`."""
 
 from dataclasses import dataclass
 
@@ -10,10 +7,10 @@ from dschat.inference.scheduler import StepSchedule
 
 @dataclass
 class GenerationStats:
-    """What one call of `generate` did on this rank (all of a tensor-parallel group's prompts).
+    """Statistics of one call of `generate`, over all prompts of the tensor-parallel group.
 
-    A step that computes prompts counts as prefill, with the tokens it decodes on the side; any
-    other is decode.
+    A step with prompt tokens counts as prefill, including the sequences that decode in it; any
+    other step counts as decode.
     """
 
     prompts: int = 0
@@ -39,19 +36,19 @@ class GenerationStats:
 
     @property
     def occupancy(self) -> float:
-        """Share of the slots that decode steps used."""
+        """Mean share of ``max_num_seqs`` that decoded in a decode step."""
         slots = self.decode_steps * self.max_num_seqs
         return self.decode_tokens / slots if slots else 0.0
 
     @property
     def cache_use(self) -> float:
-        """Largest share of the pages in use."""
+        """Peak share of the pages in use."""
         return self.peak_pages / self.num_pages if self.num_pages else 0.0
 
     def count(self, schedule: StepSchedule, num_drawn: int, seconds: float) -> None:
         """Add a step that drew ``num_drawn`` tokens."""
         self.answer_tokens += num_drawn
-        # A prompt's last token, or its only one, may come among the decoding rows.
+        # The last token of a prompt may be among the decoding rows.
         self.prefill_tokens += sum(not s.answer for s in schedule.decodes)
         if schedule.chunks:
             self.prefill_tokens += sum(count for _, count in schedule.chunks)

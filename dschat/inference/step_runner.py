@@ -1,8 +1,8 @@
-"""One step on the device: a plan of sequences in, the logits they draw from out.
+"""Runs one scheduled step on the device and returns the logits to sample from.
 
-It lays the tokens of a plan end to end, says where their keys and values go, and runs the decoder:
-eagerly, or as a captured graph where all sequences decode. It must not know sampling, nor what
-comes before or after the step.
+Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, as a
+captured CUDA graph, or as one fused call on a CPU. The last two need a step in which all sequences
+decode.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger("dschat")
 
 
 class StepRunner:
-    """Runs steps of ``decoder`` over ``cache``; ``use_graphs``: capture decode steps (CUDA)."""
+    """Runs steps of ``decoder`` over ``cache``. ``use_graphs``: capture decode steps (CUDA)."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class StepRunner:
         self._fused: FusedDecode | None = None
 
     def logits(self, schedule: StepSchedule) -> Tensor:
-        """Logits of the rows that draw, (R, V)."""
+        """Logits (R, V) of the rows in ``schedule.ready``."""
         cache, size = self._cache, self._cache.page_size
         tokens, positions, slot_mapping, last_rows = [], [], [], []
         chunks: list[Chunk] = []
@@ -77,8 +77,8 @@ class StepRunner:
         )
         hidden = self._decoder.hidden(packed[0], packed[1], attention)
         if chunks:
-            kept = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
-            hidden = hidden.index_select(0, kept.to(self._device))
+            rows = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
+            hidden = hidden.index_select(0, rows.to(self._device))
         return self._decoder.logits(hidden)
 
     def _fused_step(self) -> FusedDecode:
@@ -87,12 +87,12 @@ class StepRunner:
         return self._fused
 
     def _graphs_work(self) -> bool:
-        """Whether decode steps are replayed; captured graphs that no longer fit are let go."""
+        """Whether decode steps use graphs; drops captured graphs that no longer fit."""
         if not self._use_graphs or (self._graphs is not None and self._graphs.failed):
             return False
         if self._graphs is None or not self._graphs.fits(self._decoder, self._cache):
             if self._graphs is not None:
-                logger.info("weights or cache have moved: capturing decode graphs again")
+                logger.info("weights or cache were reallocated: capturing decode graphs again")
             self._graphs = DecodeGraphs(
                 self._decoder, self._cache, self._max_num_seqs, self._max_seq_len
             )
@@ -121,5 +121,5 @@ class StepRunner:
 
 
 def _in_order(pages: list[list[int]]) -> bool:
-    """Whether sequence b lies in page b: then a batch is a slice of the cache."""
+    """Whether sequence b is in page b, so that a batch is a slice of the cache."""
     return all(p[0] == b for b, p in enumerate(pages))

@@ -46,7 +46,7 @@ def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
     module = module_of("llama")
     gib = cache_gib(engine(module), 48)
     made = engine(module, page_size=page_size, kv_cache_gib=gib)
-    message = "prompt 1 has 39 tokens; with 10 new ones .* cache can ever hold .* kv_cache_gib"
+    message = "prompt 1 has 39 tokens; with 10 new ones that exceeds the KV cache .* kv_cache_gib"
     with pytest.raises(UserError, match=message) as error:
         made.generate([[1], [1] * 39], SAMPLING)
     assert_one_line(error)
@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
 @pytest.mark.parametrize("gib", [0, -1, 1e-9])
 def test_a_cache_without_a_page(gib, module_of):
     with pytest.raises(
-        UserError, match="holds no page of 64 tokens .* raise kv_cache_gib"
+        UserError, match="is smaller than a page of 64 tokens .* raise kv_cache_gib"
     ) as error:
         engine(module_of("llama"), kv_cache_gib=gib)
     assert_one_line(error)

@@ -56,13 +56,13 @@ def test_the_same_answers_as_call_by_call(name, module_of, monkeypatch):
 
 def test_only_small_fp32_models_on_one_cpu():
     spec = model_spec(CONFIGS["llama"]())
-    assert fused_decode.suits(spec, torch.float32, CPU, 1)
-    assert not fused_decode.suits(spec, torch.bfloat16, CPU, 1)
-    assert not fused_decode.suits(spec, torch.float32, torch.device("cuda"), 1)
-    assert not fused_decode.suits(spec, torch.float32, CPU, 2)
+    assert fused_decode.applies(spec, torch.float32, CPU, 1)
+    assert not fused_decode.applies(spec, torch.bfloat16, CPU, 1)
+    assert not fused_decode.applies(spec, torch.float32, torch.device("cuda"), 1)
+    assert not fused_decode.applies(spec, torch.float32, CPU, 2)
     config = CONFIGS["llama"]()
     config.hidden_size, config.intermediate_size = 1024, 4096
-    assert not fused_decode.suits(model_spec(config), torch.float32, CPU, 1)
+    assert not fused_decode.applies(model_spec(config), torch.float32, CPU, 1)
 
 
 def test_new_weights_are_the_next_answers(steps_taken):

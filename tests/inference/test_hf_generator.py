@@ -252,11 +252,11 @@ def test_fill_insists_on_every_weight_exactly_once(tiny):
     def filled(stream):
         fill(empty_copy(source.config, torch.float32, torch.device("cpu")), stream)
 
-    with pytest.raises(RuntimeError, match="lacked .*lm_head.weight"):
+    with pytest.raises(RuntimeError, match="lacks .*lm_head.weight"):
         filled([w for w in weights if w[0] != "lm_head.weight"])
-    with pytest.raises(RuntimeError, match="brought nonsense"):
+    with pytest.raises(RuntimeError, match="has nonsense"):
         filled([*weights, ("nonsense", weights[0][1])])
-    with pytest.raises(RuntimeError, match="brought lm_head.weight twice"):
+    with pytest.raises(RuntimeError, match="has lm_head.weight twice"):
         filled([*weights, weights[-1]])
     with pytest.raises(RuntimeError, match="lm_head.weight"):  # of another shape: no broadcasting
         filled([*weights[:-1], ("lm_head.weight", torch.ones(VOCAB, 1))])

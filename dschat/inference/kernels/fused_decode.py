@@ -55,7 +55,7 @@ class _Model(ctypes.Structure):
     ]
 
 
-def suits(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: int) -> bool:
+def applies(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: int) -> bool:
     """Whether a model's decode steps should go through here; then its weights keep panels."""
     return (
         (device.type, dtype, num_ranks) == ("cpu", torch.float32, 1)

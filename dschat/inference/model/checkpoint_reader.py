@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
 
 # In the order of transformers' from_pretrained.
@@ -181,7 +182,7 @@ def _load_pickle(file: Path) -> object:
 
 def _unreadable(file: Path, error: Exception) -> UserError:
     return UserError(
-        f"{file} cannot be read ({_first_line(error)}); if it is damaged or incomplete, copy or "
+        f"{file} cannot be read ({first_line(error)}); if it is damaged or incomplete, copy or "
         f"download it again"
     )
 
@@ -241,7 +242,7 @@ def _locate(path: str, filename: str) -> Path | None:
         file = cached_file(path, filename, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise UserError(
-            f"{path} is not a folder, and the hub has no such model ({_first_line(error)}); check "
+            f"{path} is not a folder, and the hub has no such model ({first_line(error)}); check "
             f"the name"
         ) from error
     return None if file is None else Path(file)
@@ -252,7 +253,3 @@ def _base_of(adapter: Path) -> str:
         return f" {json.loads(adapter.read_text(encoding='utf-8'))['base_model_name_or_path']}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # the message does without it
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
