@@ -1,1 +1,1 @@
-"""Kernels of the decoder and their loaders."""
+"""C kernels of the decoder for CPUs, and their compilation."""

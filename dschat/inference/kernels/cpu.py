@@ -1,13 +1,12 @@
-"""cpu_kernels.c and cpu_step.c, compiled on first use and called on tensors.
+"""Compiles cpu_kernels.c and cpu_step.c on first use and calls them on tensors.
 
-Between a decode step's matrix products stand about a hundred torch operations that each cost more
-to start than to compute. The kernels do the same in a call or two a layer, or (`small_step.py`) all
-of a step in one. They are compiled with the system's C compiler into the user's cache folder, once
-per source, compiler and processor; where that does not work `load` returns None, and torch's
-operations do the work. It must not know the decoder, the cache or what a step is for.
+Besides its matrix products, a decode step takes about a hundred torch operations, whose launch
+costs more than their computation. The kernels need a call or two per layer instead, or one per step
+(`fused_decode.py`). The system's C compiler builds them into the user's cache folder, once per
+source, compiler and processor. If that fails, `load` returns None and torch's operations are used.
 
-NOTE: the kernels read raw addresses. Tensors are contiguous fp32 on the CPU (indices int64) unless
-a docstring says otherwise; whoever holds them checks that once, not in every call.
+NOTE: the kernels read raw addresses. Tensors must be contiguous fp32 on the CPU (indices int64)
+unless a docstring says otherwise; callers check that once, not in every call.
 """
 
 import ctypes
@@ -30,7 +29,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_step.c")
 _HEADER = _FOLDER / "cpu_kernels.h"
 _COMPILERS = ("cc", "gcc", "clang")
-# No -ffast-math: it would reorder sums, and answers would depend on the compiler.
+# No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -70,13 +69,14 @@ class Kernels:
         self._norm_and_rotate = library.dschat_norm_and_rotate
         self._attend = library.dschat_decode_attention
         self._draw = library.dschat_draw
-        self.decode_step = library.dschat_decode_step  # small_step.py knows its arguments
+        self.decode_step = library.dschat_decode_step  # called by `FusedDecode`
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """``x`` (rows, n) += ``added``, in place; returns its layer norm, or without ``bias`` its
-        RMS norm (Zhang and Sennrich 2019, equation 4)."""
+        """``x`` (rows, n) += ``added``, in place. Returns its layer norm, or its RMS norm if
+        ``bias`` is None (Zhang and Sennrich 2019, equation 4).
+        """
         out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(),
@@ -104,11 +104,11 @@ class Kernels:
         norms: tuple[Tensor, Tensor, float] | None,
         rotary: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        """Make query and key heads of (T, H + 2 K, D) ready, in place.
+        """Normalise and rotate the query and key heads of (T, H + 2 K, D), in place.
 
-        ``norms``: RMS norm of each query head and each key head, their weights (D,) and eps.
-        ``rotary``: positions (T,), cos and sin of every position (P, rotary dim), as
-        `dschat.inference.model.rotary.Rotary` has them.
+        ``norms``: weights (D,) of the RMS norms of query and of key heads, and eps. ``rotary``:
+        positions (T,), cos and sin of every position (P, rotary dim), see
+        `dschat.inference.model.rotary.Rotary`.
         """
         rows, all_heads, head_size = heads_THD.shape
         q_weight, k_weight, eps = norms or (None, None, 0.0)
@@ -133,7 +133,8 @@ class Kernels:
         self, logits: Tensor, temperature: float, uniform: Tensor, num_tokens: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """`dschat.inference.sampling.sample` without truncation: ``logits`` (R, V), ``uniform``
-        (R,) float64 -> ids (R,) int64 below ``num_tokens`` and log-probs (R,) fp32."""
+        (R,) float64 -> ids (R,) int64 below ``num_tokens`` and log-probs (R,) fp32.
+        """
         num_rows, size = logits.shape
         ids = uniform.new_empty(num_rows, dtype=torch.int64)
         logprobs = logits.new_empty(num_rows)
@@ -157,18 +158,20 @@ class Kernels:
         page_size: int,
         slopes: Tensor | None,
     ) -> "DecodeAttention":
-        """Attention of a step in which B sequences bring one token each, for all layers.
+        """Attention of a step in which B sequences decode one token each, for all layers.
 
-        ``lengths`` (B,): keys each sees, its own included. ``slot_mapping`` (B,): where in the
-        cache the
-        new keys and values go first; None: they are there. ``block_table`` (B, pages), rows of any
-        stride; None: sequence b lies in page b. ``slopes`` (H,): ALiBi's.
+        Args:
+            lengths: (B,) keys that each attends to, its own included.
+            slot_mapping: (B,) cache slots to write the new keys and values to first; None: they
+                are already written.
+            block_table: (B, pages), rows of any stride; None: sequence b is in page b.
+            slopes: (H,) ALiBi's.
         """
         return DecodeAttention(self._attend, lengths, slot_mapping, block_table, page_size, slopes)
 
 
 class DecodeAttention:
-    """`Kernels.decode_attention`, prepared. It keeps the step's tensors alive."""
+    """A prepared `Kernels.decode_attention`. Keeps the step's tensors alive."""
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ class DecodeAttention:
         page_size: int,
         slopes: Tensor | None,
     ) -> None:
-        self._function, self._held = function, (lengths, slot_mapping, block_table, slopes)
+        self._function, self._tensors = function, (lengths, slot_mapping, block_table, slopes)
         self._step = _Step(
             rows=lengths.shape[0],
             page_size=page_size,
@@ -194,8 +197,9 @@ class DecodeAttention:
     def __call__(
         self, heads_THD: Tensor, rows_N2KD: Tensor, window: int | None, scale: float
     ) -> Tensor:
-        """Heads (B or more, H + 2 K, D) and a layer's cache by place, K keys and then K values of
-        each token (slot_mapping, 2 K, D); returns (B, H * D)."""
+        """Heads (B or more, H + 2 K, D) and a layer's cache (slots, 2 K, D), with K keys before K
+        values in each slot -> (B, H * D).
+        """
         step = self._step
         num_pairs, head_size = rows_N2KD.shape[1:]
         num_heads = heads_THD.shape[1] - num_pairs
@@ -218,34 +222,34 @@ class DecodeAttention:
 
 @functools.cache
 def load() -> Kernels | None:
-    """The kernels, compiled if need be (a second or two, once per machine).
+    """The kernels, compiled on first use (a second or two, once per machine).
 
-    None where the environment says ``DSCHAT_CPU_KERNELS=0``, or there is no compiler, or it fails:
-    nothing is lost but speed.
+    None with ``DSCHAT_CPU_KERNELS=0``, without a C compiler, or if compilation fails; decoding is
+    then slower.
     """
     if os.environ.get("DSCHAT_CPU_KERNELS") == "0":
         return None
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        logger.debug("no C compiler: torch's operations decode on the CPU")
+        logger.debug("no C compiler: decoding with torch's operations on the CPU")
         return None
     try:
         return Kernels(ctypes.PyDLL(str(_library(compiler))))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        logger.debug("CPU kernels do not work here, torch's operations decode instead: %s", error)
+        logger.debug("CPU kernels cannot be used, decoding with torch's operations: %s", error)
         return None
 
 
 def _library(compiler: str) -> Path:
-    """The compiled source, from the cache folder or into it.
+    """Path of the compiled library, built if the cache folder lacks it.
 
-    Its SHA-256 follows the library in the file: loading a damaged one would kill the process.
+    The file ends in the library's SHA-256: loading a damaged library would crash the process.
     """
     path = _folder() / f"cpu_kernels-{_key(compiler)}.so"
     if path.is_file() and _is_whole(path.read_bytes()):
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # NOTE: several ranks may do this at once. Each writes a file of its own; the last name wins.
+    # NOTE: ranks may compile at the same time. Each writes its own file; the last rename wins.
     handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
@@ -270,7 +274,7 @@ def _folder() -> Path:
 
 
 def _key(compiler: str) -> str:
-    """What the machine code depends on: a home folder may be shared by unlike machines."""
+    """Hash of all that the machine code depends on: different machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
     sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, _processor().encode()]
@@ -278,11 +282,11 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Model and instruction sets, as far as the system tells."""
+    """Processor model and instruction sets, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    telling = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     first = {line.split(":")[0].strip(): line for line in reversed(lines)}
-    return "\n".join([platform.machine(), *(first.get(name, "") for name in telling)])
+    return "\n".join([platform.machine(), *(first.get(name, "") for name in fields)])

@@ -1,10 +1,10 @@
-/* What a decode step does between its matrix products, each in one call: norms, rotary positions,
- * the gated activation, attention over the paged cache. Called through ctypes by cpu_kernels.py.
+/* Computes the operations of a decode step between its matrix products: norms, rotary positions,
+ * the gated activation, attention over the paged cache. Called through ctypes by cpu.py.
  *
- * One thread, on purpose: a second OpenMP runtime beside torch's would fight it for the cores. All
- * arrays are fp32, all indices int64, all rows contiguous unless a stride is given. Rows are
- * computed one by one and summed in the order written here, whatever the compiler's flags and the
- * addresses: a row's result does not depend on the rows beside it, nor on how the cache is paged.
+ * One thread: a second OpenMP runtime would compete with torch's for the cores. All arrays are
+ * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
+ * one and summed in the order written here, independent of compiler flags and addresses: a row's
+ * result depends neither on the other rows nor on how the cache is paged.
  */
 #include "cpu_kernels.h"
 
@@ -33,7 +33,7 @@ INLINE float mean_of(const float *x, int64_t size)
     return (sum(total) + rest) / size;
 }
 
-/* One row; may be in place. Layer norm where there is a bias, else RMS norm. */
+/* One row; may be in place. Layer norm with a bias, RMS norm without. */
 INLINE void norm_row(
     const float *x, const float *weight, const float *bias, float *out, int64_t size, float eps)
 {
@@ -51,7 +51,7 @@ INLINE void norm_row(
     }
 }
 
-/* x (rows, size) += added, unless that is NULL; out (rows, size) = norm(x). */
+/* x (rows, size) += added, unless added is NULL; out (rows, size) = norm(x). */
 void dschat_add_norm(
     float *x, const float *added, const float *weight, const float *bias, float *out,
     int64_t rows, int64_t size, float eps)
@@ -85,10 +85,10 @@ void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t siz
 
 /* -- heads ------------------------------------------------------------------------------------ */
 
-/* The first num_q + num_k heads of each row, in place: normed where there are weights (num_q with
+/* The first num_q + num_k heads of each row, in place: normalised if there are weights (num_q with
  * q_weight, num_k with k_weight), then their first dim elements rotated by the row's position.
  *
- * heads: rows of `stride`. cos, sin (positions, dim): see Rotary in positions.py; dim 0: none. */
+ * heads: rows of `stride`. cos, sin (positions, dim): see Rotary in rotary.py; dim 0: none. */
 void dschat_norm_and_rotate(
     float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
     const float *q_weight, const float *k_weight, float eps,
@@ -215,7 +215,7 @@ INLINE void attend_row(
 }
 
 /* heads (rows, H + 2 K, D) -> out (rows, H D): softmax(scale q k + slope * -distance) v, over the
- * newest `window` keys (0: all). A place of the cache holds K keys, then K values, of D each. */
+ * newest `window` keys (0: all). A cache slot holds K keys, then K values, of D each. */
 void dschat_decode_attention(
     const struct step *s, const float *heads, float *cache, float *out, int64_t window, float scale)
 {

@@ -1,6 +1,6 @@
-/* What the kernels share: vectors of 16 floats, their sums and exponentials, struct step.
+/* Defines what the kernels share: vectors of 16 floats, their sums and exponentials, struct step.
  *
- * The compiler makes of a vector what the processor has (one AVX-512 register, two of AVX2, four of
+ * The compiler maps a vector to the processor's registers (one of AVX-512, two of AVX2, four of
  * NEON). Sums are taken in the order written, so the result is the same on all of them.
  */
 #ifndef DSCHAT_CPU_KERNELS_H
@@ -51,7 +51,7 @@ INLINE vec choose(ivec mask, vec a, vec b)
     return (vec)((mask & (ivec)a) | (~mask & (ivec)b));
 }
 
-/* exp(x) for x <= 0, to 2e-7 of itself; e^-87 for what is less. NaN stays NaN.
+/* exp(x) for x <= 0, relative error 2e-7; e^-87 for smaller x. NaN stays NaN.
  *
  * x = n ln 2 + r with |r| <= ln 2 / 2; the series of e^r to r^7 is 6e-9 short there. */
 INLINE vec exp_below_0(vec x)
@@ -78,14 +78,14 @@ INLINE vec gated(vec x, vec z)
     return x * choose(z < 0.0f, e * share, share);
 }
 
-/* What the layers of one step share. Row b's newest token has index lengths[b] - 1. Of its tokens
- * the one with index t lies in place table[b][t / page_size] * page_size + t % page_size of the
- * cache, or in place b * page_size + t where there is no table. */
+/* State that the layers of one step share. Row b's newest token has index lengths[b] - 1. Its token
+ * with index t is in cache slot table[b][t / page_size] * page_size + t % page_size, or in slot
+ * b * page_size + t without a table. */
 struct step {
     int64_t rows, num_heads, num_kv_heads, head_size, page_size, table_stride;
     const int64_t *lengths; /* (rows,) */
     const int64_t *table;   /* (rows, pages), rows of table_stride; or NULL */
-    const int64_t *slot_mapping; /* (rows,) where each row's key and value are put first; or NULL */
+    const int64_t *slot_mapping; /* (rows,) slots to write new keys and values to; or NULL */
     const float *slopes;    /* (num_heads,) ALiBi's; or NULL */
 };
 

@@ -1,14 +1,14 @@
-/* A whole decode step of a small model in one call, and the drawing of its tokens in another.
+/* Runs a whole decode step of a small model in one call, and draws its tokens in another.
  *
- * A model of a million parameters decodes a batch in the time that a dozen operations a layer take
- * to be started; here nothing is started but loops. One thread: larger models are better off with a
- * matrix product that uses all cores, and with kernels that are started one by one.
+ * A model of a million parameters decodes a batch in the time that launching a dozen operations per
+ * layer takes. One thread: larger models are faster with matrix products on all cores and one call
+ * per kernel.
  */
 #include "cpu_kernels.h"
 
 /* -- matrix product ---------------------------------------------------------------------------- */
 
-#define PANEL (2 * LANES) /* outputs whose weights lie together: for each input, PANEL weights */
+#define PANEL (2 * LANES) /* outputs whose weights are adjacent: for each input, PANEL weights */
 #ifdef __AVX512F__
 #define TILE 8 /* rows whose sums stay in registers: 8 x 2 of 32 */
 #else
@@ -16,7 +16,7 @@
 #endif
 
 /* out (num, n) = x (num, k) W^T + bias, for the n <= PANEL outputs of one panel (k, PANEL). A row's
- * sum runs over k in order, whatever num is: rows do not depend on their number. */
+ * sum runs over k in order, for any num: a row's result does not depend on the number of rows. */
 INLINE void panel_product(
     int num, const float *x, int64_t k, const float *panel, const float *bias, float *out,
     int64_t stride, int64_t n)
@@ -65,7 +65,7 @@ static void product(const struct linear *w, const float *x, int64_t rows, float 
 /* -- a step ------------------------------------------------------------------------------------ */
 
 struct norm {
-    const float *weight, *bias; /* weight NULL: there is none; bias NULL: RMS norm */
+    const float *weight, *bias; /* weight NULL: no norm; bias NULL: RMS norm */
 };
 
 struct layer {
@@ -167,8 +167,8 @@ void dschat_decode_step(
 
 #define CDF_BLOCK 128 /* logits whose exponentials are summed together, in fp32 */
 
-/* exp((logits - best) / T) of the CDF_BLOCK logits from `first` or what there is of them before
- * `end`, and their sum. What is 87 below is zero. */
+/* exp((logits - best) / T) of up to CDF_BLOCK logits from `first`, before `end`, and their sum.
+ * Exponents below -87 give zero. */
 INLINE float block_masses(
     const float *logits, int64_t first, int64_t end, float best, float temperature, float *out)
 {
@@ -201,10 +201,10 @@ INLINE float highest(const float *x, int64_t size)
     return best;
 }
 
-/* For each row of logits (rows, size): the token at which the cumulative mass of softmax(logits / T)
- * passes `uniform` times that of the first `count` tokens, the only ones drawn, and its log-
- * probability among all. Masses are summed in double between blocks and inside the one that holds
- * the target, as sampling.py does. A row of NaN gets the last token. */
+/* For each row of logits (rows, size): the token at which the cumulative mass of softmax(logits/T)
+ * exceeds `uniform` times the mass of the first `count` tokens, the only ones that can be drawn,
+ * and its log-probability among all tokens. Masses are summed in double over blocks and inside the
+ * block that contains the target, as in sampling.py. A row of NaN gets the last token. */
 void dschat_draw(
     const float *logits, int64_t rows, int64_t size, int64_t count, double temperature,
     const double *uniform, int64_t *ids, float *logprobs)

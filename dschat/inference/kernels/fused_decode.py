@@ -1,12 +1,11 @@
-"""A decode step of a small model in one C call.
+"""Runs a whole decode step of a small model in one C call.
 
-The weights of a decoder and a cache are described once, as the structures of cpu_step.c; then ids
-and positions of a step come in, and logits come out. Only steps in which every sequence decodes,
-fp32 on one CPU, for the families whose layers are pre-norm and sequential: what else there is, the
-decoder does. It must not know sequences or sampling.
+Describes the weights of a decoder and a cache once, as the structures of cpu_step.c; each step then
+maps ids and positions to logits. Applies to steps in which every sequence decodes, in fp32 on one
+CPU, for families with pre-norm, sequential layers. The decoder runs all other steps.
 
-NOTE: the structures hold raw addresses. They are good for one generation of the weights (a refresh
-writes in place) and one cache; whoever holds a `FusedDecode` asks `fits` before each step.
+NOTE: the structures hold raw addresses, which are valid for one `Weights.version` (a refresh writes
+in place) and one cache. Call `FusedDecode.fits` before each step.
 """
 
 import ctypes
@@ -21,8 +20,9 @@ from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.linear import Linear
 
-# Above so many parameters matrix products on all cores win over one call on one core. Measured on
-# two AVX-512 cores: 1.1 million 2.6 times as fast in one call, 2.5 million even, 4.2 million 0.8.
+# For larger models, matrix products on all cores are faster than one call on one core. Speed of one
+# call relative to the decoder on two AVX-512 cores: 1.1 million parameters 2.6, 2.5 million 1.0,
+# 4.2 million 0.8.
 MAX_PARAMETERS = 2_500_000
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
@@ -56,7 +56,7 @@ class _Model(ctypes.Structure):
 
 
 def applies(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks: int) -> bool:
-    """Whether a model's decode steps should go through here; then its weights keep panels."""
+    """Whether a model's decode steps use this kernel; its weights must then keep panels."""
     return (
         (device.type, dtype, num_ranks) == ("cpu", torch.float32, 1)
         and spec.num_parameters() <= MAX_PARAMETERS
@@ -70,13 +70,13 @@ def applies(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks
 
 
 class FusedDecode:
-    """``decoder``'s steps over ``cache``, until either is another one."""
+    """Runs ``decoder``'s steps over ``cache``, until either is replaced."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._version = decoder.weights.version
-        self._held: list[Tensor] = []  # what the structures point to
-        self._works = self._describe()
+        self._tensors: list[Tensor] = []  # kept alive: the structures point to them
+        self._available = self._describe()
         spec, weights = decoder.spec, decoder.weights
         out_size = spec.num_heads * spec.head_size
         qkv_size = out_size + 2 * spec.num_kv_heads * spec.head_size
@@ -86,7 +86,7 @@ class FusedDecode:
         self._vocab_size = weights.vocab_size
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
-        """Whether this describes what is there now."""
+        """Whether the structures describe this decoder and cache."""
         return (
             decoder is self._decoder
             and cache is self._cache
@@ -96,12 +96,12 @@ class FusedDecode:
     def logits(
         self, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, decodes: Decodes
     ) -> Tensor | None:
-        """Logits (B, V) of a step in which B sequences bring one token each.
+        """Logits (B, V) of a step in which B sequences decode one token each.
 
-        ``tokens``, ``positions``, ``slot_mapping`` (B,) int64, contiguous. None where the weights
-        have no panels (borrowed, or with adapters beside them).
+        ``tokens``, ``positions``, ``slot_mapping`` (B,) int64, contiguous. None if the weights have
+        no panels (borrowed, or with LoRA side products).
         """
-        if not self._works:
+        if not self._available:
             return None
         kernels = cpu.load()
         step = kernels.decode_attention(
@@ -181,5 +181,5 @@ class FusedDecode:
     def _hold(self, tensor: Tensor) -> int:
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.float32
-        self._held.append(tensor)
+        self._tensors.append(tensor)
         return tensor.data_ptr()

@@ -6,8 +6,8 @@ the decoder weight that each checkpoint tensor fills. A new family is a new row 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from dschat.config import UserError
@@ -93,12 +93,12 @@ class ModelSpec:
         return self.num_layers * (attention + mlp) + self.vocab_size * self.embedding_size
 
 
-Row = Callable[[Any], ModelSpec]
+Row = Callable[[PretrainedConfig], ModelSpec]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
-def model_spec(config: Any) -> ModelSpec:
+def model_spec(config: PretrainedConfig) -> ModelSpec:
     """The spec of a transformers ``config``.
 
     Raises:
@@ -122,7 +122,7 @@ def model_spec(config: Any) -> ModelSpec:
     return spec
 
 
-def _both(name: str, target: str, bias: bool = True, **layout: Any) -> list[WeightSource]:
+def _both(name: str, target: str, bias: bool = True, **layout: bool | str) -> list[WeightSource]:
     """The weight of a linear layer or norm, and its bias if it has one."""
     suffixes = ("weight", "bias") if bias else ("weight",)
     return [WeightSource(f"{name}.{s}", f"{target}.{s}", **layout) for s in suffixes]
@@ -134,7 +134,7 @@ def _embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
     return [WeightSource(weight, "embed.weight"), WeightSource(head, "head.weight")]
 
 
-def _sizes(c: Any) -> dict[str, int]:
+def _sizes(c: PretrainedConfig) -> dict[str, int]:
     """Config fields shared by the families with as many key-value heads as query heads."""
     return {
         "num_layers": c.num_hidden_layers,
@@ -155,7 +155,7 @@ def _separate_qkv(module: str, bias: bool) -> list[WeightSource]:
     ]
 
 
-def _opt(c: Any) -> ModelSpec:
+def _opt(c: PretrainedConfig) -> ModelSpec:
     base, layer = "model.decoder", "model.decoder.layers.{i}"
     affine, bias = c.layer_norm_elementwise_affine, c.enable_bias
     sources = _embeddings(f"{base}.embed_tokens", "lm_head", c.tie_word_embeddings)
@@ -189,7 +189,7 @@ def _opt(c: Any) -> ModelSpec:
     )
 
 
-def _gpt2(c: Any) -> ModelSpec:
+def _gpt2(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
     if c.add_cross_attention:
         raise UnsupportedModel("this GPT-2 has cross-attention")
@@ -219,7 +219,7 @@ def _gpt2(c: Any) -> ModelSpec:
     )
 
 
-def _gpt_neox(c: Any) -> ModelSpec:
+def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
     layer = "gpt_neox.layers.{i}"
     sources = _embeddings("gpt_neox.embed_in", "lm_head", c.tie_word_embeddings)
     sources += _both(f"{layer}.input_layernorm", "layers.{i}.norm1")
@@ -248,7 +248,7 @@ def _gpt_neox(c: Any) -> ModelSpec:
     )
 
 
-def _bloom(c: Any) -> ModelSpec:
+def _bloom(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
     sources = _embeddings("transformer.word_embeddings", "lm_head", c.tie_word_embeddings)
     sources += _both("transformer.word_embeddings_layernorm", "embed_norm")
@@ -272,7 +272,7 @@ def _bloom(c: Any) -> ModelSpec:
 
 
 def _llama_like(
-    c: Any,
+    c: PretrainedConfig,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
@@ -314,15 +314,15 @@ def _llama_like(
     )
 
 
-def _llama(c: Any) -> ModelSpec:
+def _llama(c: PretrainedConfig) -> ModelSpec:
     return _llama_like(c, qkv_bias=c.attention_bias, out_bias=c.attention_bias, mlp_bias=c.mlp_bias)
 
 
-def _mistral(c: Any) -> ModelSpec:
+def _mistral(c: PretrainedConfig) -> ModelSpec:
     return _llama_like(c, windows=(c.sliding_window,) * c.num_hidden_layers)
 
 
-def _layer_windows(c: Any) -> tuple[int | None, ...]:
+def _layer_windows(c: PretrainedConfig) -> tuple[int | None, ...]:
     kinds = c.layer_types or ["full_attention"] * c.num_hidden_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -330,11 +330,11 @@ def _layer_windows(c: Any) -> tuple[int | None, ...]:
     return tuple(c.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _qwen2(c: Any) -> ModelSpec:
+def _qwen2(c: PretrainedConfig) -> ModelSpec:
     return _llama_like(c, qkv_bias=True, windows=_layer_windows(c))
 
 
-def _qwen3(c: Any) -> ModelSpec:
+def _qwen3(c: PretrainedConfig) -> ModelSpec:
     return _llama_like(
         c,
         qkv_bias=c.attention_bias,

@@ -10,11 +10,12 @@ Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
@@ -45,7 +46,9 @@ _BREAK_EVEN_TIMES_THREADS = 1 << 21
 class Decoder:
     """``num_positions``: the longest sequence, for the rotary tables."""
 
-    def __init__(self, spec: ModelSpec, config: Any, weights: Weights, num_positions: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: PretrainedConfig, weights: Weights, num_positions: int
+    ) -> None:
         self.spec, self.weights = spec, weights
         self._group = weights.group
         self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]

@@ -1,10 +1,10 @@
 """Computes position encodings that have no weights: rotary tables and ALiBi slopes."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
@@ -18,7 +18,7 @@ class Rotary:
 
     def __init__(
         self,
-        config: Any,
+        config: PretrainedConfig,
         partial: bool,
         num_positions: int,
         dtype: torch.dtype,
@@ -44,7 +44,7 @@ class Rotary:
         x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _frequencies(config: Any, partial: bool) -> tuple[Tensor, float]:
+def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float]:
     """Inverse frequencies (rotary_dim / 2,) fp32, and the factor of cos and sin.
 
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
@@ -64,7 +64,7 @@ def _frequencies(config: Any, partial: bool) -> tuple[Tensor, float]:
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
-def rotary_limit(config: Any, max_positions: int) -> int:
+def rotary_limit(config: PretrainedConfig, max_positions: int) -> int:
     """Longest sequence whose frequencies do not depend on its length."""
     kind = config.rope_parameters["rope_type"]
     if "longrope" in kind:
