@@ -1,1 +1,1 @@
-"""From training's weights to whatever generates: streams of whole tensors out of ZeRO's shards."""
+"""Gathers the actor's weights from ZeRO's shards into a generator, and frees memory meanwhile."""

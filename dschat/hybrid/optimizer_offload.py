@@ -1,8 +1,4 @@
-"""What training does not need while the actor generates: optimizer states, put away in CPU memory.
-
-DeepSpeed engines come in; a scope in which their device memory is smaller goes out. It must not
-know who generates.
-"""
+"""Moves optimizer states to CPU memory while the actor generates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,25 +17,25 @@ from dschat.models.training_engine import TrainingEngine
 
 @contextmanager
 def training_states_away(engines: list[Any], enabled: bool) -> Iterator[None]:
-    """A scope in which the optimizer states of ``engines`` lie in pinned CPU memory.
+    """A scope in which the optimizer states of ``engines`` are in pinned CPU memory.
 
-    Adam's moments always; the fp32 master weights under ZeRO 1 and 2 (for ZeRO-3 DeepSpeed 0.19
-    moves those with its own FusedAdam only). States that ``--offload`` keeps in CPU memory anyway,
-    and everything on a CPU, stay where they are.
+    Moves Adam's moments, and under ZeRO 1 and 2 the fp32 master weights (for ZeRO-3, DeepSpeed 0.19
+    moves those of its own FusedAdam only). Does nothing for engines whose states ``--offload``
+    already keeps in CPU memory, nor without a GPU.
     """
-    moving = [e for e in engines if enabled and _lies_on_the_device(e)]
-    for engine in moving:
-        _put_away(engine)
-    if moving:
+    offloaded = [e for e in engines if enabled and _is_on_gpu(e)]
+    for engine in offloaded:
+        _offload(engine)
+    if offloaded:
         torch.cuda.empty_cache()
     try:
         yield
     finally:
-        for engine in moving:
-            _bring_back(engine)
+        for engine in offloaded:
+            _reload(engine)
 
 
-def _lies_on_the_device(engine: TrainingEngine) -> bool:
+def _is_on_gpu(engine: TrainingEngine) -> bool:
     return dist.device().type == "cuda" and engine.zero_offload_optimizer() is None
 
 
@@ -48,11 +44,11 @@ def _has_masters(engine: TrainingEngine) -> bool:
 
 
 def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
-    """torch's optimizer, inside ZeRO's or as it is."""
+    """torch's optimizer, unwrapped from ZeRO's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _put_away(engine: TrainingEngine) -> None:
+def _offload(engine: TrainingEngine) -> None:
     if _has_masters(engine):
         engine.offload_states(
             include=[OffloadStateTypeEnum.hp_params], device=OffloadDeviceEnum.cpu
@@ -60,8 +56,8 @@ def _put_away(engine: TrainingEngine) -> None:
     offload_optimizer_states(_adam(engine), "cpu", pin_memory=True)
 
 
-def _bring_back(engine: TrainingEngine) -> None:
+def _reload(engine: TrainingEngine) -> None:
     if _has_masters(engine):
         engine.reload_states()
-    # The copies are done on return: the host buffers may go.
+    # The copies are complete on return, so the host buffers can be freed.
     reload_optimizer_states(_adam(engine), dist.device())

@@ -1,19 +1,19 @@
-"""The actor's rollout form: what generates with the weights that DeepSpeed trains.
+"""Provides a generator with the current weights of the module that DeepSpeed trains.
 
-A training module and its version come in; a generator with that version's weights goes out. Two
-forms: the inference engine, filled from ZeRO's shards once per version (or reading training's own
-storage); and, for families the engine does not know, the Hugging Face module. It must not know
-prompts, rewards, or who trains.
+Two forms: the inference engine, which copies the weights from ZeRO's shards once per version or
+reads the training module's own tensors; and the Hugging Face module, for families that the engine
+does not know.
 """
 
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
@@ -29,18 +29,18 @@ logger = logging.getLogger("dschat")
 
 Layout = Literal["copy", "zero_copy"]
 LoraForm = Literal["merge", "side"]
-_COPY_SHARE = 0.25  # of the free memory: a copy beyond it is not worth its speed
+_COPY_SHARE = 0.25  # of free GPU memory; with a larger model, "auto" takes zero_copy
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the actor generates. ``auto`` chooses by device, ZeRO stage and memory."""
+    """How the actor generates. ``auto`` depends on device, ZeRO stage and memory."""
 
     dtype: torch.dtype
     stop_ids: tuple[int, ...]
     pad_id: int
     max_seq_len: int  # longest prompt + answer
-    num_tokens: int | None = None  # ids of the tokenizer; the head may have rows beyond them
+    num_tokens: int | None = None  # size of the tokenizer; the head may have more rows
     max_num_seqs: int = 256  # per tensor-parallel group
     max_num_batched_tokens: int | None = None
     kv_cache_gib: float | None = None
@@ -52,16 +52,16 @@ class RolloutSettings:
     sharded: bool = False  # ZeRO-3
     layers_per_bucket: int = 8
     cuda_graphs: bool = True
-    release_cache: bool = False  # let the cache go after every rollout
-    release_weights: bool = False  # and the weights
+    release_cache: bool = False  # free the KV cache after every rollout
+    release_weights: bool = False  # free the rollout's weights after every rollout
 
 
 @dataclass
 class Refresh:
-    """What bringing the rollout weights up to date took, on this rank."""
+    """Cost of the last refresh of the rollout weights, on this rank."""
 
     seconds: float = 0.0
-    num_bytes: int = 0  # of whole tensors read
+    num_bytes: int = 0  # of the gathered tensors
     num_collectives: int = 0
 
 
@@ -75,11 +75,11 @@ class RolloutForm(Protocol):
         ...
 
     def leave(self) -> None:
-        """The rollout is over."""
+        """End the rollout; frees cache and weights if so configured."""
         ...
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
-        """Collective. A generator apart, with other weights (the moving average's)."""
+        """Collective. A separate generator with other weights (those of the moving average)."""
         ...
 
     def describe(self) -> str:
@@ -87,10 +87,10 @@ class RolloutForm(Protocol):
         ...
 
 
-def check_tensor_parallel(config: Any, tp_size: int) -> None:
-    """Raise ``UserError`` where ``tp_size`` processes cannot share a rollout of this model.
+def check_tensor_parallel(config: PretrainedConfig, tp_size: int) -> None:
+    """Raise ``UserError`` if ``tp_size`` processes cannot share a rollout of this model.
 
-    It needs the config alone: call it before any weight loads.
+    Needs only the config: call it before any weight loads.
     """
     if tp_size == 1:
         return
@@ -107,13 +107,13 @@ def check_tensor_parallel(config: Any, tp_size: int) -> None:
 
 
 def rollout_form(
-    module: nn.Module, config: Any, settings: RolloutSettings, enabled: bool
+    module: nn.Module, config: PretrainedConfig, settings: RolloutSettings, enabled: bool
 ) -> RolloutForm:
-    """Collective. The inference engine where it is ``enabled`` and knows the family.
+    """Collective. The inference engine if ``enabled`` and it knows the family, else the module.
 
     Raises:
-        UserError: ``tp_size`` does not divide the processes or the model, or a layout that cannot
-            be.
+        UserError: ``tp_size`` does not divide the processes or the model, or the layout is not
+            possible.
     """
     check_tensor_parallel(config, settings.tp_size)
     if not enabled:
@@ -131,9 +131,11 @@ def rollout_form(
 
 
 class EngineRollout:
-    """Rollouts by the inference engine."""
+    """Rollouts with the inference engine."""
 
-    def __init__(self, module: nn.Module, config: Any, settings: RolloutSettings) -> None:
+    def __init__(
+        self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings
+    ) -> None:
         self._module, self._config, self._settings = module, config, settings
         self._group = dist.Group(settings.tp_size)
         self._engine = self._make_engine(settings.max_num_seqs)
@@ -175,7 +177,7 @@ class EngineRollout:
             return "merge"
         if s.lora != "auto":
             return s.lora
-        # Gathering the frozen base again for every version would be the cost of a full refresh.
+        # "side": the frozen base need not be gathered again for every version.
         return "side" if s.frozen_base and (s.sharded or s.layout == "zero_copy") else "merge"
 
     def _chosen_layout(self) -> Layout:
@@ -196,17 +198,17 @@ class EngineRollout:
         if s.layout != "auto":
             return s.layout
         if not possible or dist.device().type == "cpu":
-            return "copy"  # packed weights are what makes a CPU fast
+            return "copy"  # on a CPU, packed weights are faster
         size = self._engine.spec.num_parameters() * s.dtype.itemsize
         too_big = size > _COPY_SHARE * torch.cuda.mem_get_info(dist.device())[0]
         return "zero_copy" if dist.max_int(int(too_big)) else "copy"
 
     def describe(self) -> str:
         e, s = self._engine, self._settings
-        product = "training's own weights" if self._layout == "zero_copy" else "its own copy"
+        weights = "training's own weights" if self._layout == "zero_copy" else "its own copy"
         pages = "whole sequences" if e.page_size == e.max_seq_len else f"{e.page_size} tokens"
         return (
-            f"inference engine on {product} ({e.weights.backend} products), "
+            f"inference engine on {weights} ({e.weights.backend} products), "
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
@@ -241,7 +243,7 @@ class EngineRollout:
 
     @torch.no_grad()
     def _refresh(self, buckets: Buckets) -> None:
-        """Collective. Bring the engine's weights up to date."""
+        """Collective. Update the engine's weights."""
         device, weights = dist.device(), self._engine.weights
         if self._layout == "zero_copy":
             self._engine.borrow_weights(self._storage())
@@ -253,21 +255,21 @@ class EngineRollout:
             weights.load_adapters(factor_stream(self._module, device, buckets))
 
     def _storage(self) -> dict[str, Tensor]:
-        """Where training keeps each weight, by its checkpoint's name."""
+        """The training module's tensors, by their checkpoint names."""
         names = ((unwrapped_name(s.name), s.tensor) for s in module_shards(self._module))
         return dict(self._known((n, t) for n, t in names if n is not None))
 
     def _known(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream without buffers that are no weights."""
-        name = normalised_names(self._engine.weights.names, self._engine.spec.prefix)
-        for stored, tensor in stream:
-            target = name(stored)
+        """The stream under the engine's names, without constant buffers."""
+        engine_name = normalised_names(self._engine.weights.names, self._engine.spec.prefix)
+        for name, tensor in stream:
+            target = engine_name(name)
             if target is not None:
                 yield target, tensor
             del tensor  # NOTE: see `weight_stream`
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> InferenceEngine:
-        """Collective. An engine with a copy of its own; its cache is as large as this one's."""
+        """Collective. A second engine with these weights; this one's cache is freed for it."""
         self._engine.release_cache()
         engine = self._make_engine(self._settings.max_num_seqs)
         engine.weights.load(self._known(stream))
@@ -276,10 +278,10 @@ class EngineRollout:
 
 @dataclass
 class ModuleRollout:
-    """Rollouts by the Hugging Face module: training's own, or a whole copy under ZeRO-3."""
+    """Rollouts with the Hugging Face module: the one in training, or a whole copy under ZeRO-3."""
 
     module: nn.Module
-    config: Any
+    config: PretrainedConfig
     settings: RolloutSettings
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
@@ -287,11 +289,11 @@ class ModuleRollout:
     _batching: Batching | None = None
 
     def describe(self) -> str:
-        of = "a whole copy" if self.settings.sharded else "training's own weights"
-        return f"Hugging Face generate loop on {of}"
+        weights = "a whole copy" if self.settings.sharded else "training's own weights"
+        return f"Hugging Face generate loop on {weights}"
 
     def enter(self, version: int) -> HuggingFaceGenerator:
-        """Collective. A generator on the module, or on a copy of this version."""
+        """Collective. A generator on the module, or on its copy with this version's weights."""
         self.last_refresh = Refresh()
         if not self.settings.sharded:
             return self._generator(self.module)
@@ -311,7 +313,7 @@ class ModuleRollout:
             self._copy = self._version = None
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> HuggingFaceGenerator:
-        """Collective. A generator on a copy made for it."""
+        """Collective. A generator on a new copy with these weights."""
         copy = self._empty_copy()
         fill(copy, stream)
         return self._generator(copy)
@@ -324,6 +326,6 @@ class ModuleRollout:
         generator = HuggingFaceGenerator(
             module, s.stop_ids, s.pad_id, num_tokens=s.num_tokens, self_check=True
         )
-        # What the first rollout finds out holds for all of them.
+        # Keeps the result of the first rollout's self-check.
         self._batching = generator.batching = self._batching or generator.batching
         return generator

@@ -1,9 +1,8 @@
-"""Seam 2 on a live model: whole weights, under their Hugging Face names, out of ZeRO's own shards.
+"""Streams the whole weights of a training module, under their Hugging Face names.
 
-A training module comes in (ZeRO 0-3, offloaded or not, LoRA or not); an iterator of
-``(hf_parameter_name, full_tensor)`` goes out. Under ZeRO-3 the ranks' shards are joined by one
-collective per bucket of parameters; DeepSpeed's parameter status is never touched. Where a rank
-already holds whole weights nothing moves. It must not know who reads the stream.
+Works for ZeRO 0-3, offloaded or not, with or without LoRA. Under ZeRO-3 one collective gathers the
+shards of a bucket of parameters; DeepSpeed's parameter status is not changed. Weights that a rank
+already holds whole are yielded without communication.
 """
 
 import re
@@ -21,20 +20,20 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass
 class Buckets:
-    """How much one collective joins, and what has been joined so far.
+    """Size of a bucket, which one collective gathers, and the totals so far.
 
-    A bucket ends at ``max_bytes`` or before the layer after ``max_layers``, whichever comes first.
+    A bucket ends at ``max_bytes`` or after ``max_layers`` layers, whichever is reached first.
     """
 
     max_bytes: int = field(default_factory=lambda: _bucket_bytes())
     max_layers: int = 8
     num_collectives: int = 0
-    num_bytes: int = 0  # of whole tensors, gathered or read where they lie
+    num_bytes: int = 0  # of whole tensors, gathered or not
 
 
 @dataclass
 class Shard:
-    """This rank's part of a tensor. ``partitioned``: elements [r * n, (r + 1) * n), padded."""
+    """Rank r's part of a tensor. If ``partitioned``: its elements [r * n, (r + 1) * n), padded."""
 
     name: str
     shape: torch.Size
@@ -47,7 +46,7 @@ class Shard:
 
 
 def module_shards(module: nn.Module) -> list[Shard]:
-    """Every parameter and saved buffer of ``module``, by its own name, as this rank holds it."""
+    """This rank's shard of every parameter and persistent buffer of ``module``."""
     shards = []
     for name, p in module.named_parameters():
         if hasattr(p, "ds_tensor"):
@@ -62,8 +61,8 @@ def module_shards(module: nn.Module) -> list[Shard]:
 
 
 def _bucket_bytes() -> int:
-    """On a CPU about what its caches hold: a refresh of 500 MB on two ranks takes 1.26 s instead of
-    1.41 with 256 MiB, and half the memory.
+    """Default bucket size. On a CPU about the size of its caches: a refresh of 500 MB on two ranks
+    takes 1.26 s, against 1.41 s with 256 MiB, and half the memory.
     """
     return (256 if dist.device().type == "cuda" else 48) * 2**20
 
@@ -71,10 +70,10 @@ def _bucket_bytes() -> int:
 def whole_tensors(
     shards: list[Shard], device: torch.device, buckets: Buckets | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yield every shard's whole tensor; all ranks must walk the stream to its end.
+    """Collective. Yields every shard's whole tensor; all ranks must consume the whole stream.
 
-    Partitioned ones come first, one collective a bucket. Extra memory: one bucket. A yielded tensor
-    of a partitioned parameter is valid until the next one is asked for.
+    Partitioned tensors come first, with one collective per bucket. Extra memory: one bucket. A
+    gathered tensor is valid until the next one is requested.
     """
     buckets = buckets or Buckets()
     bucket: list[Shard] = []
@@ -82,8 +81,8 @@ def whole_tensors(
     for shard in shards:
         if not shard.partitioned:
             continue
-        found = _LAYER.search(shard.name)
-        layer = {int(found[1])} if found else set()
+        match = _LAYER.search(shard.name)
+        layer = {int(match[1])} if match else set()
         same = not bucket or bucket[0].tensor.dtype == shard.tensor.dtype
         size = shard.numel * shard.tensor.element_size()
         full = used + size > buckets.max_bytes or len(layers | layer) > buckets.max_layers
@@ -104,12 +103,12 @@ def whole_tensors(
 def _gather(
     bucket: list[Shard], device: torch.device, buckets: Buckets
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The tensors of a bucket, whole: one collective for all of them."""
+    """Collective. Yields the whole tensors of a bucket, gathered by one collective."""
     if not bucket:
         return
     sizes = [shard.tensor.numel() for shard in bucket]
     buckets.num_bytes += sum(s.numel * s.tensor.element_size() for s in bucket)
-    if dist.world_size() == 1:  # the shard is the weight: nothing moves but off the CPU
+    if dist.world_size() == 1:  # the shard is the whole weight, at most offloaded to the CPU
         for shard in bucket:
             flat = shard.tensor.detach().to(device).reshape(-1)
             yield shard.name, flat[: shard.numel].view(shard.shape)
@@ -128,22 +127,21 @@ def weight_stream(
     buckets: Buckets | None = None,
     merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The weights of ``module`` as its plain Hugging Face checkpoint names them,
+    """Collective. Yields the weights of ``module`` under their plain Hugging Face names, with
     adapters merged (or, without ``merged``, left out).
 
-    ``replace`` puts other shards in the place of parameters of the same name: the moving average's.
+    ``replace``: shards to use instead of the parameters of the same name (the moving average's).
     """
     replace = replace or {}
-    own = module_shards(module)
-    dtypes = {shard.name: shard.tensor.dtype for shard in own}
-    shards = [replace.get(shard.name, shard) for shard in own]
-    found = adapters(module) if merged else {}
-    parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
-    factors = _factors([shard for shard in shards if shard.name in parts], device, buckets)
+    own_shards = module_shards(module)
+    dtypes = {shard.name: shard.tensor.dtype for shard in own_shards}
+    shards = [replace.get(shard.name, shard) for shard in own_shards]
+    by_target = adapters(module) if merged else {}
+    factors = _factors(shards, by_target, device, buckets)
     rest = [shard for shard in shards if unwrapped_name(shard.name) is not None]
     for name, tensor in whole_tensors(rest, device, buckets):
         target = unwrapped_name(name)
-        adapter: LoraAdapter | None = found.get(target)
+        adapter: LoraAdapter | None = by_target.get(target)
         if adapter is not None:
             tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)
         yield target, tensor.to(dtypes[name])
@@ -151,30 +149,33 @@ def weight_stream(
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """What `weight_stream` yields of ``module``, in all."""
+    """Total bytes of the tensors that `weight_stream` yields for ``module``."""
     shards = [shard for shard in module_shards(module) if unwrapped_name(shard.name) is not None]
     return sum(shard.numel * shard.tensor.element_size() for shard in shards)
 
 
 def _factors(
-    shards: list[Shard], device: torch.device, buckets: Buckets | None
+    shards: list[Shard],
+    by_target: dict[str, LoraAdapter],
+    device: torch.device,
+    buckets: Buckets | None,
 ) -> dict[str, Tensor]:
-    """Collective. LoRA factors, all of them at once: they are small."""
-    return {name: t.clone() for name, t in whole_tensors(shards, device, buckets)}
+    """Collective. All LoRA factors of these adapters by name, copied: they are small."""
+    names = {name for adapter in by_target.values() for name in (adapter.a_name, adapter.b_name)}
+    chosen = [shard for shard in shards if shard.name in names]
+    return {name: t.clone() for name, t in whole_tensors(chosen, device, buckets)}
 
 
 def factor_stream(
     module: nn.Module, device: torch.device, buckets: Buckets | None = None
 ) -> list[tuple[str, Tensor, Tensor, float]]:
     """Collective. Every adapter as (name of its weight, A (r, in), B (out, r), scaling)."""
-    found = adapters(module)
-    parts = {name for adapter in found.values() for name in (adapter.a_name, adapter.b_name)}
-    shards = [shard for shard in module_shards(module) if shard.name in parts]
-    factors = _factors(shards, device, buckets)
-    return [(n, factors[a.a_name], factors[a.b_name], a.scaling) for n, a in found.items()]
+    by_target = adapters(module)
+    factors = _factors(module_shards(module), by_target, device, buckets)
+    return [(n, factors[a.a_name], factors[a.b_name], a.scaling) for n, a in by_target.items()]
 
 
 def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The adapters (and a trained score head), under the wrapped module's names."""
-    wanted = [s for s in module_shards(module) if ".lora_" in s.name or ".score." in f".{s.name}"]
-    yield from whole_tensors(wanted, device)
+    """Collective. Yields adapters and a trained score head, under the wrapped module's names."""
+    shards = [s for s in module_shards(module) if ".lora_" in s.name or ".score." in f".{s.name}"]
+    yield from whole_tensors(shards, device)

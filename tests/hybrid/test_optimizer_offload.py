@@ -20,9 +20,9 @@ from dschat.hybrid.weight_stream import weight_stream
 def everything_moves(monkeypatch):
     """As if the states lay on a device; counts the engines put away."""
     away = []
-    put_away = optimizer_offload._put_away
-    monkeypatch.setattr(optimizer_offload, "_lies_on_the_device", lambda engine: True)
-    monkeypatch.setattr(optimizer_offload, "_put_away", lambda e: (away.append(e), put_away(e)))
+    put_away = optimizer_offload._offload
+    monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
+    monkeypatch.setattr(optimizer_offload, "_offload", lambda e: (away.append(e), put_away(e)))
     return away
 
 
@@ -85,7 +85,7 @@ def test_nothing_moves_unless_asked(everything_moves):
 
 
 def test_states_on_the_cpu_stay_there():
-    assert not optimizer_offload._lies_on_the_device(Actor(build("llama"), 0).engine)
+    assert not optimizer_offload._is_on_gpu(Actor(build("llama"), 0).engine)
 
 
 def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):
