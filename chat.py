@@ -3,8 +3,8 @@
     python chat.py --path output/demo/step3_rlhf/actor
     python chat.py --path output/demo/step3_rlhf/actor --greedy < prompts.txt > answers.txt
 
-On a terminal a conversation, streamed. Through a pipe every line is a prompt of its own, and every
-answer a line (its line breaks as \\n).
+On a terminal this is a streamed conversation. Through a pipe, every line is an independent prompt
+and every answer one line, with its line breaks as \\n.
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
@@ -23,14 +23,14 @@ from dschat.config import UserError, parser
 from dschat.distributed import entrypoint, host_checks
 
 HELP = """\
-/reset        forget what was said
+/reset        start a new conversation
 /system TEXT  set the system message (without TEXT: remove it)
-/help         this list
-/quit         leave; so do Ctrl-C and Ctrl-D here, while Ctrl-C during an answer stops the answer"""
+/help         show this list
+/quit         quit, as do Ctrl-C and Ctrl-D here; during an answer Ctrl-C stops the answer"""
 
 
 def main() -> None:
-    # Parse. Only then does torch load: --help and typing errors answer at once.
+    # Parse. torch is imported later: --help and errors in the flags take no time.
     config = parser.parse(ChatConfig, takes_file=False)
     set_streams()
 
@@ -44,24 +44,22 @@ def main() -> None:
     # Talk.
     if sys.stdin.isatty():
         converse(chat)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C, while Python ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl-C while Python exits
     else:
         answer_lines(chat)
 
 
 def set_streams() -> None:
-    """Any character comes in and goes out, in any locale: UTF-8, but for a terminal that has an
-    encoding of its own.
-    """
+    """Use UTF-8 in any locale, except on a terminal with another non-ASCII encoding."""
     if closed := {"stdin", "stdout"} & {*host_checks.closed}:
         raise UserError(f"{' and '.join(sorted(closed))} is closed; open it, or use < and >")
     for stream in (sys.stdin, sys.stdout):
-        own = stream.isatty() and lookup(stream.encoding).name != "ascii"
-        stream.reconfigure(encoding=stream.encoding if own else "utf-8", errors="replace")
+        keep = stream.isatty() and lookup(stream.encoding).name != "ascii"
+        stream.reconfigure(encoding=stream.encoding if keep else "utf-8", errors="replace")
 
 
 def converse(chat: Chat) -> None:
-    """Prompts from the terminal, answers to it as they come, until /quit."""
+    """Answer prompts from the terminal until /quit."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history in input()
     # NOTE: `entrypoint`'s handler exits inside an import, also one that an answer needs.
@@ -100,7 +98,7 @@ def command(chat: Chat, text: str) -> None:
 
 
 def stream(chat: Chat, text: str) -> None:
-    """Print one answer as it is decoded; Ctrl-C stops it and no more."""
+    """Print one answer as it is decoded; Ctrl-C stops only the answer."""
     try:
         with closing(chat.reply(text)) as pieces:
             for piece in pieces:
@@ -113,8 +111,10 @@ def stream(chat: Chat, text: str) -> None:
 
 
 def answer_lines(chat: Chat) -> None:
-    """Each line of standard input answered by itself, on one line; an empty one by an empty one."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may leave, as `head` does
+    """Answer each line of standard input independently, on one line; an empty line gets an empty
+    one.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when the reader closes the pipe
     for number, line in enumerate(sys.stdin, 1):
         chat.reset()
         answer = ""

@@ -1,1 +1,1 @@
-"""Talking to a trained model."""
+"""Interactive chat with a trained model."""

@@ -1,13 +1,13 @@
-"""Loads a model to talk to: flags, generator, tokenizer.
+"""Loads a model for chat: flags, generator and tokenizer.
 
-torch loads in ``load_chat``, so that ``--help`` and mistakes in the flags answer at once.
+torch is imported in ``load_chat``, so that ``--help`` and errors in the flags take no time.
 """
 
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Literal, Optional
 
 import dschat.distributed as dist
 from dschat.chat.session import Chat, StreamingGenerator, check_system
@@ -17,34 +17,34 @@ from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("dschat")
 
-
-# Where the three steps leave something to talk to, below a folder that is no model itself.
+# Chat models below an output folder, for the error message about a folder without a model.
 _CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
-_LONGEST = 32_768  # tokens of a conversation, where the model has positions for more
+_MAX_SEQ_LEN = 32_768  # tokens of a conversation, even if the model has more positions
 _PAGE_SIZE = 256
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass
 class ChatConfig:
-    """Talk to a trained model: on a terminal turn by turn, through a pipe one prompt a line."""
+    """Talk to a trained model: turn by turn on a terminal, one prompt per line through a pipe."""
 
-    path: str = flag("", "The model: a folder such as output/demo/step3_rlhf/actor, or a hub name.")
-    system: Optional[str] = flag(None, "System message that opens every conversation.")
+    path: str = flag("", "Model: a folder such as output/demo/step3_rlhf/actor, or a hub name.")
+    system: Optional[str] = flag(None, "System message at the start of every conversation.")
     max_new_tokens: int = flag(256, "Longest answer in tokens.")
     temperature: float = flag(0.7, "Sampling temperature: 0 (greedy), or 0.01 to 100.")
     top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
     top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
     min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
-    greedy: bool = flag(False, "Always take the likeliest token, whatever --temperature says.")
+    greedy: bool = flag(False, "Always take the likeliest token; overrides --temperature.")
     seed: int = flag(1234, "Seed: the same prompts in the same order get the same answers.")
     dtype: Literal["auto", "fp32", "bf16"] = flag(
         "auto", "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU."
     )
-    trust_remote_code: bool = flag(False, "Let a checkpoint bring and run its own Python code.")
+    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -58,7 +58,7 @@ class ChatConfig:
         )
 
     def validate(self) -> None:
-        """Raise ``UserError`` (flag and remedy in one line) for the first knob that cannot work."""
+        """Raise ``UserError`` (flag and remedy in one line) for the first invalid flag."""
         require_types(self)
         if not self.path:
             raise UserError("--path is missing; name a model's folder")
@@ -69,11 +69,11 @@ class ChatConfig:
 
 
 def load_chat(config: ChatConfig) -> "Chat":
-    """The model of ``config``, ready to talk.
+    """Load the model of ``config`` and return a conversation with it.
 
     Raises:
-        UserError: before any weight loads, where ``--path`` is no causal LM with a tokenizer or the
-            chat template refuses ``--system``; after that, where the weights do not fit the model.
+        UserError: before weights load, if ``--path`` is not a causal LM with a tokenizer or the
+            chat template refuses ``--system``; afterwards, if the weights do not match the model.
     """
     name = _causal_lm(config.path, config.trust_remote_code)
 
@@ -82,7 +82,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     from dschat.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(name, "--path", config.trust_remote_code)
-    # As it was typed: in a locale without umlauts Python makes halves of surrogates of them.
+    # The bytes as typed: in an ASCII locale Python decodes other characters to lone surrogates.
     system = config.system and os.fsencode(config.system).decode("utf-8", "replace")
     check_system(tokenizer, system)
     check_fit(load_config(name, "--path", config.trust_remote_code), name, "--path", "lm")
@@ -96,10 +96,10 @@ def load_chat(config: ChatConfig) -> "Chat":
 
 
 def _load_generator(
-    name: str, config: ChatConfig, dtype: "torch.dtype", tokenizer: Any
+    name: str, config: ChatConfig, dtype: "torch.dtype", tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple["StreamingGenerator", tuple[int, ...]]:
-    """The inference engine where it knows the family, else the Hugging Face module; and the tokens
-    that end an answer.
+    """Returns the inference engine if it knows the family, else the Hugging Face module; and the
+    tokens that end an answer.
     """
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
     from dschat.inference.hf_generator import HuggingFaceGenerator
@@ -112,7 +112,7 @@ def _load_generator(
     try:
         spec = model_spec(load_config(name, "--path", config.trust_remote_code))
         if not (Path(name) / "adapter_config.json").is_file():
-            longest = min(spec.max_positions or _LONGEST, _LONGEST)
+            max_seq_len = min(spec.max_positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN)
             engine = InferenceEngine.from_pretrained(
                 name,
                 str(dtype).removeprefix("torch."),
@@ -120,12 +120,12 @@ def _load_generator(
                 stop_ids=stops,
                 num_tokens=num_ids(tokenizer),
                 max_num_seqs=1,
-                max_seq_len=longest,
+                max_seq_len=max_seq_len,
                 page_size=_PAGE_SIZE,
             )
             return engine, stops
     except UnsupportedModel as reason:
-        logger.warning("NO FAST GENERATION: %s; the Hugging Face module answers, slower", reason)
+        logger.warning("NO FAST GENERATION: %s; using the slower Hugging Face module", reason)
     model = load_causal_lm(name, "--path", dtype, trust_remote_code=config.trust_remote_code)
     model.to(dist.device())
     generator = HuggingFaceGenerator(
@@ -135,9 +135,9 @@ def _load_generator(
 
 
 def _causal_lm(path: str, trust_remote_code: bool) -> str:
-    """``path`` as ``from_pretrained`` takes it; ``UserError`` where that is no causal LM."""
+    """``path`` in the form ``from_pretrained`` takes; ``UserError`` if it is not a causal LM."""
     folder = Path(os.path.expanduser(path))
-    if os.path.isdir(folder):  # pathlib raises where a name is too long for the disk
+    if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
         if (
             not (folder / "config.json").is_file()
             and not (folder / "adapter_config.json").is_file()
@@ -158,7 +158,7 @@ def _causal_lm(path: str, trust_remote_code: bool) -> str:
 
 
 def _is_missing_sibling(folder: Path) -> bool:
-    """Whether OWNER/NAME is rather a mistyped folder: the hub would be asked for it in vain."""
+    """Whether OWNER/NAME is a mistyped path and not a hub name, because the folder OWNER exists."""
     return folder.parent != Path(".") and os.path.isdir(folder.parent)
 
 

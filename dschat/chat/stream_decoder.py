@@ -1,40 +1,43 @@
-"""Decodes tokens one by one into text that no later token changes."""
+"""Decodes a stream of tokens into pieces of text that later tokens do not change."""
 
 import unicodedata
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StreamDecoder:
-    """Tokens one by one into text that is final: no half characters, and spaces where they belong.
+    """Incremental decoding: the pieces joined equal all tokens decoded at once, without special
+    tokens.
 
-    A token's text depends on its neighbours: byte-level tokens end within a character, and
-    SentencePiece tokens lose their leading space where they stand first. So tokens are decoded
-    together with those of the piece before, and held back while they end within a character. The
-    pieces joined are the text of all tokens decoded at once, special tokens left out.
+    A token's text depends on its neighbours: a byte-level token may end within a character, and a
+    SentencePiece token loses its leading space at the start of a text. So tokens are decoded
+    together with those of the previous piece, and held back while they end within a character.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the last piece's tokens, then those not out yet
-        self._num_out = 0
+        self._ids: list[int] = []  # the tokens of the last piece, then the pending ones
+        self._num_emitted = 0
 
     def push(self, token: int) -> str:
-        """What is certain now that ``token`` has come; often one word, sometimes nothing."""
+        """The text that is final after ``token``: often a word, sometimes empty."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """What was held back; a character that never became whole shows as U+FFFD."""
+        """The text held back; an incomplete character becomes U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before, now = self._decode(self._ids[: self._num_out]), self._decode(self._ids)
-        # NOTE a special token has no text and may not be all of the piece before: the next token
-        # would then stand first and lose its space.
+        before, now = self._decode(self._ids[: self._num_emitted]), self._decode(self._ids)
+        # NOTE: a special token has no text. It must not become the previous piece alone, or the
+        # next token would be at the start of the text and lose its space.
         if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
             return ""
-        self._ids = self._ids[self._num_out :]
-        self._num_out = len(self._ids)
+        self._ids = self._ids[self._num_emitted :]
+        self._num_emitted = len(self._ids)
         return now[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -43,14 +46,12 @@ class StreamDecoder:
         )
 
 
-def printable(said: str, piece: str) -> tuple[str, str]:
-    """``said`` with ``piece`` after it, and the piece fit to be shown.
+def printable(answer: str, piece: str) -> tuple[str, str]:
+    """``answer`` + ``piece``, and ``piece``, made safe for a terminal.
 
-    The space that opens an answer is no part of it, and control characters would command the
-    terminal: they show as U+FFFD.
+    Drops white space before an answer's first character and carriage returns; replaces control
+    characters, which a terminal would execute, by U+FFFD.
     """
-    piece = (piece if said else piece.lstrip()).replace("\r", "")
-    shown = "".join(
-        c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in piece
-    )
-    return said + shown, shown
+    piece = (piece if answer else piece.lstrip()).replace("\r", "")
+    safe = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in piece)
+    return answer + safe, safe

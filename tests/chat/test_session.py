@@ -171,7 +171,7 @@ def test_oldest_exchanges_are_forgotten_when_positions_run_out(tokenizer, caplog
     assert "question 11" in tokenizer.decode(generator.asked[-1][0])
     assert "question 10" in tokenizer.decode(generator.asked[-1][0])
     assert "question 0<" not in tokenizer.decode(generator.asked[-1][0])
-    forgotten = sum(int(re.search(r"(\d+) exchanges forgotten", m)[1]) for m in caplog.messages)
+    forgotten = sum(int(re.search(r"(\d+) oldest exchanges", m)[1]) for m in caplog.messages)
     assert forgotten == 12 - len(chat.conversation.exchanges) > 0
 
 
@@ -220,7 +220,7 @@ def test_every_answer_has_draws_of_its_own(tokenizer):
     assert [s.seed for _, s in same.asked] == [first, second]
 
 
-def test_a_template_that_refuses_is_the_users_to_mend(tokenizer):
+def test_a_template_that_refuses_a_message_is_a_user_error(tokenizer):
     strict = tiny_tokenizer()
     strict.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -438,8 +438,8 @@ def test_terminal(endless):
 
     terminal.type("tell me everything\n")
     terminal.read_until(r"tell me everything\n")
-    # The answer is under way, and would go on for minutes. A signal amid its first token was lost
-    # once on a busy machine; why is not known.
+    # The answer would take minutes. Wait for 20 words: on a busy machine a signal during the first
+    # token was once lost, for an unknown reason.
     terminal.read_until(r"(\S+\s+){20}")
     terminal.interrupt()
     assert terminal.read_until(r"\(stopped\)\n> ", timeout_s=60)
@@ -458,7 +458,7 @@ def test_terminal(endless):
 
 @pytest.mark.parametrize("last", ["/quit", EOFError()])
 def test_conversation_on_a_terminal(tokenizer, monkeypatch, capsys, last):
-    """What is printed, in order; lines without a word are no prompts."""
+    """What is printed, in order; blank lines are not prompts."""
     chat, generator = scripted_chat(tokenizer, "Hi there.", "Well.")
     typed = iter(["hello", "   ", "/system", "/system Be kind.", "word " * 600, "again", last])
 
