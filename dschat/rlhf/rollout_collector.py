@@ -1,7 +1,6 @@
-"""From prompts to scored answers: generation, the sources of rewards beside it, dynamic sampling.
+"""Collects rollouts: generates answers, scores them by all sources, samples dynamically.
 
-Prompts of this rank come in, an `Experience` with scores goes out, and what it took. It must not
-know log-probs, advantages or how the actor learns.
+Reward functions score one batch of answers while the next is generated.
 """
 
 import logging
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt_problem
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rewards.combine import (
@@ -46,13 +46,13 @@ class PromptTable:
     """
 
     ids: list[list[int]] = field(default_factory=list)
-    sources: list[Any] | None = None  # text or messages
+    sources: list[Content] | None = None  # text or messages
     texts: list[str] | None = None
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PromptBatch) -> "PromptTable":
-        """From whichever form a user has; ``UserError`` where it is none."""
+        """From any form of prompt batch; ``UserError`` for another type."""
         return cls(
             prompt_lists(batch),
             getattr(batch, "sources", None),
@@ -61,7 +61,7 @@ class PromptTable:
         )
 
     def repeated(self, n: int) -> "PromptTable":
-        """Each prompt ``n`` times in a row."""
+        """Each prompt ``n`` times, in sequence."""
         rows = [row for row in range(len(self.ids)) for _ in range(n)]
         return self.pick(rows)
 
@@ -90,16 +90,16 @@ class PromptTable:
 
 @dataclass
 class Collected:
-    """A rollout on its way: its answers, and the calls of reward programs that have begun."""
+    """A rollout in progress: its answers, and the calls of reward functions under way."""
 
     experience: Experience
     num_prompts: int  # over all ranks
     metrics: dict[str, float] = field(default_factory=dict)
-    pending: list[Pending] | None = None  # None: scored already
+    pending: list[Pending] | None = None  # None: already scored
 
 
 class Collector:
-    """Fills rollouts. One for the whole run: it keeps the statistics that rewards are scaled by."""
+    """Collects rollouts; one per run, with the running scale of rewards and the prompt queue."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Collector:
         programs: RewardPrograms,
         more_prompts: Iterator[PromptBatch] | None = None,
     ) -> None:
-        """``more_prompts``: where dynamic sampling goes on; None, or once that is used up on any
-        rank: with the same prompts anew.
+        """``more_prompts``: what dynamic sampling draws from where a rollout is not full. Without
+        it, or once it is exhausted on any rank, the same prompts are sampled again.
         """
         if engine.reward is None and not programs.names:
             raise UserError(
@@ -121,15 +121,15 @@ class Collector:
         self._args = args
         self._programs = programs
         self._more = more_prompts
-        self._left = PromptTable()  # of all ranks, taken from there, but not asked yet
-        self._warned = False  # of answers that nothing scores
+        self._queue = PromptTable()  # of all ranks, drawn from `more_prompts`, not yet used
+        self._warned = False  # of answers without a score
         self._announce()
 
     def _announce(self) -> None:
         weights = {} if self._engine.reward is None else {REWARD_MODEL: self._model_weight}
         weights |= self._programs.weights
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
-        bound = "as it is" if self.clip is None else f"clipped to +-{self.clip:g}"
+        bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
         logger.info("score: %s, %s", " + ".join(terms), bound)
 
     @property
@@ -138,17 +138,15 @@ class Collector:
 
     @property
     def clip(self) -> float | None:
-        """What checkpointer an answer's score where it is learned from; None: nothing."""
+        """The bound that clips an answer's score in its reward; None: not clipped."""
         alone = self._engine.reward is not None and not any(self._programs.weights.values())
         return self._args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective. What the next rollout depends on, as JSON can say it, the same on all
-        ranks.
-        """
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
         return {
             "scale": self.scale.state_dict(),
-            "left": vars(self._left),
+            "left": vars(self._queue),
             "taken": getattr(self._more, "taken", 0),
             "programs": self._programs.state_dict(),
         }
@@ -156,19 +154,19 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale.load_state_dict(state["scale"])
         self._programs.load_state_dict(state.get("programs", {}))
-        self._left = PromptTable(**state["left"])
+        self._queue = PromptTable(**state["left"])
         if hasattr(self._more, "taken"):
             self._more.taken = state["taken"]
 
     @property
     def has_programs(self) -> bool:
-        """Whether anything but a reward model scores."""
+        """Whether reward functions score, with or without a reward model."""
         return bool(self._programs.names)
 
     def collect(self, batch: PromptBatch, sampling: SamplingParams) -> Collected:
-        """Collective. Answers to ``batch``, ``sampling.n`` each; `score` comes next.
+        """Collective. Answer ``batch``, ``sampling.n`` times each; `score` comes next.
 
-        Other work may be done in between: reward programs that wait or run elsewhere go on.
+        The caller may do other work in between, while reward functions run.
         """
         prompts = PromptTable.of(batch)
         if self._args.dynamic_sampling:
@@ -177,21 +175,22 @@ class Collector:
         return self._answer(prompts, sampling, first, total)
 
     def score(self, collected: Collected) -> None:
-        """Collective. Fill in the scores, not clipped, from all sources. Sequences that a program
-        with a weight failed on are dropped; those that every source with a weight declined (None)
-        stay, but are not ``scored``. Those that the reward model made NaN stay, for the trainer to
-        see.
+        """Collective. Fill in the scores of all sources, not clipped.
 
-        Raises ``RewardError`` on all ranks where a program of one of them failed.
+        A sequence that a weighted reward function failed on is dropped. A sequence that every
+        weighted source declined (None) stays, but is not ``scored``. A NaN of the reward model
+        stays, for the trainer to detect.
+
+        Raises ``RewardError`` on all ranks where a reward function failed on one of them.
         """
         if collected.pending is None:
             return
         e, args = collected.experience, self._args
         sources = self.sources_of(collected, args.per_device_training_batch_size)
         collected.metrics |= source_means("objective/scores", sources)
-        scores, of_tokens = combine(sources, args, self.scale)
+        scores, token_scores = combine(sources, args, self.scale)
         e.scores = scores.float()
-        for row, values in enumerate(of_tokens or ()):
+        for row, values in enumerate(token_scores or ()):
             e.token_scores[row, : len(values)] = torch.tensor(values)
         e.scored = any_applies(sources)
         failed = torch.zeros(e.num_sequences, dtype=torch.bool)
@@ -199,27 +198,27 @@ class Collector:
             if source.name != REWARD_MODEL and source.weight:
                 failed |= source.scores.isnan()
         counts = [float(failed.sum()), float((~e.scored & ~failed).sum()), float(len(failed))]
-        lost, declined, total = dist.sum_floats(counts)
-        if lost or declined:
-            collected.metrics["rollout/unscored"] = lost + declined
-        if declined and not self._warned:
+        num_failed, num_declined, total = dist.sum_floats(counts)
+        if num_failed or num_declined:
+            collected.metrics["rollout/unscored"] = num_failed + num_declined
+        if num_declined and not self._warned:
             self._warned = True
             logger.warning(
-                "%.0f of %.0f answers have no score: every source said None; nothing is learned "
-                "from such answers (counted as rollout/unscored)",
-                declined,
+                "%.0f of %.0f answers have no score: every source returned None; such answers are "
+                "not trained on (counted as rollout/unscored)",
+                num_declined,
                 total,
             )
-        if lost:
+        if num_failed:
             collected.experience = e.pick((~failed).nonzero().flatten().tolist())
 
     def sources_of(self, collected: Collected, size: int) -> list[SourceScores]:
-        """Collective. What every source says of these answers, once; programs are waited for.
+        """Collective. Every source's scores, after waiting for reward functions; to be called once.
 
-        ``size``: sequences of a forward of the reward model.
+        ``size``: sequences per forward of the reward model.
         """
         sources, pending = [], collected.pending
-        assert pending is not None, "scored already"
+        assert pending is not None, "already scored"
         collected.pending = None
         if self._engine.reward is not None:
             scores = reward_model_scores(self._engine, collected.experience, size)
@@ -234,7 +233,8 @@ class Collector:
         first: int,
         calls: int = 1,
     ) -> Collected:
-        """Collective. Answers by ``generator``, in so many calls; programs begin to score them.
+        """Collective. Answer ``prompts`` in ``calls`` calls of ``generator``, and start the reward
+        functions on the answers of each.
 
         ``first``: the number of this rank's first prompt among those of all ranks.
         """
@@ -244,11 +244,11 @@ class Collector:
             rows = list(range(len(prompts.ids)))[start : start + size]
             part, numbers = prompts.pick(rows), [first + row for row in rows]
             rollout = generator.generate(part.ids, sampling, numbers)
-            asked = part.repeated(sampling.n)
+            repeated = part.repeated(sampling.n)
             number = numbers[0] * sampling.n if numbers else 0
-            parts.append(from_rollout(asked.ids, rollout, pad_id, number, asked.sources))
+            parts.append(from_rollout(repeated.ids, rollout, pad_id, number, repeated.sources))
             if self._programs.names:
-                pending.append(self._programs.start(self._samples(asked, rollout)))
+                pending.append(self._programs.start(self._samples(repeated, rollout)))
         return Collected(joined(parts), len(prompts.ids), {}, pending)
 
     def _answer(
@@ -256,8 +256,8 @@ class Collector:
     ) -> Collected:
         """Collective. The actor's answers; see `answers_of`."""
         started = time.perf_counter()
-        # One call, unless programs work beside the next; as many on every rank: they may generate
-        # together.
+        # One call, unless reward functions overlap with the next. The same number on every rank:
+        # tensor-parallel ranks generate together.
         calls = self._args.generation_batches if self._programs.overlaps else 1
         with self._engine.rollout_mode() as generator:
             collected = self.answers_of(generator, prompts, sampling, first, calls)
@@ -266,59 +266,60 @@ class Collector:
         collected.metrics["time/generate_s"] = time.perf_counter() - started
         return collected
 
-    def _samples(self, asked: PromptTable, rollout: Rollout) -> Samples:
+    def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
+        """``prompts``: one for each answer of ``rollout``."""
         decode = self._engine.tokenizer.batch_decode
         return Samples(
-            prompts=asked.texts or decode(asked.ids, skip_special_tokens=True),
+            prompts=prompts.texts or decode(prompts.ids, skip_special_tokens=True),
             answers=decode(rollout.token_ids, skip_special_tokens=True),
-            prompt_ids=asked.ids,
+            prompt_ids=prompts.ids,
             answer_ids=rollout.token_ids,
             finish_reasons=list(rollout.finish_reasons),
-            columns=asked.columns,
+            columns=prompts.columns,
         )
 
     # -- dynamic sampling --------------------------------------------------------------------------
 
     def _until_full(self, prompts: PromptTable, sampling: SamplingParams) -> Collected:
-        """Collective. Rounds until as many prompts as asked for have answers that score apart.
+        """Collective. Sample in rounds until enough prompts have answers of different scores.
 
-        DAPO (arXiv 2503.14476, section 3.2). Kept are the first such prompts in the order of the
-        rounds, whichever rank has them; later rounds have as many prompts as are likely missing.
+        DAPO (arXiv 2503.14476, section 3.2). The first such prompts in the order of the rounds are
+        kept, whichever rank has them. Later rounds sample as many prompts as are likely missing.
         """
-        again, (wanted, _) = prompts, _total_and_first(len(prompts.ids))
-        kept: list[int] = []  # numbers, over all ranks
+        first_prompts, (wanted, _) = prompts, _total_and_first(len(prompts.ids))
+        kept: list[int] = []  # numbers of prompts, over all ranks
         parts: list[Experience] = []
         sums: dict[str, float] = {}
-        asked = rounds = 0
+        sampled = rounds = 0
         while rounds < self._args.max_sampling_rounds and len(kept) < wanted:
             if rounds:
-                likely = math.ceil((wanted - len(kept)) * asked / max(len(kept), 1))
-                prompts = self._next_prompts(again, min(wanted, likely))
+                likely = math.ceil((wanted - len(kept)) * sampled / max(len(kept), 1))
+                prompts = self._next_prompts(first_prompts, min(wanted, likely))
             total, first = _total_and_first(len(prompts.ids))
-            collected = self._answer(prompts, sampling, asked + first, total)
+            collected = self._answer(prompts, sampling, sampled + first, total)
             self.score(collected)
-            kept += self._that_differ(collected.experience, asked, total, sampling.n)
+            kept += self._with_variance(collected.experience, sampled, total, sampling.n)
             parts.append(collected.experience)
             _accumulate(sums, collected.metrics, weight=total)
-            asked, rounds = asked + total, rounds + 1
+            sampled, rounds = sampled + total, rounds + 1
         kept = kept[:wanted]
         every = joined(parts)
         total, number = dist.sum_floats(
             [float(every.scores.double().sum()), float(every.scored.sum())]
         )
         e = _renumbered(every, kept, sampling.n)
-        metrics = _means(sums, asked) | {
+        metrics = _means(sums, sampled) | {
             "sampling/rounds": float(rounds),
-            "sampling/prompts": float(asked),
+            "sampling/prompts": float(sampled),
             "sampling/kept_prompts": float(len(kept)),
-            "sampling/waste": 1 - len(kept) / max(asked, 1),
+            "sampling/waste": 1 - len(kept) / max(sampled, 1),
             "sampling/scores": total / max(number, 1.0),
         }
         return Collected(e, len(kept), metrics)
 
-    def _that_differ(self, e: Experience, before: int, total: int, n: int) -> list[int]:
-        """Collective. Numbers of this round's prompts whose answers do not all score alike once
-        they are clipped, or have a score that is not finite. Answers without a score do not count.
+    def _with_variance(self, e: Experience, before: int, total: int, n: int) -> list[int]:
+        """Collective. Numbers of this round's prompts whose clipped scores differ, or are not
+        finite. Answers without a score do not count. ``before``: prompts of earlier rounds.
         """
         groups = e.numbers // n - before
         scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, self.clip), e.scores)
@@ -327,42 +328,42 @@ class Collector:
         differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
         return (before + differ.nonzero().flatten()).tolist()
 
-    def _next_prompts(self, again: PromptTable, size: int) -> PromptTable:
-        """Collective. This rank's share of the next ``size`` prompts, the same on any number of
-        ranks; ``again``: what to ask anew where there are no more.
+    def _next_prompts(self, fallback: PromptTable, size: int) -> PromptTable:
+        """Collective. This rank's share of the next ``size`` prompts, whose order does not depend
+        on the number of ranks. ``fallback``: prompts to use once ``more_prompts`` is exhausted.
         """
-        while len(self._left.ids) < size:
+        while len(self._queue.ids) < size:
             batch = None if self._more is None else next(self._more, None)
-            mine = again if batch is None else PromptTable.of(batch)
-            for of_rank, is_last in dist.gather_objects((mine, batch is None)):
-                self._left = self._left.concat(of_rank)
-                if is_last:  # on one rank, and so on all
+            prompts = fallback if batch is None else PromptTable.of(batch)
+            for of_rank, is_exhausted in dist.gather_objects((prompts, batch is None)):
+                self._queue = self._queue.concat(of_rank)
+                if is_exhausted:  # on one rank, therefore on all
                     self._more = None
-        rows = list(range(len(self._left.ids)))
-        taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
+        rows = list(range(len(self._queue.ids)))
+        taken, self._queue = self._queue.pick(rows[:size]), self._queue.pick(rows[size:])
         return taken.pick(dist.my_share(rows[:size]))
 
 
 def _renumbered(e: Experience, kept: list[int], n: int) -> Experience:
-    """The sequences of these prompts, as if those had been all, in this order."""
+    """The sequences of the prompts ``kept``, numbered as if the rollout had no others."""
     places = {number: place for place, number in enumerate(kept)}
     groups = (e.numbers // n).tolist()
     e = e.pick([row for row, group in enumerate(groups) if group in places])
     place = torch.tensor([places[g] for g in (e.numbers // n).tolist()], dtype=torch.int64)
     e.numbers = place * n + e.numbers % n
-    # An experience is in the order of its numbers; a rank's rounds follow each other already.
+    # An experience is in the order of its numbers; a rank's rounds already are.
     assert bool((e.numbers[1:] > e.numbers[:-1]).all())
     return e
 
 
 def _total_and_first(num_prompts: int) -> tuple[int, int]:
-    """Collective. Prompts over all ranks, and how many stand on ranks before this one."""
+    """Collective. Number of prompts over all ranks, and on the ranks before this one."""
     counts = dist.gather_objects(num_prompts)
     return sum(counts), sum(counts[: dist.rank()])
 
 
 def _accumulate(sums: dict[str, float], metrics: dict[str, float], weight: int) -> None:
-    """Seconds and counts add up; the rest is weighed by the prompts of the round."""
+    """Add up seconds and counts; weigh the rest by the prompts of the round."""
     for name, value in metrics.items():
         added = value if _adds_up(name) else value * weight
         sums[name] = sums.get(name, 0.0) + added
@@ -377,7 +378,7 @@ def _adds_up(name: str) -> bool:
 
 
 def prompt_lists(batch: PromptBatch) -> list[list[int]]:
-    """Prompts without padding, whichever form they came in; ``UserError`` where it is none."""
+    """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
     if not isinstance(batch, Mapping):
         prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
         for problem in filter(None, map(prompt_problem, count(), prompts)):

@@ -1,10 +1,7 @@
-"""Policy optimisation on one engine: make an experience from prompts, learn from it.
+"""Policy optimisation: generates an experience from prompts and trains actor and critic on it.
 
-Prompt ids come in; optimizer steps on actor and any critic, and a dict of metrics, go out. It must
-not know where prompts come from, how weights are sharded, which generator answers or what scores.
-
-The loss of an optimizer step is a sum over its actions / their number, over all ranks and
-micro-batches; so the update is the same however the batch is cut.
+The loss of an optimizer step is the sum over its actions / their number, over all ranks and
+micro-batches, so that the update does not depend on how the batch is split.
 """
 
 import math
@@ -46,23 +43,26 @@ from dschat.runtime.optimizer_step import (
 
 
 class DeepSpeedPPOTrainer:
-    """Generates, scores and learns with the models of ``engine``.
+    """Generates, scores and trains with the models of ``engine``.
 
     Args:
         engine: the models.
         args: an `RLHFConfig` or any namespace with some of its fields; default: the engine's.
         unsupervised: yields for every optimizer step the micro-batches (lists of rows with
             ``input_ids``) of the pretraining loss.
-        reward_fns: functions that score answers, besides those of ``args`` and any reward model: a
+        reward_fns: reward functions in addition to those of ``args`` and any reward model: a
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
-        more_prompts: batches that ``dynamic_sampling`` goes on with where a rollout is not full;
-            without, or once they are used up on a rank, it tries the same prompts anew.
-        programs: those of ``args``, where they are made already; then without ``reward_fns``.
+        more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
+            full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
+        programs: the reward functions of ``args``, already loaded; excludes ``reward_fns``.
 
-    Attributes: ``metrics`` holds the last iteration's numbers under the names of metrics.jsonl,
-    ``iteration`` how many there were, ``kl`` the weight of the KL penalty.
+    Attributes:
+        metrics: the last iteration's numbers, under the names of metrics.jsonl.
+        iteration: number of iterations done.
+        kl: the coefficient of the KL penalty.
 
-    Raises ``UserError`` where nothing scores.
+    Raises:
+        UserError: neither a reward model nor reward functions.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class DeepSpeedPPOTrainer:
         programs: RewardPrograms | None = None,
     ) -> None:
         if programs is not None and len(reward_fns):
-            raise UserError("give reward_fns to RewardPrograms.of where you give programs")
+            raise UserError(
+                "give reward_fns to RewardPrograms.of, or to the trainer without programs"
+            )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
         self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
@@ -87,11 +89,13 @@ class DeepSpeedPPOTrainer:
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
         self._warned_of_gap = False
-        self._looks = False  # whether training is the first that asks the actor, and has not yet
+        # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
+        self._measures_gap = False
 
     def run_state(self) -> RunState:
-        """Collective. All that the next iteration depends on: a checkpoint's content. For the
-        boundary between two iterations, where no experience is pending.
+        """Collective. All state that the next iteration depends on, for a checkpoint.
+
+        Valid between two iterations, where no experience is pending.
         """
         engine = self.engine
         engines = {"actor": engine.actor, "critic": engine.critic}
@@ -134,20 +138,24 @@ class DeepSpeedPPOTrainer:
     # -- experience --------------------------------------------------------------------------------
 
     def generate_experience(self, prompt_batch: PromptBatch) -> Experience:
-        """Collective. Answer this rank's prompts and score the answers.
+        """Collective. Answer this rank's prompts, score the answers, compute advantages.
 
-        ``prompt_batch``: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
-        (padded on either side). Ranks may bring different numbers of prompts, none included. Reward
-        models with another tokenizer and reward functions get the batch's ``sources``, ``texts``
-        and ``columns`` (see `dschat.data.batches.TokenizedPrompts`).
+        Args:
+            prompt_batch: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
+                (padded on either side). Ranks may have different numbers of prompts, also none.
+                Reward functions, and reward models with another tokenizer, get a batch's
+                ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.TokenizedPrompts`).
 
-        NaN or infinity in a score, a log-prob or a value, on any rank, is the ``problem`` of what
-        is returned, which `train_rlhf` then passes over. Raises ``RewardError`` where a reward
-        function failed.
+        Returns:
+            The experience. NaN or infinity in a score, log-prob or value on any rank is named in
+            its ``problem``; `train_rlhf` then skips it.
+
+        Raises:
+            RewardError: a reward function failed.
         """
         started = time.perf_counter()
         collected = self.collector.collect(prompt_batch, self.sampling())
-        # Before the scores: programs may be at work on them meanwhile.
+        # Before the scores: reward functions may run meanwhile.
         fill_in(self.engine, collected.experience, self.args)
         self.collector.score(collected)
         e = collected.experience
@@ -164,19 +172,21 @@ class DeepSpeedPPOTrainer:
         self.metrics["time/score_s"] = seconds - self.metrics["time/generate_s"]
         return e
 
-    # -- learning ----------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def train_rlhf(self, experience: Experience) -> tuple[float, float | None]:
-        """Collective. All epochs and mini-batches of an experience; ptx, EMA and KL control
-        included.
+        """Collective. Train on all epochs and mini-batches of an experience, with ptx and EMA.
 
-        Returns the mean losses of actor and critic (None where there is no critic; NaN where the
-        experience has a ``problem`` and nothing was learned); `metrics` has the rest. Raises
-        ``FloatingPointError`` after ``max_bad_steps`` steps in a row that were not finite; such an
-        experience counts as one.
+        Returns:
+            Mean losses of actor and critic: None without a critic, NaN where the experience has a
+            ``problem`` and is skipped. `metrics` has the rest.
+
+        Raises:
+            FloatingPointError: after ``max_bad_steps`` non-finite steps in a row; a skipped
+                experience counts as one.
         """
         if not isinstance(experience, Experience):
-            raise UserError("train_rlhf learns from what generate_experience returned")
+            raise UserError("train_rlhf takes the Experience that generate_experience returns")
         args, started = self.args, time.perf_counter()
         actor, critic = self.engine.actor, self.engine.critic
         rate = learning_rate(actor)
@@ -184,10 +194,10 @@ class DeepSpeedPPOTrainer:
         actor.train()
         if critic is not None:
             critic.train()
-        self._looks = args.old_logprobs == "rollout"
+        self._measures_gap = args.old_logprobs == "rollout"
         sums: dict[str, float] = {}
         if experience.problem:
-            sums = self._passed_over(experience)
+            sums = self._skip(experience)
         for epoch in range(0 if experience.problem else args.ppo_epochs):
             seed = [args.seed, self.iteration, epoch]
             number = mini_batch_of(experience.numbers, args.num_mini_batches, seed)
@@ -209,13 +219,11 @@ class DeepSpeedPPOTrainer:
         return self.metrics["loss/policy_avg"], self.metrics.get("loss/value_avg")
 
     def require_learned(self) -> None:
-        """For the end of a run. Raises ``FloatingPointError`` where every step of the actor was
-        skipped.
-        """
+        """At the end of a run: raise ``FloatingPointError`` where every actor step was skipped."""
         self._skipped["actor"].require_some(any_applied=self.engine.version > 0)
 
-    def _passed_over(self, experience: Experience) -> dict[str, float]:
-        """Nothing is learned from ``experience``, which is counted as a bad step."""
+    def _skip(self, experience: Experience) -> dict[str, float]:
+        """Count ``experience`` as a bad step; its sums of metrics."""
         when = f"iteration {self.iteration}: the update"
         self._skipped["actor"].count(when, experience.problem)
         sums = {"bad_steps": 1.0, "policy_loss": math.nan, "policy_count": 1.0}
@@ -226,36 +234,36 @@ class DeepSpeedPPOTrainer:
     def _mini_batch(
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
-        """Collective. An optimizer step of actor and any critic on this rank's ``rows``."""
+        """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
         size = self.args.per_device_training_batch_size
         count = dist.max_int(max(1, -(-len(rows) // size)))
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
-        counted = aggregation_count(experience.loss_mask[rows], self.args.aggregation)
-        all_actions, all_counted = dist.sum_floats([num_actions, float(counted)])
+        policy_count = float(aggregation_count(experience.loss_mask[rows], self.args.aggregation))
+        all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
         parts = chunks(rows, size, count)
-        sums = {"actions": num_actions, "policy_count": float(counted)}
-        train_actor = train_actor and all_counted > 0  # else there is nothing to learn from
+        sums = {"actions": num_actions, "policy_count": policy_count}
+        train_actor = train_actor and all_policy > 0  # else no action has a loss
         text = next(self._unsupervised) if self._unsupervised is not None and train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
-            step = steps["actor"] = OptimizerStep(self.engine.actor, count + len(text), all_counted)
+            step = steps["actor"] = OptimizerStep(self.engine.actor, count + len(text), all_policy)
             for part in parts:
                 _add(sums, self._actor_micro_batch(step, experience.take(part, self._device)))
-            self._looks = False  # the step changes what was measured
-            _add(sums, self._ptx_micro_batches(step, text, all_counted))
+            self._measures_gap = False  # the step changes the actor
+            _add(sums, self._ptx_micro_batches(step, text, all_policy))
             if not (self.args.align_overflow and self.engine.critic is not None):
-                step.finish()  # its gradients go before the critic's come
+                step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
             step = steps["critic"] = OptimizerStep(self.engine.critic, count, all_actions)
             for part in parts:
                 _add(sums, self._critic_micro_batch(step, experience.take(part, self._device)))
             finish_together([step for step in steps.values() if step.outcome is None])
         for name, step in steps.items():
-            _add(sums, self._taken(step, name))
+            _add(sums, self._record(step, name))
         return sums
 
     def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
-        """The policy's loss, with any KL penalty and entropy bonus, weighed as one sum."""
+        """Backward of the policy loss, with any KL penalty and entropy bonus; sums of metrics."""
         args, mask = self.args, batch.loss_mask
         logprobs, entropy = action_logprobs(
             self.engine.actor, batch, args.temperature, args.entropy_coef > 0
@@ -282,12 +290,13 @@ class DeepSpeedPPOTrainer:
             bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
             loss = loss - args.entropy_coef * bonus
             named["entropy"] = float(bonus.detach())
-        if self._looks:  # scoring did not ask the actor: this is its first pass
+        if self._measures_gap:
             named |= _mismatch(logprobs.detach(), batch)
         step.backward(loss)
         return named
 
     def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
+        """Backward of the value loss; sums of metrics."""
         values = action_values(self.engine.critic, batch)
         loss, metrics = value_loss(
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
@@ -301,7 +310,7 @@ class DeepSpeedPPOTrainer:
     def _ptx_micro_batches(
         self, step: OptimizerStep, text: list[list[dict[str, Any]]], denominator: float
     ) -> dict[str, float]:
-        """Collective. ``unsup_coef`` x the token mean of the pretraining loss, in the same step."""
+        """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
         if not text:
             return {}
         pad_id = self.engine.tokenizer.pad_token_id
@@ -310,7 +319,7 @@ class DeepSpeedPPOTrainer:
         ]
         real = [float(mask[:, 1:].sum()) for _, mask in batches]
         (num_tokens,) = dist.sum_floats([sum(real)])
-        # `step` divides by the action tokens; this puts the text's own count in their place.
+        # `step` divides by the action tokens; this factor replaces that by the text's tokens.
         weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)
         total = 0.0
         for ids, mask in batches:
@@ -321,8 +330,8 @@ class DeepSpeedPPOTrainer:
             total += float(loss.detach())
         return {"ptx_loss": total, "ptx_tokens": sum(real)}
 
-    def _taken(self, step: OptimizerStep, name: str) -> dict[str, float]:
-        """What a finished step changed: version and average, or the counts of skipped ones."""
+    def _record(self, step: OptimizerStep, name: str) -> dict[str, float]:
+        """Update version and average after an applied step, or count a skipped one."""
         self._skipped[name].take(step, f"iteration {self.iteration}: a step")
         if step.outcome != "applied":
             return {"bad_steps" if step.outcome == "bad" else "overflow_steps": 1.0}
@@ -334,11 +343,11 @@ class DeepSpeedPPOTrainer:
 
 
 def _mismatch(logprobs: Tensor, batch: Experience) -> dict[str, float]:
-    """How far training's log-probs (B, A) are from the generator's: sums over actions."""
-    ours, theirs = logprobs[batch.answer_mask], batch.rollout_logprobs[batch.answer_mask]
+    """Difference of training's log-probs (B, A) from the generator's: sums over actions."""
+    ours, generator = logprobs[batch.answer_mask], batch.rollout_logprobs[batch.answer_mask]
     return {
-        "gap": float((ours - theirs).abs().double().sum()),
-        "mismatch_kl": float(kl_penalty(theirs, ours, "k3").double().sum()),
+        "gap": float((ours - generator).abs().double().sum()),
+        "mismatch_kl": float(kl_penalty(generator, ours, "k3").double().sum()),
         "gap_actions": float(len(ours)),
     }
 

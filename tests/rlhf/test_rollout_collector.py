@@ -32,8 +32,8 @@ def collector_of(*functions, reward_model=False, more=None, **knobs):
     [
         ([], True, None, 5, "score: reward_model x 1, clipped to +-5"),
         ([(rule, 0)], True, None, 5, "reward_model x 1 + rule (logged), clipped to +-5"),
-        ([(rule, 0.5)], True, None, None, "reward_model x 1 + rule x 0.5, as it is"),
-        ([rule], False, None, None, "score: rule x 1, as it is"),
+        ([(rule, 0.5)], True, None, None, "reward_model x 1 + rule x 0.5, not clipped"),
+        ([rule], False, None, None, "score: rule x 1, not clipped"),
         ([rule], False, 2.0, 2, "score: rule x 1, clipped to +-2"),
     ],
 )
@@ -50,8 +50,8 @@ def test_groups_that_the_clip_makes_alike_teach_nothing():
     scores = torch.tensor(pairs).float().flatten()
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
     e = SimpleNamespace(numbers=torch.arange(14, 28), scores=scores, scored=scored)
-    assert collector_of(reward_model=True)._that_differ(e, 7, 7, 2) == [8, 9, 10, 11]
-    assert collector_of(rule)._that_differ(e, 7, 7, 2) == [7, 8, 9, 10, 11]
+    assert collector_of(reward_model=True)._with_variance(e, 7, 7, 2) == [8, 9, 10, 11]
+    assert collector_of(rule)._with_variance(e, 7, 7, 2) == [7, 8, 9, 10, 11]
 
 
 def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
@@ -101,7 +101,7 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
             "objective/scores/rule_3": 5,
             "rollout/unscored": 2,
         }
-    assert caplog.text.count("1 of 6 answers have no score: every source said None") == 1
+    assert caplog.text.count("1 of 6 answers have no score: every source returned None") == 1
     assert any_applies([sources[2]]).all()  # nothing has a weight: nothing is declined
 
 
