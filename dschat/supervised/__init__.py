@@ -1,1 +1,1 @@
-"""Steps 1 and 2: supervised fine-tuning, reward model, DPO, IPO and KTO."""
+"""Steps 1 and 2: supervised fine-tuning, reward modelling, DPO, IPO and KTO."""

@@ -1,4 +1,4 @@
-"""The training loop of steps 1 and 2, for any task."""
+"""Trains and evaluates any `Task` of steps 1 and 2."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ logger = logging.getLogger("dschat")
 
 
 def _reduce(parts: list[Sums]) -> Sums:
-    """Collective. Sums over micro-batches and ranks; every rank has the same names."""
+    """Collective. Sum over micro-batches and ranks; every rank must have the same names."""
     names = sorted(parts[0])
     totals = dist.sum_floats([sum(part[name] for part in parts) for name in names])
     return dict(zip(names, totals, strict=True))
@@ -41,7 +41,7 @@ def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, fl
 
 
 def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
-    """Optimizer steps of the whole run: ``max_steps``, or as many as the epochs have."""
+    """Optimizer steps of the whole run: ``max_steps``, or those of all epochs."""
     return config.max_steps or config.num_train_epochs * len(batches)
 
 
@@ -74,10 +74,12 @@ def train(
 ) -> dict[str, float]:
     """Collective. Evaluate, train, evaluate; returns the last evaluation's metrics.
 
-    With ``--resume`` it goes on where a checkpoint was made, as if nothing had happened.
+    With ``--resume`` it continues from a checkpoint with the same results as without a break.
 
-    Raises ``FloatingPointError`` after ``max_bad_steps`` steps in a row without a finite gradient,
-    or at the end where no step had one; ``TrainingStopped`` where it was asked to stop, saved.
+    Raises:
+        FloatingPointError: after ``max_bad_steps`` steps in a row without a finite gradient, or at
+            the end where no step had one.
+        TrainingStopped: after saving, where the run was asked to stop.
     """
     total = num_total_steps(config, train_batches)
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)

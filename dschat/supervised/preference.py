@@ -1,9 +1,7 @@
-"""Step 2's other road: the policy itself learns from pairs, by DPO, IPO or KTO.
+"""Trains the policy on pairs by DPO, IPO or KTO: a `Task`, and the reference it needs.
 
-Pairs and a policy come in; a task for the loop of `dschat.supervised.loop` goes out, and the
-reference
-that the policy is held to: a frozen copy, the policy without its adapters, or log-probs computed
-before the first step. It must not know the loop, nor where the pairs came from.
+The reference is a frozen copy of the policy, the policy without its LoRA adapters, or log-probs
+computed before the first step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +30,15 @@ _MISMATCHED = "mismatched_ids"
 
 
 class Pairs(Sequence):
-    """Rows of ``preference_dataset``, with what a loss needs besides.
+    """Rows of ``preference_dataset``, with mismatched answers and reference log-probs if needed.
 
     Args:
         rows: a table with ``chosen_ids``, ``rejected_ids`` and ``prompt_length``.
-        max_len: give each row ``mismatched_ids`` too, of at most so many tokens: its prompt with
-            the next row's answer, in turn its chosen and its rejected one. So the pairing depends
-            on the data alone, not on batches. None: not needed.
+        max_len: add ``mismatched_ids`` of at most so many tokens to each row: its prompt with the
+            next row's answer, alternately the chosen and the rejected one. So the pairing depends
+            on the data alone, not on batches. None: add none.
 
-    ``ref_logps`` may be set: the reference's log-probs of every row, a number a block.
+    ``ref_logps``, if set, has the reference's log-probs of every row, one number per block.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], max_len: int | None = None) -> None:
@@ -63,7 +61,7 @@ class Pairs(Sequence):
 
 
 def as_pairs(config: RewardConfig, *tables: Any) -> list[Any]:
-    """``tables`` with what the loss of ``config`` needs; a stream as it is."""
+    """``tables`` as `Pairs` for the loss of ``config``; streams are returned unchanged."""
     max_len = config.max_seq_len if config.loss == "kto" else None
     return [t if isinstance(t, RowStream) else Pairs(t, max_len) for t in tables]
 
@@ -84,9 +82,9 @@ def load_reference(
 
 
 def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:
-    """Log-probs of whole answers, the sums over their tokens with EOS: (rows,) fp32, one forward.
+    """Log-probs of whole answers, summed over their tokens and EOS, by one forward: (rows,) fp32.
 
-    As in `losses.lm_loss` ids are shifted, not logits: the last position predicts nothing.
+    As in `losses.lm_loss`, ids are shifted and not logits: the last position has no target.
     """
     ids = batch.input_ids[rows]
     logits = model(input_ids=ids, use_cache=False).logits
@@ -97,14 +95,15 @@ def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tenso
 
 
 class PreferenceTask:
-    """A loss on ``log policy - log reference`` of chosen and rejected answers; see
-    `dschat.losses.preference`.
+    """DPO, IPO or KTO on the log-ratios of chosen and rejected answers.
+
+    Losses: `dschat.losses.preference`.
 
     Args:
-        config: which loss, and its knobs.
-        pad_id: the filler behind a sequence.
-        reference: the frozen copy; None where the policy without its adapters is the reference, or
-            its log-probs are there already (`precompute`).
+        config: the loss and its coefficients.
+        pad_id: the id that pads sequences.
+        reference: the frozen copy; None where the reference is the policy without its adapters, or
+            its log-probs are precomputed (`precompute`).
     """
 
     columns = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
@@ -125,11 +124,11 @@ class PreferenceTask:
         return batch.num_real
 
     def prepare(self, model: nn.Module, batches: list[PreferenceBatch]) -> list[PreferenceBatch]:
-        """Collective. The micro-batches of an optimizer step with the reference's log-probs, and
-        with KTO's reference point, which is one for the whole step.
+        """Collective. The micro-batches of an optimizer step with the reference's log-probs and
+        KTO's reference point, which is one number for the whole step.
         """
-        # NOTE: all of this comes before the step's first forward with gradients: two forwards
-        # before their backwards break ZeRO-3's gradients.
+        # NOTE: all of this precedes the step's first forward with gradients. Two forwards before
+        # their backwards break ZeRO-3's gradients.
         if not self._config.precompute_ref_logprobs:
             with self._reference_of(model) as reference:
                 batches = [
@@ -153,7 +152,7 @@ class PreferenceTask:
         sums = {name: float(value.detach()) for name, value in metrics.items()}
         if self._uses_kl:
             sums["kl"] = batch.kl * batch.num_real
-        # The zero term keeps the graph whole on a rank that has no pair in this micro-batch.
+        # The zero term keeps every parameter in the graph on a rank without a pair here.
         return total + 0.0 * logps.sum(), sums | {"loss": float(total.detach())}
 
     def summarise(self, sums: Sums) -> dict[str, float]:
@@ -161,21 +160,21 @@ class PreferenceTask:
         return {name: value / pairs for name, value in sums.items() if name != "pairs"}
 
     def precompute(self, model: nn.Module, pairs: Pairs, batch_size: int) -> None:
-        """Collective. Give ``pairs`` the log-probs of ``model``, which before its first step is its
-        own reference. ``batch_size``: pairs of a process's micro-batch.
+        """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
+        first step is its own reference. ``batch_size``: pairs per micro-batch and process.
         """
         ranks = dist.world_size()
         batches = StepBatches(
             pairs, batch_size * ranks, batch_size, dist.rank(), ranks, seed=0, shuffle=False
         )
-        mine: list[list[float]] = []
+        local: list[list[list[float]]] = []
         bar = progress(len(batches), "reference log-probs")
         for (rows,) in batches.epoch(0):
             logps = self._all_logps(model, self.collate(rows))
-            mine.append(logps.view(len(self._blocks), -1)[:, : len(rows)].T.tolist())
+            local.append(logps.view(len(self._blocks), -1)[:, : len(rows)].T.tolist())
             bar.update()
         bar.close()
-        shares = dist.gather_objects(mine)
+        shares = dist.gather_objects(local)
         pairs.ref_logps = [row for parts in zip(*shares, strict=True) for p in parts for row in p]
         assert len(pairs.ref_logps) == len(pairs)
 
@@ -188,12 +187,12 @@ class PreferenceTask:
             yield model
 
     def _all_logps(self, model: nn.Module, batch: PreferenceBatch) -> Tensor:
-        """Of every block, without gradient."""
+        """Log-probs of every block, without gradient."""
         with torch.no_grad(), evaluating(model):
             return answer_logps(model, batch.to(dist.device()), slice(None))
 
     def _kl(self, model: nn.Module, batches: list[PreferenceBatch]) -> float:
-        """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, not negative
+        """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, at least 0
         (Ethayarajh et al. 2024, section 4).
         """
         sums = [0.0, 0.0]

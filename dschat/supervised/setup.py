@@ -1,4 +1,4 @@
-"""Builds what steps 1 and 2 train with, and saves what they trained."""
+"""Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
 import logging
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def build_engine(
     """Collective. Add adapters and gradient checkpointing to ``model``, then ``wrap`` it and put a
     DeepSpeed engine around it.
 
-    Raises ``UserError`` where the disk has no space for what will be saved.
+    Raises ``UserError`` where the disk has no space for the saved model.
     """
     if config.output_dir is not None:
         check_room(config.output_dir, [weight_bytes(model)])
@@ -144,7 +144,7 @@ def build_engine(
 def step_batches(
     config: SupervisedConfig, train: Any, held_out: Any
 ) -> tuple[StepBatches, StepBatches]:
-    """This rank's share of the training rows, shuffled, and of the held-out rows, in order."""
+    """This rank's share of the shuffled training rows, and of the held-out rows in order."""
     rank, world = dist.rank(), dist.world_size()
     return (
         StepBatches(

@@ -1,4 +1,4 @@
-"""What steps 1 and 2 train on: next-token cross entropy, and pairwise reward modelling."""
+"""Defines what steps 1 and 2 train on: next-token cross entropy, pairwise reward modelling."""
 
 import math
 from typing import Any, Protocol
@@ -15,33 +15,33 @@ Sums = dict[str, float]
 
 
 class Task(Protocol):
-    """What a step trains on: rows to batch, the batch's weight, its loss, its metrics."""
+    """Batches rows and computes their loss and metrics, for `dschat.supervised.loop`."""
 
-    columns: tuple[str, ...]  # what the one line a step shows
+    columns: tuple[str, ...]  # metrics in the console line
 
     def collate(self, rows: Rows) -> Any: ...
 
     def weight(self, batch: Any) -> int:
-        """This batch's share of the step's denominator: its target tokens, or pairs."""
+        """This batch's part of the step's denominator: its target tokens, or its pairs."""
         ...
 
     def prepare(self, model: nn.Module, batches: list[Any]) -> list[Any]:
-        """Collective. The micro-batches of an optimizer step, or of an evaluation, with what their
-        losses need to know of the others, or of another model. No gradient.
+        """Collective. The micro-batches of an optimizer step or an evaluation, with values added
+        that their losses need from all of them or from another model. Without gradient.
         """
         return batches
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Sums]:
-        """The sum of losses over the batch (0-d), and sums of what is reported."""
+        """The sum of losses over the batch (0-d), and sums for the metrics."""
         ...
 
     def summarise(self, sums: Sums) -> dict[str, float]:
-        """Means out of sums over all ranks and micro-batches."""
+        """Means from the sums over all ranks and micro-batches."""
         ...
 
 
 class SFTTask(Task):
-    """Next-token cross entropy on the masked-in tokens."""
+    """Next-token cross entropy on the tokens that the loss mask selects."""
 
     columns = ("loss", "perplexity")
 
@@ -52,7 +52,7 @@ class SFTTask(Task):
         return collate_sft(rows, self._pad_id)
 
     def weight(self, batch: SFTBatch) -> int:
-        return int(batch.loss_mask[:, 1:].sum())  # the first token is predicted by nothing
+        return int(batch.loss_mask[:, 1:].sum())  # the first token has no prediction
 
     def loss(self, model: nn.Module, batch: SFTBatch) -> tuple[Tensor, Sums]:
         logits = model(input_ids=batch.input_ids, use_cache=False).logits
@@ -80,14 +80,14 @@ class RewardTask(Task):
         return batch.num_real
 
     def loss(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, Sums]:
-        # NOTE: both answers in one forward; two forwards before their backwards break ZeRO-3's
+        # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
         scores = gather_last(model(batch.input_ids), batch.lengths)
         real = torch.arange(len(scores) // 2, device=scores.device) < batch.num_real
         chosen, rejected = scores.chunk(2)
         total, metrics = pairwise_loss(chosen[real], rejected[real])
         sums = {name: float(value) for name, value in metrics.items()}
-        # The zero term keeps the graph whole on a rank that has no pair in this micro-batch.
+        # The zero term keeps every parameter in the graph on a rank without a pair here.
         return total + 0.0 * scores.sum(), sums | {"loss": float(total.detach())}
 
     def summarise(self, sums: Sums) -> dict[str, float]:
