@@ -1,7 +1,7 @@
 """One iteration of step 3 in float64, written from the papers, sequence by sequence.
 
-Comes in: an experience's ids, scores, values and log-probs, plain float64 models, the knobs. Goes
-out: advantages, losses with their graph, and every metric. Nothing of `dschat.losses` is used.
+From an experience's ids, scores, values and log-probs, plain float64 models and the flags it
+computes advantages, losses with their graph, and every metric. `dschat.losses` is not used.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Trainers whose rewards are programs, on the tiny checkpoints."""
+"""Trainers with reward functions, on the tiny checkpoints."""
 
 import torch
 from step_cases import Case, ppo_config

@@ -1,8 +1,8 @@
 """The rollout form of a tiny actor under ZeRO, run the same way by the tests and by the worker.
 
-A `Case` comes in, with what is special in its ``options``; a JSON-able dict goes out, the same on
-every rank. An actor is one DeepSpeed engine around a model of ``families``, trained on random ids:
-what is tested here needs neither critic nor reward.
+A `Case` with its ``options`` gives a JSON-able dict, the same on every rank. An actor is one
+DeepSpeed engine around a model of ``families``, trained on random ids: these tests need neither
+critic nor reward model.
 """
 
 import random
@@ -146,7 +146,7 @@ class Actor:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what really goes over the wire inside the scope: every call into c10d."""
+    """Counts every call into c10d inside the scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def entered(form: Any, version: int) -> tuple[Any, dict[str, Any]]:
-    """Collective. The generator, and what the refresh says and really did."""
+    """Collective. The generator, and what the refresh reported and really did."""
     with Collectives() as wire:
         generator = form.enter(version)
     refresh = form.last_refresh
@@ -313,7 +313,7 @@ def run_buckets(case: Case, models: Path, out: Path) -> dict[str, Any]:
 
 
 def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """What is said to settings that cannot be, on two ranks."""
+    """The errors of settings that two ranks refuse."""
 
     def message(module: torch.nn.Module, **changes: Any) -> str:
         settings = RolloutSettings(torch.float32, (EOS,), EOS, POSITIONS, **changes)
@@ -333,7 +333,7 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
 
 
 def _loading_a_nan(out: Path) -> str:
-    """Collective. What every rank says, where the NaN lies in the shard of the last one."""
+    """Collective. Every rank's error for a NaN in the shard of the last one."""
     module = build("llama")
     module.model.layers[1].mlp.up_proj.weight.data[-1, -1] = float("nan")
     if dist.is_main_process():

@@ -1,8 +1,8 @@
 """The three training steps in small, run the same way by the tests and by the two-process worker.
 
-A `Case` and the folder of tiny checkpoints come in; a JSON-able dict goes out: losses of every
-step, and log-probs or scores that the training form gives to fixed sequences. What is trained is
-saved into the case's folder.
+A `Case` and the folder of tiny checkpoints give a JSON-able dict: losses of every step, and
+log-probs or scores that the training form gives to fixed sequences. The trained model is saved into
+the case's folder.
 """
 
 import json
@@ -33,7 +33,7 @@ from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
 from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
-MODELS += ("opt_350m_reward_reversed",)  # reads the text anew
+MODELS += ("opt_350m_reward_reversed",)  # re-tokenises the text
 GLOBAL_BATCH = 8
 NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
@@ -72,7 +72,7 @@ class Case:
         return "_".join(str(p) for p in parts if p != "")
 
     def apply_options(self, config: Any) -> None:
-        """Set what is special about this case; files are those beside this module."""
+        """Set the options of this case; its files lie beside this module."""
         for name, value in self.options:
             if name.endswith("deepspeed_config"):
                 value = str(Path(__file__).with_name(value))

@@ -1,4 +1,4 @@
-"""A NaN in one micro-batch of one rank: all ranks skip that step, and nothing remains of it."""
+"""A NaN in one micro-batch of one rank: all ranks skip that step and keep their weights."""
 
 import pytest
 from step_cases import Case

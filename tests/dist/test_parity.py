@@ -1,4 +1,4 @@
-"""The parity ladder on a live actor: what generates has the weights that train, wherever they lie.
+"""The parity ladder on a live actor: the generator has the weights of training, on any layout.
 
 Every family x ZeRO 0/2/3 x TP 1/2 x LoRA off/merged/beside, after three optimizer steps: log-probs
 of the rollout against the training form's own forward. TP 2, and ZeRO-3's shards, on two ranks. The
@@ -12,7 +12,7 @@ import pytest
 from step_cases import Case
 from test_same_losses import by_name, slow
 
-GAP = 1e-4  # of fp32 log-probs; the issue's bound
+GAP = 1e-4  # of fp32 log-probs
 FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
 STAGES, TP_SIZES, LORA = (0, 2, 3), (1, 2), ("off", "merge", "side")
 AXES = (FAMILIES, STAGES, TP_SIZES, LORA)
@@ -114,7 +114,7 @@ def test_two_ranks(case, two_processes):
     assert [refresh["collectives"] for refresh in result["refreshes"]] == expected
 
 
-# -- the same answers, whoever shares the work -----------------------------------------------------
+# -- the same answers on any number of ranks -------------------------------------------------------
 
 
 def shared(shares, zero=0, **options):
@@ -144,7 +144,7 @@ SHARES += slow(
 @pytest.mark.dist
 @pytest.mark.parametrize("case", SHARES, ids=by_name)
 def test_sampled_answers_are_those_of_one_process(case, two_processes, run_here):
-    """Each rank gets its own prompts' answers back, and at TP 1 waits for nobody."""
+    """Each rank gets the answers of its prompts, and at TP 1 does not wait for the other."""
     (alone,) = run_here(ALONE)[0]["ranks"]
     result, _ = two_processes(case)
     assert alone[0] == alone[2]
@@ -205,12 +205,12 @@ def test_a_refresh_takes_one_collective_and_the_memory_of_one_bucket(case, two_p
         assert result[str(layers)]["peak"] <= embedding + gate_and_up + vectors
 
 
-# -- what cannot be, on two ranks ------------------------------------------------------------------
+# -- refusals on two ranks -------------------------------------------------------------------------
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", [Case("refusals")], ids=by_name)
-def test_what_two_ranks_cannot_share_is_said_in_one_line(case, two_processes):
+def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes):
     said, _ = two_processes(case)
     assert said["world"].startswith("--inference_tp_size 3 does not divide the 2 processes; choose")
     assert said["heads"] == "--inference_tp_size 2 does not divide the model's 1 key-value heads"
@@ -221,7 +221,7 @@ def test_what_two_ranks_cannot_share_is_said_in_one_line(case, two_processes):
     assert not any("\n" in message for message in said.values())
 
 
-# -- all of it together, for long ------------------------------------------------------------------
+# -- soak ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
@@ -238,7 +238,7 @@ def test_what_two_ranks_cannot_share_is_said_in_one_line(case, two_processes):
     ids=by_name,
 )
 def test_two_ranks_under_page_pressure(case, two_processes):
-    """Uneven prompts, sequences that are computed again, optimizer steps in between."""
+    """Uneven prompts, recomputed sequences, optimizer steps in between."""
     result, _ = two_processes(case)
     for rank in result["ranks"]:
         assert rank["wrong"] == []

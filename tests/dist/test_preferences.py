@@ -1,7 +1,7 @@
-"""Step 2 on the policy: the same losses under any ZeRO stage, cut and reference, and what is saved.
+"""Step 2 on the policy: equal losses under any ZeRO stage, split and reference; what is saved.
 
-One process at ZeRO 0 with whole batches and a frozen copy as the reference is what all others are
-held against; KTO's reference point is one of the whole step in all of them.
+All runs are compared with one process at ZeRO 0 with whole batches and a frozen copy as the
+reference. KTO's reference point is that of the whole step in all of them.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ by_name = {"ids": lambda case: case.name}
 
 
 def plain(case):
-    """The same run in one process, ZeRO 0, whole batches, the reference at hand."""
+    """The same run in one process, ZeRO 0, whole batches, with a frozen copy as the reference."""
     kept = tuple((name, value) for name, value in case.options if "lora" in name)
     return replace(case, zero=0, micro=GLOBAL_BATCH, options=kept)
 

@@ -1,8 +1,8 @@
 """The same data gives the same losses under any ZeRO stage, number of processes and micro-batches.
 
-Each case takes ten optimizer steps or more; PPO takes three iterations of four, and one where an
-estimator or a reward model is what differs (three are marked slow). One process at ZeRO 0 with
-whole batches is what all others are held against.
+Each case takes ten optimizer steps or more, and is compared with one process at ZeRO 0 with whole
+batches. PPO takes three iterations of four steps, and one where only an estimator or a reward model
+differs (three of those are slow).
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What a step saves is an ordinary Hugging Face folder that computes what the training form did.
+"""A step saves an ordinary Hugging Face folder that computes what the training form did.
 
 Log-probs and scores of the training form come from the run itself, under ZeRO and over its
 processes; here the folder is loaded with plain transformers (and PEFT), and must give the same.

@@ -1,8 +1,8 @@
-"""DeepSpeed's settings change where numbers lie and when they are computed, and not what they are.
+"""DeepSpeed's settings change where and when numbers are computed, but not the numbers.
 
-Offload, gradient checkpointing, a DeepSpeed file of one's own, actor and critic under different
-stages; in all three steps, with and without LoRA, on one process and two. Each run is held against
-the plain one: one process, ZeRO 0, whole batches. What it saves is read back.
+Offload, gradient checkpointing, a user's DeepSpeed file, actor and critic under different stages;
+in all three steps, with and without LoRA, on one process and two. Each run is compared with the
+plain one: one process, ZeRO 0, whole batches. The saved model is loaded and compared too.
 """
 
 import itertools

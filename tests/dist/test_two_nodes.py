@@ -1,4 +1,4 @@
-"""Two machines, played by two train.py on one: each starts a process, and they meet on loopback.
+"""Two machines, simulated by two train.py on one that communicate over loopback.
 
 Both write to one OUT, as on a shared disk. One process a machine; rank 0 is on the first.
 """
@@ -96,7 +96,7 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path, data):
     assert two == pytest.approx(one, rel=1e-4)
     assert len(list((tmp_path / "two").rglob("*.safetensors"))) == 1
     assert "step 2/2" in logs[0]
-    assert "step 2/2" not in logs[1]  # one of them speaks
+    assert "step 2/2" not in logs[1]  # only one of them logs
 
 
 @pytest.mark.dist
@@ -147,7 +147,7 @@ def test_a_signal_to_one_machine_stops_both(tmp_path, data, asked):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_machine_that_fails_ends_the_other(tmp_path, data):
-    """Killed in the middle of training: both train.py end within seconds, neither with success."""
+    """Killed in the middle of training: both train.py exit within seconds, with an error."""
     out = tmp_path / "out"
     runs = training(out, *data)
     (rank,) = [

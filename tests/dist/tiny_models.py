@@ -1,8 +1,8 @@
 """Tiny checkpoints made from configs, for every test that needs a model: fp32, 64 tokens.
 
-Comes in: a folder and a name of ``BUILDERS``. Goes out: a Hugging Face folder with tokenizer.
-Weights are drawn wide (0.3 and more), so that a token's distribution depends on its whole context
-and no test passes by symmetry.
+`ensure` makes a Hugging Face folder with tokenizer for a name of ``BUILDERS``. Weights are drawn
+wide (0.3 and more), so that a token's distribution depends on its whole context and no test passes
+by symmetry.
 """
 
 from pathlib import Path
@@ -89,7 +89,7 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=16),
 }
 
-# Families that the engine does not know.
+# Families without an entry in the inference engine.
 OTHERS = {
     "phi": lambda: PhiConfig(**_IDS | _SMALL, intermediate_size=48),
     "gpt_neo": lambda: GPTNeoConfig(  # local layers that count columns

@@ -31,7 +31,7 @@ def test_token_entropy_and_gradient(monkeypatch, dtype, temperature, chunk_eleme
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(0, 3, (3, 4, 9))).to(dtype)
     logits[0, 1, 2:5] = -math.inf  # a padded vocabulary, or a token ruled out
-    logits[1, 0, 1:] = -math.inf  # certain: entropy 0, and no slope anywhere
+    logits[1, 0, 1:] = -math.inf  # certain: entropy 0, gradient 0
     upstream = torch.tensor(rng.normal(size=(3, 4)), dtype=torch.float32)
 
     exact = logits.double().requires_grad_()
@@ -89,7 +89,7 @@ def test_token_entropy_takes_a_slice_of_the_logits():
     assert (logits.grad[:, :-1] != 0).all()
 
 
-def test_entropy_to_look_at_is_the_same_without_a_gradient():
+def test_entropy_from_logits_is_token_entropy_without_a_gradient():
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).requires_grad_()
     seen = losses.entropy_from_logits(logits, 0.7)
     assert not seen.requires_grad

@@ -1,4 +1,4 @@
-"""losses.py against float64 NumPy, written out as loops over tokens: nothing here shares its code.
+"""Losses against float64 NumPy, written as loops over tokens that share no code with them.
 
 Rows are those of `loss_rows`. Advantages without a critic, and losses beside PPO's own, have tests
 of their own in `tests/losses`.
@@ -391,7 +391,7 @@ def test_a_batch_without_actions_gives_zero_loss_and_zero_gradient(rows):
         assert (x.grad == 0).all()
 
 
-def test_sums_add_up_however_the_batch_is_cut():
+def test_sums_do_not_depend_on_how_the_batch_is_split():
     rng = np.random.default_rng(9)
     lens = answer_lens(rng, 8, 5)
     mask = mask_of(lens, 5)
@@ -481,7 +481,7 @@ def test_adaptive_kl_by_hand():
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_adaptive_kl_fixed_without_a_target_and_deaf_to_nan():
+def test_adaptive_kl_is_fixed_without_a_target_and_ignores_nan():
     fixed = losses.AdaptiveKL(init=0.1, target=None, horizon=100)
     fixed.update(kl=50.0, n=10)
     assert fixed.value == 0.1

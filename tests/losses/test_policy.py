@@ -359,7 +359,7 @@ def test_aggregation_by_hand():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 @every_kind
-def test_the_step_is_the_same_however_it_is_cut(kind, how, seed):
+def test_the_step_does_not_depend_on_how_it_is_split(kind, how, seed):
     """Ranks, micro-batches, each as wide as its longest answer: the whole's loss and gradient."""
     ours, naive, sides = KINDS[kind]
     (new, old, advantages, _), lens, mask, rng = an_update(seed)

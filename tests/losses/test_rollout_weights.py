@@ -72,7 +72,7 @@ def test_rollout_weights_of_the_paper_by_hand():
 
 
 @pytest.mark.parametrize("how", ["off", "tis", "icepop"])
-def test_equal_probabilities_weigh_one(how):
+def test_equal_probabilities_have_weight_one(how):
     """The ends of icepop's range belong to it."""
     logprobs = torch.tensor([[-0.3, -7.1, math.nan]])
     mask = torch.tensor([[True, True, False]])

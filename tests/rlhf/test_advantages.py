@@ -104,7 +104,7 @@ def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
 @pytest.mark.parametrize("declined", [[], DECLINED], ids=["all scored", "some declined"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimators_by_hand(estimator, declined):
-    """What nothing scores is in no statistics, and has advantage 0."""
+    """Answers without a score count in no statistics and have advantage 0."""
     e = experience(declined=declined)
     rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
     mask = e.answer_mask
@@ -173,7 +173,7 @@ def test_rewards(estimator, penalty):
     np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
 
 
-def test_a_penalty_costs_as_much_where_scores_are_clipped():
+def test_a_penalty_is_not_clipped_away():
     e = experience(2)
     e.finished[:] = torch.arange(e.num_sequences) % 2 == 0
     e.scores[:] = 40.0
@@ -181,7 +181,7 @@ def test_a_penalty_costs_as_much_where_scores_are_clipped():
     assert totals.tolist() == pytest.approx([3.0, 0.5] * (e.num_sequences // 2))
 
 
-def test_without_a_bound_scores_are_learned_from_as_they_are():
+def test_without_a_bound_scores_are_not_clipped():
     e = experience(2)
     e.scores[:3] = torch.tensor([10.0, 40.0, 70.0])
     fill_in_advantages(e, config("grpo"), 0.0, PROMPTS)
@@ -197,7 +197,7 @@ def test_a_kl_that_has_no_weight_may_be_infinite():
     np.testing.assert_allclose(rewards.sum(1), e.scores.clamp(-CLIP, CLIP), rtol=1e-6)
 
 
-def test_scores_of_tokens_stand_at_their_tokens():
+def test_token_scores_stay_at_their_tokens():
     """The clip bounds the whole answer's score, and takes what is too much at its end."""
     e = experience(3)
     e.token_scores = torch.where(e.answer_mask, 0.25, 0.0)
@@ -216,7 +216,7 @@ def test_scores_of_tokens_stand_at_their_tokens():
         assert not got[i, n:].any()
 
 
-def test_overlong_answers_cost_and_teach_nothing():
+def test_overlong_answers_are_penalised_and_filtered():
     e = experience(4)
     options = {"overlong_buffer_len": 4, "overlong_penalty": 2.0, "overlong_filter": True}
     plain = token_rewards(e, config("grpo"), 0.0, None).sum(dim=1)
@@ -229,7 +229,7 @@ def test_overlong_answers_cost_and_teach_nothing():
 
 
 @pytest.mark.parametrize(("how", "low", "high"), [("tis", 0.0, 2.0), ("icepop", 0.5, 5.0)])
-def test_the_gap_to_the_rollout_is_weighed(how, low, high):
+def test_importance_weights_against_the_rollout(how, low, high):
     e = experience(5)
     _, sums = fill_in_advantages(e, config("grpo", rollout_is=how), 0.0, PROMPTS, CLIP)
     ratio = np.exp((e.logprobs - e.rollout_logprobs).double().numpy())

@@ -34,7 +34,7 @@ def reference_of(engine):
     [(0, ()), (3, ()), (0, LORA), (3, LORA), (0, (*LORA, ("only_optimize_lora", False)))],
     ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
 )
-def test_the_reference_is_the_start_and_stays_it(zero, options, models_folder):
+def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
     case = Case("ppo", zero, options=options)
     trainer = build_trainer(ppo_config(case, models_folder))
     engine = trainer.engine
@@ -68,7 +68,7 @@ def test_the_reference_is_the_start_and_stays_it(zero, options, models_folder):
     ],
     ids=str,
 )
-def test_the_rollout_uses_the_weights_of_now(zero, options, hybrid, models_folder):
+def test_the_rollout_uses_the_current_weights(zero, options, hybrid, models_folder):
     case = Case("ppo", zero, options=options)
     config = dataclasses.replace(ppo_config(case, models_folder), enable_hybrid_engine=hybrid)
     trainer = build_trainer(config)
@@ -121,7 +121,7 @@ def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, mode
     assert engine.checkpoints.reward_tokenizer is not None, "it does not know w64"
 
 
-def test_any_namespace_will_do(models_folder):
+def test_any_namespace_is_accepted(models_folder):
     engine = build(models_folder, "llama", "llama_reward", kl_coef=0.7, unknown_field=1)
     assert engine.args.kl_coef == 0.7
     assert engine.stop_ids == (0,)

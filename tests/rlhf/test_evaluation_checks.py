@@ -1,4 +1,4 @@
-"""Evaluations without any model: which answers pass, and what is refused before weights load."""
+"""Evaluations without any model: which answers pass, which flags are refused before loading."""
 
 import logging
 import math
@@ -101,14 +101,14 @@ def test_known_before_weights_load(name):
     check_evaluation(args, ["reward_model", "length"], 1)
 
 
-def test_all_that_an_evaluation_tells_is_known_before():
+def test_metric_names_are_known_before_an_evaluation():
     parts = [source("a", 1.0, [1.0] * 4), source("b", 1.0, [1.0] * 4)]
     for name in evaluated(parts):
         args = RLHFConfig(keep_best=True, best_metric=name, eval_num_samples=2)
         check_evaluation(args, ["a", "b"], 1)
 
 
-def test_evaluations_of_nothing_are_told(caplog):
+def test_an_evaluation_without_prompts_is_warned_about(caplog):
     with caplog.at_level(logging.WARNING, "dschat"):
         check_evaluation(RLHFConfig(), ["length"], 0)
         assert not caplog.text

@@ -1,4 +1,4 @@
-"""Which token is which action, by hand; and how sequences are dealt to mini-batches."""
+"""Token alignment of actions, by hand; assignment of sequences to mini-batches."""
 
 import numpy as np
 import pytest
@@ -106,7 +106,7 @@ def test_mini_batches_do_not_depend_on_the_ranks(blocks, count, cut, epoch):
     assert np.bincount(whole, minlength=count).tolist() == [blocks] * count
 
 
-def test_epochs_deal_differently():
+def test_epochs_have_different_mini_batches():
     dealt = [mini_batch_of(torch.arange(64), 8, [1, 0, epoch]).tolist() for epoch in range(2)]
     assert dealt[0] != dealt[1]
 

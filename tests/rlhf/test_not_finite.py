@@ -1,4 +1,4 @@
-"""NaN and infinity in a rollout: nothing learns from it or remembers it, and it is counted."""
+"""NaN and infinity in a rollout: it is counted and changes neither weights nor statistics."""
 
 import subprocess
 import sys
@@ -61,7 +61,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_nothing_is_learned_from_it(problem, models_folder, monkeypatch, caplog):
+def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch, caplog):
     trainer = trainer_of(
         models_folder, kl_target=0.1, kl_horizon=100, normalize_reward=True, max_bad_steps=2
     )
@@ -91,7 +91,7 @@ def test_nothing_is_learned_from_it(problem, models_folder, monkeypatch, caplog)
     assert trainer.kl.value != trainer.args.kl_coef
 
 
-def test_too_many_end_the_run(models_folder, monkeypatch):
+def test_too_many_bad_experiences_end_the_run(models_folder, monkeypatch):
     trainer = trainer_of(models_folder, max_bad_steps=2)
     spoil_scores(monkeypatch)
     trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))

@@ -1,4 +1,4 @@
-"""Rollouts with rewards that are programs: what they get, dynamic sampling, dropped samples."""
+"""Rollouts with reward functions: their arguments, dynamic sampling, dropped samples."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_programs_alone_need_no_other_model(models_folder):
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-def test_without_weight_of_the_kl_there_is_no_reference(models_folder):
+def test_no_reference_without_a_kl_coefficient(models_folder):
     trainer = trainer_of(models_folder, kl_coef=0.0)
     assert trainer.engine.ref is None
     trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
@@ -46,7 +46,7 @@ def test_without_reward_model_gae_has_a_critic_that_starts_as_the_actor(models_f
     assert trainer.metrics["loss/value_avg"] > 0
 
 
-def test_nothing_that_scores_is_an_error(models_folder):
+def test_a_run_without_a_score_source_is_an_error(models_folder):
     with pytest.raises(UserError, match="nothing scores the answers"):
         trainer_of(models_folder, reward_fns=())
 
@@ -113,7 +113,7 @@ def test_a_function_may_score_every_token(models_folder):
         assert row[:n].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_groups_that_score_alike_are_sampled_on(models_folder):
+def test_groups_of_equal_scores_are_replaced(models_folder):
     """Half of the prompts can differ; more come until 8 groups do, in order, and no more."""
     later = iter([PROMPTS[8:12], PROMPTS[4:12], PROMPTS[:8]] * 20)
     calls = []
@@ -141,7 +141,7 @@ def test_groups_that_score_alike_are_sampled_on(models_folder):
     assert all(np.isfinite(value) for value in trainer.metrics.values())
 
 
-def test_sampling_on_ends(models_folder):
+def test_dynamic_sampling_ends(models_folder):
     trainer = trainer_of(
         models_folder, [lambda answers: [1.0] * len(answers)], dynamic_sampling=True
     )
@@ -154,7 +154,7 @@ def test_sampling_on_ends(models_folder):
     assert all(map(torch.equal, before, trainer.engine.actor.module.parameters()))
 
 
-def test_samples_without_a_score_are_left_out(models_folder):
+def test_samples_that_failed_to_score_are_dropped(models_folder):
     def moody(answer_ids):
         if len(answer_ids) != 1:
             raise ValueError("one at a time")
@@ -203,7 +203,7 @@ def test_answers_without_a_score_teach_the_critic_nothing(models_folder):
 
 
 def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
-    """Against what the actor said before it took a step; in which mini-batch is no matter."""
+    """Against the actor's log-probs before its first step, in whichever mini-batch that is."""
     trainer = trainer_of(models_folder, old_logprobs="rollout", ppo_epochs=2)
     e = trainer.generate_experience(PROMPTS[:8])
     e.rollout_logprobs[e.answer_mask] -= 0.5

@@ -1,5 +1,5 @@
-"""A reward model with another tokenizer than the actor's: its score is the one that plain
-transformers gives to the text, tokenised by itself.
+"""A reward model with another tokenizer than the actor's: its score equals that of plain
+transformers on the text, tokenised by the reward model's tokenizer.
 """
 
 import dataclasses
@@ -263,7 +263,7 @@ def test_long_texts_lose_their_beginning_and_keep_the_bos():
     assert cut == [1, *whole[-7:]]
 
 
-def test_a_rank_without_rows_takes_part(models_folder, tmp_path):
+def test_a_rank_without_rows_runs_the_forward(models_folder, tmp_path):
     from dschat.inference.protocol import Rollout
     from dschat.rlhf.experience import from_rollout
 
@@ -272,7 +272,7 @@ def test_a_rank_without_rows_takes_part(models_folder, tmp_path):
     assert trainer.engine.score(dummy).shape == (1,)
 
 
-def test_the_data_of_step_3_brings_what_its_prompts_were_made_of():
+def test_the_data_of_step_3_has_the_text_of_its_prompts():
     tokenizer = tiny_tokenizer()
     config = RLHFConfig(actor_model_name_or_path="a", critic_model_name_or_path="c")
     rows = prompt_dataset(config, tokenizer)

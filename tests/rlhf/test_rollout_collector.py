@@ -1,4 +1,4 @@
-"""What fills a rollout, without any model: what bounds scores, what counts, which prompts come."""
+"""Collecting a rollout, without any model: clipping, combined scores, the order of prompts."""
 
 import logging
 import math
@@ -44,7 +44,7 @@ def test_what_bounds_the_score(functions, reward_model, clip_reward, bound, said
     assert said in caplog.text
 
 
-def test_groups_that_the_clip_makes_alike_teach_nothing():
+def test_groups_that_the_clip_makes_equal_are_dropped():
     """Those with a score that is not finite are kept, for the trainer to see."""
     pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9], [1, 0], [0, 0]]
     scores = torch.tensor(pairs).float().flatten()
@@ -105,7 +105,7 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
     assert any_applies([sources[2]]).all()  # nothing has a weight: nothing is declined
 
 
-def test_later_rounds_ask_as_many_prompts_as_are_likely_missing(monkeypatch):
+def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(monkeypatch):
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
     collector = collector_of(rule, more=([[i]] for i in range(100)), num_samples_per_prompt=2)
     differ = [[1] * 6 + [0] * 2, [1, 0, 0], [0, 1]]
@@ -131,14 +131,14 @@ def test_later_rounds_ask_as_many_prompts_as_are_likely_missing(monkeypatch):
     assert collected.metrics["rollout/occupancy"] == pytest.approx(weighed)
 
 
-def test_prompts_that_are_used_up_are_asked_anew():
+def test_exhausted_prompts_are_sampled_again():
     collector = collector_of(rule, more=iter([[[3]], [[4], [5]]]))
     again = PromptTable([[1], [2]])
     rounds = [collector._next_prompts(again, 2).ids for _ in range(4)]
     assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
 
 
-def test_prompts_that_are_used_up_on_one_rank_are_asked_anew_on_all(monkeypatch):
+def test_prompts_exhausted_on_one_rank_are_sampled_again_on_all(monkeypatch):
     theirs = (
         PromptTable([[9]]),
         True,
@@ -151,7 +151,7 @@ def test_prompts_that_are_used_up_on_one_rank_are_asked_anew_on_all(monkeypatch)
     assert taken == [0]
 
 
-def test_every_iteration_samples_anew_as_the_flags_say():
+def test_every_iteration_samples_with_its_own_seed():
     knobs = {"max_answer_seq_len": 9, "min_answer_seq_len": 2, "num_samples_per_prompt": 3}
     knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
     args = RLHFConfig(**knobs)
@@ -167,7 +167,7 @@ def test_every_iteration_samples_anew_as_the_flags_say():
     assert asked[2] == expected
 
 
-def test_programs_that_are_made_are_not_made_again():
+def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
     programs = RewardPrograms.of(args, [rule])
     engine = SimpleNamespace(reward=None)

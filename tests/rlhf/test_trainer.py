@@ -192,8 +192,8 @@ def test_awkward_rollouts(model, options, models_folder):
     assert (trainer.metrics["loss/policy_avg"], trainer.metrics["loss/value_avg"]) != (0, 0)
 
 
-def test_what_is_scored_has_no_dropout(models_folder):
-    """Nor has what is evaluated; the models train with it, and go on training with it."""
+def test_scoring_and_evaluation_have_no_dropout(models_folder):
+    """The models train with dropout before and after."""
     dropout = {"actor_dropout": 0.5, "critic_dropout": 0.5, "actor_lora_dim": 4}
     case = Case("ppo", model="opt", reward="opt_350m_reward")
     trainer = trainer_of(models_folder, case, **dropout)
@@ -243,7 +243,7 @@ def weights(engine):
     return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def test_what_a_checkpoint_says_of_a_trainer_comes_back(models_folder):
+def test_run_state_restores_a_trainer(models_folder):
     trainer = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
     one_iteration(trainer)
     values = json.loads(json.dumps(trainer.run_state().values))

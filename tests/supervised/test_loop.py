@@ -76,7 +76,7 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
-    """The same before and after a step that changes nothing, by a model that trains with it."""
+    """Equal before and after a step that changes nothing, for a model that trains with dropout."""
     rows = sft_rows() if kind == "sft" else pair_rows()
     options = {"learning_rate": 0.0, "max_steps": 1}
     case = Case(kind, micro=8, model="opt")
@@ -164,7 +164,7 @@ def test_memory_options_change_no_loss(zero, options, models_folder, tmp_path, r
 
 
 def test_lora_with_the_base_trained_too(models_folder, tmp_path):
-    """The merged model is saved, and no adapter, which would need a base that nobody kept."""
+    """The merged model is saved, but no adapter: its base was trained too and is not kept."""
     options = (("lora_dim", 4), ("only_optimize_lora", False), ("max_steps", 3))
     run(Case("sft", options=options), models_folder, tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)

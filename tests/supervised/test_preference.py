@@ -1,4 +1,4 @@
-"""The policy's task on pairs: which log-probs, which answers are mismatched, which reference."""
+"""DPO, IPO and KTO tasks: log-probs, mismatched answers, the reference."""
 
 from dataclasses import replace
 
@@ -141,8 +141,8 @@ def test_prepare_leaves_mode_and_weights_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_unknown_reference_shows():
-    """Log-probs that nobody filled in are NaN, not 0."""
+def test_missing_reference_log_probs_are_nan():
+    """Without reference log-probs the loss is NaN, not wrong."""
     task, _, _ = reference_task("dpo")
     total, _ = task.loss(causal_lm("llama"), task.collate(ROWS))
     assert torch.isnan(total)
@@ -181,7 +181,7 @@ def test_the_reference_stays_while_the_policy_moves(case, is_reference, models_f
     assert (of_policy() - start).abs().max() > 0.01
 
 
-def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
+def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
     """Whatever the batch size: 37 rows in batches of 5, the last with two."""
     case = Case("kto", options=(("precompute_ref_logprobs", True),))
     engine, task, _, (pairs, _), _ = build_preference(case, models_folder, tmp_path)
@@ -199,7 +199,7 @@ def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
     np.testing.assert_allclose(pairs.ref_logps, first, rtol=1e-4)
 
 
-# -- knobs
+# -- flags
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_precomputed_numbers_are_every_rows_own(models_folder, tmp_path):
         ),
     ],
 )
-def test_knobs_that_do_not_go_together(knobs, message):
+def test_flags_that_conflict(knobs, message):
     with pytest.raises(UserError) as error:
         RewardConfig(**knobs).validate()
     assert str(error.value).startswith(message)
