@@ -21,13 +21,13 @@ def main() -> None:
     from dschat.data.tokenize import sft_dataset
     from dschat.launch.finished_steps import record_of
     from dschat.observability.console import logger
-    from dschat.runtime.deepspeed_engine import unwrap
+    from dschat.runtime.deepspeed_engine import unwrap, zero_settings
     from dschat.runtime.gold_eval import GoldEvaluation
     from dschat.runtime.start import start_step
     from dschat.supervised import loop, setup, tasks
 
     start_step(config, "output/step1_sft")
-    zero = setup.zero_settings(config)
+    zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
     base = setup.read_base(config, "lm")

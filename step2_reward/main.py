@@ -24,11 +24,12 @@ def main() -> None:
 
     from dschat.data.tokenize import preference_dataset
     from dschat.observability.console import logger
+    from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.start import start_step
     from dschat.supervised import setup
 
     start_step(config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward")
-    zero = setup.zero_settings(config)
+    zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
     base = setup.read_base(config, "lm" if config.trains_policy else "score")

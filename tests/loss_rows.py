@@ -1,7 +1,7 @@
 """Awkward rows for the tests of losses, and the comparison with float64 NumPy.
 
 Rows come with answers of one token, answers that fill the batch (truncated) and rows without any
-action; what a mask leaves out holds NaN, inf and huge numbers. Seeded by whoever calls.
+action; what a mask leaves out holds NaN, inf and huge numbers. The caller seeds the generator.
 """
 
 import numpy as np

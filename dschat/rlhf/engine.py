@@ -5,7 +5,7 @@ scope in which the actor generates. Losses, advantages and the training loop are
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +163,13 @@ class DeepSpeedRLHFEngine:
                 trust_remote_code=trust,
             )
 
-    def _trained(self, model: nn.Module, name: str, zero: ZeroSettings, wrap: Any = None) -> Any:
+    def _trained(
+        self,
+        model: nn.Module,
+        name: str,
+        zero: ZeroSettings,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> Any:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self._num_iters
         if name == "actor":  # no schedule steps while the critic trains alone

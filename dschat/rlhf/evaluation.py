@@ -42,7 +42,7 @@ class HeldOutPrompts:
     gold: bool  # whether the gold scorer knows these prompts: the built-in ones
 
     @classmethod
-    def of(cls, table: Any, args: RLHFConfig) -> "HeldOutPrompts":
+    def of(cls, table: Sequence[dict[str, Any]], args: RLHFConfig) -> "HeldOutPrompts":
         """This rank's contiguous share of a `prompt_dataset` table."""
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]

@@ -40,7 +40,7 @@ PromptBatch = list[list[int]] | Mapping[str, Tensor]
 
 @dataclass
 class PromptTable:
-    """This rank's prompts by column: ids and, where known, what they were made of.
+    """This rank's prompts by column: ids and, where known, their text or messages.
 
     All lists have one entry per prompt.
     """

@@ -60,7 +60,9 @@ class Pairs(Sequence):
         return row
 
 
-def as_pairs(config: RewardConfig, *tables: Any) -> list[Any]:
+def as_pairs(
+    config: RewardConfig, *tables: Sequence[dict[str, Any]] | RowStream
+) -> list[Pairs | RowStream]:
     """``tables`` as `Pairs` for the loss of ``config``; streams are returned unchanged."""
     max_len = config.max_seq_len if config.loss == "kto" else None
     return [t if isinstance(t, RowStream) else Pairs(t, max_len) for t in tables]

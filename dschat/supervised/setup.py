@@ -1,7 +1,7 @@
 """Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
-from dschat.data.batches import StepBatches
+from dschat.data.batches import RowStream, StepBatches
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
@@ -24,7 +24,6 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
-from dschat.runtime.deepspeed_engine import zero_settings as deepspeed_zero_settings
 from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete
 
 logger = logging.getLogger("dschat")
@@ -100,11 +99,6 @@ def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedMod
     return Companions(base.config, base.tokenizer, type(model).__name__, stops)
 
 
-def zero_settings(config: SupervisedConfig) -> ZeroSettings:
-    """Layout and precision of the one model; see `dschat.runtime.deepspeed_engine`."""
-    return deepspeed_zero_settings(config)
-
-
 def build_engine(
     model: nn.Module,
     config: SupervisedConfig,
@@ -142,7 +136,9 @@ def build_engine(
 
 
 def step_batches(
-    config: SupervisedConfig, train: Any, held_out: Any
+    config: SupervisedConfig,
+    train: Sequence[Any] | RowStream,
+    held_out: Sequence[Any] | RowStream,
 ) -> tuple[StepBatches, StepBatches]:
     """This rank's share of the shuffled training rows, and of the held-out rows in order."""
     rank, world = dist.rank(), dist.world_size()

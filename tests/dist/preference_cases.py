@@ -15,7 +15,7 @@ from dschat.config import RewardConfig
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, unwrap
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, unwrap, zero_settings
 from dschat.supervised import loop, preference, setup
 
 NUM_HELD_OUT = 7
@@ -42,7 +42,7 @@ def build_preference(case: Case, models: Path, out: Path):
     config.validate()
     set_seed(config.seed)
     tokenizer = load_tokenizer(path, "--model_name_or_path")
-    zero = setup.zero_settings(config)
+    zero = zero_settings(config)
 
     def load(zero: ZeroSettings, dropout: float):
         with sharded_loading(zero):

@@ -29,7 +29,7 @@ from dschat.models.vocabulary import num_ids
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
-from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
@@ -185,7 +185,7 @@ def build_supervised(case: Case, models: Path, out: Path):
     case.apply_options(config)
     set_seed(config.seed)
     tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.end_of_turn)
-    zero = setup.zero_settings(config)
+    zero = zero_settings(config)
     flag = "--model_name_or_path"
     if case.step == "reward":
         ensure_distinct_pad(tokenizer)

@@ -40,7 +40,7 @@ def is_quick(case):
 
 
 def the_rest(number, estimator, loss):
-    """Every other knob of the losses, drawn for this case."""
+    """All other loss options, drawn for this case."""
     rng = np.random.default_rng(number)
 
     def one_of(*values):
