@@ -1,16 +1,16 @@
-"""Does the plan of memory say what a run really takes? Steps 1 and 3 on a CPU, three sizes.
+"""Compares the memory estimate with measured peaks: steps 1 and 3 on a CPU, three sizes.
 
     python benchmarks/plan_against_peaks.py
     python benchmarks/plan_against_peaks.py --sizes llama-22m --steps 3
 
-Each case runs a step's own script for two optimizer steps or iterations, in a process of its own
-with one thread, on random weights and texts that fill every length. Measured: its largest resident
-set (VmHWM), less that of the same command on a model of 20 thousand weights, which is Python, the
-libraries and the data. Against it: the plan's peak, less what it adds for the libraries. One JSON
-line a case; `off` is plan / measured - 1.
+Each case runs the script of a step for two optimizer steps or iterations, in its own process with
+one thread, on random weights and texts that fill every length. Measured: its peak resident set
+(VmHWM), minus that of the same command on a model with 20 thousand weights, which is Python, the
+libraries and the data. Estimated: the peak of the estimate, minus its share for libraries. One JSON
+line per case; `off` is estimated / measured - 1.
 
-What glibc keeps of freed blocks counts on both sides; nothing is tuned (MALLOC_* and arenas are as
-the system has them).
+Freed blocks that glibc retains count on both sides. Allocator settings are the system's defaults
+(MALLOC_*, arenas).
 """
 
 import argparse
@@ -64,8 +64,8 @@ NEGLIGIBLE = {
     "tie_word_embeddings": True,
 }
 _WORDS = ("Zubar", "Mola", "red", "soup", "Tanek", "Brill", "blue", "rice", "people", "city")
-# Runs a script and says what its own process took at most (VmHWM): a compiler it may call, and the
-# launcher's own bookkeeping of children, stay out.
+# Runs a script and prints the peak of its own process (VmHWM), without child processes such as a
+# compiler.
 _RUNNER = """
 import re, runpy, sys
 sys.argv = sys.argv[1:]
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     args = parser.parse_args()
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says what it finds, on stdout
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed logs its choice to stdout
     import torch
     from report import environment
 
@@ -120,23 +120,26 @@ def main() -> None:
 
 
 def compare(work: Path, size: str, step: int, baseline: int) -> dict:
-    """The plan's peak and the measured one, both in MiB and without the libraries."""
-    planned, mode = planned_peak(work, size, step)
+    """The estimated and the measured peak, both in MiB and without the libraries."""
+    estimated, mode = estimated_peak(work, size, step)
     measured = measured_peak(work, size, step) - baseline
     return {
-        "planned_mib": round(planned / 2**20),
+        "planned_mib": round(estimated / 2**20),
         "measured_mib": round(measured / 2**20),
-        "off": round(planned / measured - 1, 3),
+        "off": round(estimated / measured - 1, 3),
         "fullest": mode,
         "baseline_mib": round(baseline / 2**20),
     }
 
 
 def fields(work: Path, size: str, step: int) -> dict:
-    """The step's fields, as the plan and the command line take them."""
+    """The step's fields, for the estimate and the command line."""
     if step == 1:
-        own = {"model_name_or_path": str(work / size / "lm"), **STEP1}
-        return own | {"data_path": [str(work / "long.jsonl")]}
+        return {
+            "model_name_or_path": str(work / size / "lm"),
+            "data_path": [str(work / "long.jsonl")],
+            **STEP1,
+        }
     return {
         "actor_model_name_or_path": str(work / size / "lm"),
         "critic_model_name_or_path": str(work / size / "score"),
@@ -145,18 +148,19 @@ def fields(work: Path, size: str, step: int) -> dict:
     }
 
 
-def planned_peak(work: Path, size: str, step: int) -> tuple[int, str]:
-    """Bytes beyond the libraries, and the mode that takes them."""
+def estimated_peak(work: Path, size: str, step: int) -> tuple[int, str]:
+    """Bytes without the libraries, and the mode of the peak."""
     from dschat.estimate import Request
-    from dschat.estimate.run import planner
+    from dschat.estimate.run import make_estimator
 
     request = Request({step: fields(work, size, step)}, num_processes=1, processes_here=1)
-    plan = planner(request)(request.config(step))
-    return plan.peak.total - plan.device.libraries, f"{plan.peak.name} ({plan.peak.moment})"
+    estimate = make_estimator(request)(request.config(step))
+    peak = estimate.peak
+    return peak.total - estimate.device.libraries, f"{peak.name} ({peak.moment})"
 
 
 def measured_peak(work: Path, size: str, step: int) -> int:
-    """Bytes of the largest resident set of a run of two optimizer steps or iterations."""
+    """Peak resident set in bytes of a run of two optimizer steps or iterations."""
     from dschat.config.parser import to_flags
 
     script = {1: "step1_sft", 3: "step3_rlhf"}[step]
@@ -164,16 +168,16 @@ def measured_peak(work: Path, size: str, step: int) -> int:
     given |= {"output_dir": str(work / "out"), "overwrite_output_dir": True}
     script_path = str(ROOT / script / "main.py")
     command = [sys.executable, "-c", _RUNNER, script_path, *to_flags(given)]
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
-    found = re.search(r"^peak (\d+) KiB$", done.stderr, re.MULTILINE)
-    if done.returncode or not found:
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    peak = re.search(r"^peak (\d+) KiB$", done.stderr, re.MULTILINE)
+    if done.returncode or not peak:
         sys.exit(f"step {step} on {size} failed:\n{done.stderr}")
-    return int(found[1]) * 1024
+    return int(peak[1]) * 1024
 
 
 def save_models(folder: Path, sizes: dict) -> None:
-    """Random weights of a language model and of a reward model, with the built-in tokenizer."""
+    """Save a causal LM and a reward model with random weights and the built-in tokenizer."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -197,7 +201,7 @@ def save_models(folder: Path, sizes: dict) -> None:
 
 
 def write_texts(folder: Path) -> None:
-    """Texts that are longer than step 1 takes, and prompts just under what step 3 takes."""
+    """Write texts longer than step 1's limit, and prompts just under step 3's limit."""
     draw = random.Random(0)
 
     def words(count: int) -> str:

@@ -1,6 +1,6 @@
-"""Estimates what each step will hold on one device, before anything loads.
+"""Estimates the memory of each step on one device, before anything loads (``--plan``).
 
-No torch here: ``tables`` imports what does the work.
+No torch here: `tables` imports the modules that need it.
 """
 
 import json
@@ -16,13 +16,13 @@ _TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RL
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan.
+    """The steps to estimate, and the devices they run on.
 
     Attributes:
-        steps: the fields given for each step, by its number, ``output_dir`` among them.
+        steps: step number -> the fields given for it, with ``output_dir``.
         num_processes: of the run.
-        processes_here: of them on one machine: they share its host memory.
-        device_memory_gib: plan for a GPU of this size; None: for this machine's device.
+        processes_here: processes on one machine, which share its host memory.
+        device_memory_gib: of the GPU; None: estimate for this machine's device.
     """
 
     steps: Mapping[int, Mapping[str, Any]]
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def made_from(self) -> dict[str, str]:
-        """The folders that the steps make -> what each starts from."""
+        """Output folder of steps 1 and 2 -> the model it is trained from."""
         return {
             str(fields["output_dir"]): fields["model_name_or_path"]
             for number, fields in self.steps.items()
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def base_models(self) -> set[str]:
-        """Every checkpoint that a step names and none of them makes."""
+        """Every checkpoint that a step loads and no step of the request saves."""
         return {
             fields[key]
             for fields in self.steps.values()
@@ -64,17 +64,17 @@ class Request:
 
 
 def title_of(config: CommonConfig) -> str:
-    """What a step does, in a word or two."""
+    """A short title of a step: "reward model", "DPO"."""
     if isinstance(config, RewardConfig) and config.trains_policy:
         return config.loss.upper()
     return _TITLES[type(config)]
 
 
 def tables(request: Request) -> str:
-    """The plan in full. Imports torch.
+    """The estimate of every step as a table. Imports torch.
 
     Raises:
-        UserError: a model whose configuration cannot be had, or settings that DeepSpeed refuses.
+        UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
     """
     from dschat.estimate.run import tables
 

@@ -1,12 +1,10 @@
-"""What a forward and backward pass holds in memory, found by running it without any memory.
+"""Measures the memory of a forward and backward pass by running it on the meta device.
 
-A module on the meta device and a batch shape come in; a ``Pass`` goes out: how many bytes are live
-at every point of the pass. The pass is the real one: the model's own forward, dschat's losses,
-gradient checkpointing. So nothing here knows architectures. It must not know ZeRO, devices or
-steps, nor what a byte is for beyond "logits" and "the rest".
+The pass is the real one (the model's own forward, dschat's losses, gradient checkpointing), so
+there are no formulas per architecture. A `Pass` records how many bytes are live at every point.
 
-Fused attention is taken to keep queries, keys, values, output and one number a row, never a
-(T, T) matrix: what torch's flash and memory-efficient kernels do, on a CPU too.
+Fused attention is assumed to save queries, keys, values, output and one number per row, never a
+(T, T) matrix, as torch's flash and memory-efficient kernels do, on a CPU too.
 """
 
 import weakref
@@ -23,71 +21,71 @@ from torch.utils._pytree import tree_map_only
 
 from dschat.losses import entropy_from_logits, lm_loss, token_logprobs
 
-# glibc returns blocks from this size on to the system as soon as they are free; smaller ones stay
-# with the process once it has had many (malloc's dynamic mmap threshold grows up to this).
+# glibc returns freed blocks of at least this size to the system. The process may keep smaller ones
+# (malloc's dynamic mmap threshold grows up to this).
 LARGE_BLOCK = 32 * 2**20
 
 Work = Literal["sft", "policy", "value"]
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The most that was live (bytes) after ``num_done`` gradient elements were complete, and before
-    the next. Gradients that are complete are not counted.
+class Phase:
+    """Peak of live bytes between the completion of two gradients.
+
+    Complete gradients are not included.
     """
 
-    num_done: int
+    num_done: int  # gradient elements complete so far
     live: int
     logits: int  # the part of `live` that is (B, T, V)
-    large: int  # the most that was live in blocks of LARGE_BLOCK or more
+    large: int  # peak of live bytes in blocks of LARGE_BLOCK or more
     large_logits: int
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass, with its backward pass where something is trained."""
+    """One forward pass, with its backward pass in training."""
 
-    stretches: tuple[Stretch, ...]
-    small: int  # the most that was live in blocks below LARGE_BLOCK, bytes
+    phases: tuple[Phase, ...]
+    small: int  # peak of live bytes in blocks below LARGE_BLOCK
 
     def peak(
-        self, bytes_per_gradient: int, all_gradients: bool, kept: int | None
+        self, bytes_per_gradient: int, all_gradients: bool, retained: int | None
     ) -> tuple[int, int, int]:
         """Bytes of (activations, logits, gradients) where their sum is largest.
 
         Args:
-            bytes_per_gradient: what a complete gradient element takes until the step.
-            all_gradients: all of them are there from the beginning (an earlier micro-batch's).
-            kept: None where freed memory can be had again (a GPU). A CPU's malloc keeps freed small
-                blocks: this many bytes at least, from other passes.
+            bytes_per_gradient: that a complete gradient element takes until the step.
+            all_gradients: all gradients exist from the start, from an earlier micro-batch.
+            retained: None if freed memory is reused (a GPU). A CPU's malloc retains freed small
+                blocks: at least this many bytes, from other passes.
         """
-        num_trained = self.stretches[-1].num_done
-        best = (0, 0, 0)
-        for s in self.stretches:
-            done = num_trained if all_gradients else s.num_done
-            live, logits = s.live, s.logits
-            if kept is not None:
-                live, logits = max(self.small, kept) + s.large, s.large_logits
-            here = (live - logits, logits, done * bytes_per_gradient)
-            best = max(best, here, key=sum)
-        return best
+        num_trained = self.phases[-1].num_done
+        peak = (0, 0, 0)
+        for phase in self.phases:
+            done = num_trained if all_gradients else phase.num_done
+            live, logits = phase.live, phase.logits
+            if retained is not None:
+                live, logits = max(self.small, retained) + phase.large, phase.large_logits
+            peak = max(peak, (live - logits, logits, done * bytes_per_gradient), key=sum)
+        return peak
 
     def extended(self, smaller: "Pass", steps: int) -> "Pass":
-        """This pass with ``steps`` more equal layers, or more rows; ``smaller`` has one less.
+        """This pass with ``steps`` more equal layers, or rows; ``smaller`` has one less than this.
 
-        All that lives grows by the same amount with every row of the batch. With every layer too,
-        before the backward pass reaches it; so of the layers between the first and the last these
-        two tell all, and they are found by counting from either end.
+        Memory is linear in the number of rows. In the number of layers it is linear as well until
+        the backward pass reaches a layer. The middle layers add no new peaks, so the phases of the
+        two passes are matched from both ends.
         """
-        ours, theirs = self.stretches, smaller.stretches
-        first = len(theirs) // 2 if len(ours) > len(theirs) else len(theirs)
-        last = len(theirs) - first
-        pairs = list(zip(ours[:first], theirs[:first], strict=True))
-        pairs += zip(ours[len(ours) - last :], theirs[first:], strict=True)
+        phases, fewer = self.phases, smaller.phases
+        first = len(fewer) // 2 if len(phases) > len(fewer) else len(fewer)
+        last = len(fewer) - first
+        pairs = list(zip(phases[:first], fewer[:first], strict=True))
+        pairs += zip(phases[len(phases) - last :], fewer[first:], strict=True)
 
-        def grown(large: Stretch, small: Stretch) -> Stretch:
+        def grown(large: Phase, small: Phase) -> Phase:
             both = zip(astuple(large), astuple(small), strict=True)
-            return Stretch(*(a + steps * (a - b) for a, b in both))
+            return Phase(*(a + steps * (a - b) for a, b in both))
 
         small = self.small + steps * (self.small - smaller.small)
         return Pass(tuple(grown(*pair) for pair in pairs), small)
@@ -98,12 +96,12 @@ def run_pass(
 ) -> Pass:
     """Run ``work`` on ``module`` (meta device): a causal LM, or for "value" a ``ScoreModel``.
 
-    sft: logits of every token and their cross entropy; policy: log-probs of what the logits
-    predict, entropies too where nothing is trained; value: a score of every token. ``train`` runs
-    the backward pass as well, with dropout on.
+    sft: logits of every token and their cross entropy. policy: log-probs of the next tokens, and
+    without ``train`` entropies too. value: a score of every token. ``train`` also runs the backward
+    pass, with dropout on.
 
     Returns:
-        What lives beyond parameters, buffers and complete gradients.
+        The live memory without parameters, buffers and complete gradients.
     """
     ids = torch.zeros(num_rows, seq_len, dtype=torch.int64, device="meta")
     scores = num_rows * vocab_size if work != "value" else 0
@@ -148,7 +146,7 @@ _WORK: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts every storage while it lives. Logits are known by their last dimension and number."""
+    """Tracks the lifetime of every storage. Recognises logits by last dimension and numel."""
 
     def __init__(self, module: nn.Module, vocab_size: int, logits_numels: set[int]) -> None:
         super().__init__()
@@ -156,23 +154,23 @@ class _Ledger(TorchDispatchMode):
         owned = [*module.parameters(), *module.buffers()]
         self._known = {t.untyped_storage()._cdata for t in owned}
         self._live = self._logits = self._large = self._large_logits = 0
-        self._most_small = self._num_done = 0
-        self._stretches: list[Stretch] = []
-        self._begin_stretch()
+        self._peak_small = self._num_done = 0
+        self._phases: list[Phase] = []
+        self._begin_phase()
 
-    def _begin_stretch(self) -> None:
-        self._most = (self._live, self._logits)
-        self._most_large = (self._large, self._large_logits)
+    def _begin_phase(self) -> None:
+        self._peak = (self._live, self._logits)
+        self._peak_large = (self._large, self._large_logits)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         if func is torch.ops.aten._local_scalar_dense.default:
-            # A forward asks about values only whether masks are all ones and positions ascend.
+            # A forward reads values only to check that masks are all ones and positions ascend.
             return True
         out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, out)
+        tree_map_only(Tensor, self._track, out)
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
@@ -180,10 +178,10 @@ class _Ledger(TorchDispatchMode):
         is_logits = tensor.numel() in self._logits_numels and tensor.shape[-1] == self._vocab_size
         self._known.add(storage._cdata)
         self._add(size, is_logits)
-        weakref.finalize(storage, self._gone, storage._cdata, size, is_logits).atexit = False
-        self._most = max(self._most, (self._live, self._logits))
-        self._most_large = max(self._most_large, (self._large, self._large_logits))
-        self._most_small = max(self._most_small, self._live - self._large)
+        weakref.finalize(storage, self._freed, storage._cdata, size, is_logits).atexit = False
+        self._peak = max(self._peak, (self._live, self._logits))
+        self._peak_large = max(self._peak_large, (self._large, self._large_logits))
+        self._peak_small = max(self._peak_small, self._live - self._large)
 
     def _add(self, size: int, is_logits: bool) -> None:
         large = size if abs(size) >= LARGE_BLOCK else 0
@@ -193,45 +191,45 @@ class _Ledger(TorchDispatchMode):
             self._logits += size
             self._large_logits += large
 
-    def _gone(self, key: int, size: int, is_logits: bool) -> None:
+    def _freed(self, key: int, size: int, is_logits: bool) -> None:
         self._known.discard(key)
         self._add(-size, is_logits)
 
     def gradient_done(self, parameter: Tensor) -> None:
-        """A hook of ``parameter``: its gradient is complete, and somebody else's to count."""
+        """Hook of ``parameter``: drop its complete gradient and begin the next phase."""
         parameter.grad = None
-        self._end_stretch()
+        self._end_phase()
         self._num_done += parameter.numel()
-        self._begin_stretch()
+        self._begin_phase()
 
-    def _end_stretch(self) -> None:
-        self._stretches.append(Stretch(self._num_done, *self._most, *self._most_large))
+    def _end_phase(self) -> None:
+        self._phases.append(Phase(self._num_done, *self._peak, *self._peak_large))
 
     def result(self) -> Pass:
-        self._end_stretch()
-        return Pass(tuple(self._stretches), self._most_small)
+        self._end_phase()
+        return Pass(tuple(self._phases), self._peak_small)
 
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """A scope in which attention keeps what fused kernels keep.
+    """Context in which attention saves what fused kernels save.
 
-    On the meta device torch takes its fallback, which makes (T, T) matrices. NOTE: a function mode
-    would not do, for it is off while checkpointed layers are recomputed.
+    On the meta device torch uses the fallback that allocates (T, T) matrices. NOTE: a function mode
+    does not work here: it is off while checkpointed layers are recomputed.
     """
-    kept = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = kept
+        F.scaled_dot_product_attention = original
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num_rows, num_heads, seq_len, _ = q.shape
-        # The kernels lay their output out by token, so that joining the heads moves nothing.
+        # The kernels' output is contiguous by token: merging the heads copies nothing.
         out = q.new_empty(num_rows, seq_len, num_heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
         return out

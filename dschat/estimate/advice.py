@@ -1,7 +1,6 @@
-"""What to change where a step does not fit, found by planning again with each change.
+"""Suggests changes for a step that does not fit: estimates it again with each change.
 
-A plan that does not fit comes in; up to three changes go out, each with its flags and what it saves
-on top of those before it. It must not know how memory is counted: it compares plans.
+At most three changes, each with its flags and the bytes it saves on top of the changes before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,81 +8,81 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.estimate.modes import StepPlan
+from dschat.estimate.modes import StepEstimate
 
-Plan = Callable[[CommonConfig], StepPlan]
+Estimator = Callable[[CommonConfig], StepEstimate]
 
 
 @dataclass(frozen=True)
 class Change:
-    """Fields to set together. ``pain``: 1 costs next to nothing, 2 time, 4 changes the result."""
+    """Fields to set together. ``cost``: 1 nearly free, 2 slower, 4 changes the result."""
 
     fields: dict[str, Any]
-    pain: float
+    cost: float
 
     def flags(self, number: int) -> str:
-        """As train.py takes them for step ``number``."""
+        """The flags of train.py for step ``number``."""
         return " ".join(f"--step{number}.{_flag(k, v)}" for k, v in self.fields.items())
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, the bytes by which it lowers the peak, and the plan with it."""
+    """A change, the bytes by which it lowers the peak, and the estimate with it."""
 
     change: Change
     saved: int
-    after: StepPlan
+    after: StepEstimate
 
 
-def advise(before: StepPlan, plan: Plan, most: int = 3) -> list[Advice]:
-    """At most ``most`` things to change, until it fits: each saves most for least pain.
+def advise(before: StepEstimate, estimator: Estimator, most: int = 3) -> list[Advice]:
+    """At most ``most`` changes, until the step fits; each is the one with most savings per cost.
 
-    What it saves counts as far as it is needed, so that a gentle change that is enough comes before
-    a harsh one that saves more.
+    Savings count up to the excess, so that a cheap change that suffices comes before a costly one
+    that saves more.
     """
-    found: list[Advice] = []
-    while not before.fits and len(found) < most:
+    advice: list[Advice] = []
+    while not before.fits and len(advice) < most:
         best, best_gain = None, 0.0
         for change in _changes(before):
-            after = _with(before, change, plan)
+            after = _with(before, change, estimator)
             if after is None:
                 continue
-            gain = (before.excess - after.excess) / change.pain
+            gain = (before.excess - after.excess) / change.cost
             if gain > best_gain:
                 best_gain = gain
                 best = Advice(change, before.peak.total - after.peak.total, after)
         if best is None:
             break
-        found.append(best)
+        advice.append(best)
         before = best.after
-    return found
+    return advice
 
 
-def _with(before: StepPlan, change: Change, plan: Plan) -> StepPlan | None:
-    """The plan with ``change``; None where the flags do not go together."""
+def _with(before: StepEstimate, change: Change, estimator: Estimator) -> StepEstimate | None:
+    """The estimate with ``change``; None if the flags are incompatible."""
     try:
         config = replace(before.config, **change.fields)
         config.validate()
-        return plan(config)
+        return estimator(config)
     except UserError:
         return None
 
 
-def _changes(plan: StepPlan) -> Iterator[Change]:
-    """Every change that could help and is not made yet."""
-    several, config = plan.num_processes > 1, plan.config
+def _changes(estimate: StepEstimate) -> Iterator[Change]:
+    """Every change that may help and is not set yet."""
+    several, config = estimate.num_processes > 1, estimate.config
     if isinstance(config, SupervisedConfig):
         yield from _halves(config, "per_device_eval_batch_size")
         yield from _smaller_micro_batch(config, "per_device_train_batch_size")
         yield from _of_model(config, "", several)
-        yield from _halves(config, "max_seq_len", pain=4)
+        yield from _halves(config, "max_seq_len", cost=4)
     if isinstance(config, RewardConfig) and config.loads_reference:
         yield from _off(config, "precompute_ref_logprobs", 1.25)
         yield from _off(config, "offload_reference_model", 1.5)
     if isinstance(config, RLHFConfig):
         yield from _halves(config, "eval_batch_size")
         yield from _smaller_micro_batch(config, "per_device_training_batch_size")
-        yield from _of_rollout(config, plan.num_processes)
+        yield from _of_rollout(config, estimate.num_processes)
         yield from _of_model(config, "actor_", several)
         if config.has_critic:
             yield from _of_model(config, "critic_", several)
@@ -93,8 +92,8 @@ def _changes(plan: StepPlan) -> Iterator[Change]:
             yield from _off(config, "offload_reward_model", 1.5)
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
-        yield from _halves(config, "max_answer_seq_len", pain=4)
-    if plan.device.on_gpu:
+        yield from _halves(config, "max_answer_seq_len", cost=4)
+    if estimate.device.on_gpu:
         yield from _off(config, "offload_optimizer", 2)
         if config.training_dtype == "fp32":
             yield Change({"dtype": "bf16"}, 1.5)
@@ -124,20 +123,20 @@ def _of_rollout(config: RLHFConfig, num_processes: int) -> Iterator[Change]:
         yield Change({"inference_tp_size": size}, 1.5)
 
 
-def _off(config: Any, name: str, pain: float) -> Iterator[Change]:
-    """A switch that is off."""
+def _off(config: Any, name: str, cost: float) -> Iterator[Change]:
+    """Switch on a flag that is off."""
     if not getattr(config, name):
-        yield Change({name: True}, pain)
+        yield Change({name: True}, cost)
 
 
-def _halves(config: Any, name: str, pain: float = 1) -> Iterator[Change]:
+def _halves(config: Any, name: str, cost: float = 1) -> Iterator[Change]:
     value = getattr(config, name)
     if value > 1:
-        yield Change({name: value // 2}, pain)
+        yield Change({name: value // 2}, cost)
 
 
 def _smaller_micro_batch(config: Any, name: str) -> Iterator[Change]:
-    """Halves and quarters of the micro-batch, for the same batch of an optimizer step."""
+    """A half and a quarter of the micro-batch, with the same batch per optimizer step."""
     size, times = getattr(config, name), config.gradient_accumulation_steps
     for cut in (2, 4):
         if size % cut == 0:

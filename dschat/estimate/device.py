@@ -1,8 +1,7 @@
-"""The device that a plan is for: its kind and memory, and the host memory beside it.
+"""Describes the device of an estimate: its kind, its memory, and the host memory.
 
-``--device_memory_gib`` or this machine come in; a ``Device`` goes out. Asking for a GPU's memory
-makes a CUDA context, which holds some itself: the caller is a process that ends. It must not know
-models or steps.
+NOTE: reading a GPU's memory creates a CUDA context, which takes memory itself; the estimate runs in
+a short-lived process.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,19 @@ from dschat.memory import available_memory
 
 GIB = 2**30
 
-# What a process holds before any model: on a CPU Python with torch, transformers, DeepSpeed and its
-# data, as measured; on a GPU an allowance for the CUDA context, cuBLAS and NCCL.
+# Memory of a process before any model. CPU: Python with torch, transformers, DeepSpeed and data,
+# measured. GPU: an allowance for the CUDA context, cuBLAS and NCCL.
 LIBRARIES = {"cpu": 0.5 * GIB, "cuda": 0.75 * GIB}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One process's share: bytes of device memory, and of host memory (None: unknown)."""
+    """One process's share of a machine: bytes of device and host memory (None: unknown)."""
 
     kind: str  # cuda or cpu
     memory: int
     host_memory: int | None
-    origin: str  # how the memory is known
+    origin: str  # for the report: the device's name, or the flag that gave its memory
     processes_here: int = 1  # that share the host
 
     @property
@@ -38,9 +37,10 @@ class Device:
 
 
 def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
-    """A GPU of ``device_memory_gib``; else this machine's GPU, or its share of a CPU's memory.
+    """A GPU of ``device_memory_gib``; else this machine's GPU, or a process's share of its memory.
 
-    A GPU that is asked for where there is none is in another machine, of unknown host memory.
+    If this machine has no GPU, one of ``device_memory_gib`` is in another machine, whose host
+    memory is unknown.
     """
     free: int | None = available_memory() // processes_here
     if device_memory_gib is not None:

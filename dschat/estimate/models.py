@@ -1,8 +1,7 @@
-"""The models of a plan: their sizes and passes, from configurations alone.
+"""Sizes of models and memory of their passes, from their configurations.
 
-A checkpoint's name and how it is used come in; numbers of parameters and the memory of a pass go
-out. Models are made on the meta device, where a weight has a shape and no bytes. Nothing is loaded
-or written. It must not know ZeRO, devices or steps.
+Models are built on the meta device, where weights have shapes but no memory. Nothing is loaded or
+written.
 """
 
 import copy
@@ -33,18 +32,18 @@ from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import ScoreModel
 
-_SHALLOW = 4  # layers of the model whose pass stands for that of a deeper one
-_FEW_ROWS = 3  # of a batch that stands for a larger one
-# What an architecture may raise where weights and activations have shapes and no values.
+_SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
+_FEW_ROWS = 3  # rows to run; the pass of a larger batch is extrapolated
+# Errors of a forward pass that needs the values of tensors.
 _FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
 
 
 @dataclass(frozen=True)
 class Use:
-    """A checkpoint as a step uses it. What does not change a size is left out."""
+    """A checkpoint and the settings of a step that affect its memory."""
 
     name: str
-    flag: str = field(compare=False)  # that names it, in messages
+    flag: str = field(compare=False)  # for messages
     kind: Literal["lm", "score"]
     dtype: torch.dtype
     dropout: float | None = None
@@ -57,7 +56,7 @@ class Use:
 
     @property
     def frozen(self) -> "Use":
-        """The same checkpoint, to be read only."""
+        """The same checkpoint without training."""
         return replace(self, dropout=0.0, gradient_checkpointing=False, lora_dim=0)
 
 
@@ -74,12 +73,12 @@ class Sizes:
 
 
 class Models:
-    """Sizes and passes by `Use`, each found once.
+    """Sizes and passes by `Use`, cached.
 
     Args:
-        made_from: folder -> what a step makes it from, for checkpoints that do not exist yet.
-        by_row: in passes without gradients find what a row of the batch takes and multiply, which
-            is quicker; not for a CPU, where the size of single blocks matters.
+        made_from: output folder -> model it is trained from, for checkpoints that do not exist yet.
+        by_row: extrapolate passes without gradients from few rows, which is faster. Not for a CPU,
+            where the size of each block matters.
     """
 
     def __init__(self, made_from: Mapping[str, str] | None = None, by_row: bool = False) -> None:
@@ -89,9 +88,10 @@ class Models:
         self._config = cache(self._load_config)
 
     def config(self, use: Use) -> PretrainedConfig:
-        """The configuration of the checkpoint, or of what it is made from.
+        """The configuration of the checkpoint, or of the model it is trained from.
 
-        Raises ``UserError`` naming the flag where it cannot be had.
+        Raises:
+            UserError: naming the flag: no readable configuration.
         """
         name = use.name
         while name in self._made_from:
@@ -99,7 +99,7 @@ class Models:
         return self._config(name, use.flag, use.trust_remote_code)
 
     def sizes(self, use: Use) -> Sizes:
-        """Numbers of elements, which do not depend on how passes are made."""
+        """Numbers of elements, which do not depend on the settings of passes."""
         plain = replace(use, dropout=None, attn_implementation=None, gradient_checkpointing=False)
         return self._sized(plain)
 
@@ -115,12 +115,12 @@ class Models:
         depth = self.config(use).get_text_config().num_hidden_layers
         if depth <= _SHALLOW or not use.only_optimize_lora:
             return _count(self._module(use), use.dtype)
-        # PEFT takes its time: adapters of few layers are counted, and every layer has as many.
+        # PEFT is slow on deep models: count the adapters of few layers and extrapolate.
         few, fewer = (_count(self._module(use, n), use.dtype) for n in (_SHALLOW, _SHALLOW - 1))
         more = depth - _SHALLOW
         trained = few.trained + more * (few.trained - fewer.trained)
         in_small = few.in_small + more * (few.in_small - fewer.in_small)
-        # A score head is trained as it is, and is in the base already.
+        # The score head trains without an adapter, and `base` includes it.
         head = self._module(use.frozen, 1).model.score.weight.numel() if use.kind == "score" else 0
         return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
 
@@ -128,7 +128,7 @@ class Models:
         """The memory of ``work`` on (num_rows, seq_len) tokens; see `activations.run_pass`."""
         if not train:
             use = replace(use, dropout=0.0, gradient_checkpointing=False)
-        # NOTE: with gradients the fullest moment may be another one where rows are few.
+        # NOTE: with gradients the peak may be in another phase for few rows.
         if train or not self._by_row or num_rows <= _FEW_ROWS:
             return self._ran(use, work, num_rows, seq_len, train)
         some, fewer = (
@@ -152,14 +152,14 @@ class Models:
             raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
 
     def _module(self, use: Use, num_layers: int | None = None) -> nn.Module:
-        """``use`` on the meta device, perhaps with its first ``num_layers`` layers only."""
+        """``use`` on the meta device; ``num_layers``: with its first layers only."""
         config = copy.deepcopy(self.config(use))
         if num_layers is not None:
             _cut(config.get_text_config(), num_layers)
         if use.dropout is not None:
             set_dropout(config, use.dropout)
         options: dict[str, Any] = {"trust_remote_code": use.trust_remote_code, "dtype": use.dtype}
-        if use.attn_implementation in ("eager", "sdpa"):  # others keep what sdpa keeps
+        if use.attn_implementation in ("eager", "sdpa"):  # others save what sdpa saves
             options["attn_implementation"] = use.attn_implementation
         auto = AutoModelForCausalLM
         if use.kind == "score":
@@ -168,12 +168,12 @@ class Models:
         if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
             text.pad_token_id = config.pad_token_id = None
 
-        def make(config: PretrainedConfig) -> nn.Module:
+        def build(config: PretrainedConfig) -> nn.Module:
             with init_empty_weights(include_buffers=True):
                 return auto.from_config(config, **options)
 
         with _quiet():
-            module = build_from(config, make, use.name, use.flag)
+            module = build_from(config, build, use.name, use.flag)
         with _quiet():
             module = prepare_for_training(
                 module,
@@ -185,7 +185,7 @@ class Models:
                 use.flag,
             )
         module = ScoreModel(module) if use.kind == "score" else module
-        return module.to(use.dtype)  # PEFT makes fp32 adapters, DeepSpeed 16-bit ones of them
+        return module.to(use.dtype)  # PEFT makes fp32 adapters, which DeepSpeed casts to 16 bit
 
 
 def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
@@ -209,7 +209,7 @@ def _language_model(module: nn.Module) -> Any:
 
 
 def _cut(config: PretrainedConfig, num_layers: int) -> None:
-    """Leave ``num_layers`` layers, in every list that has an entry for each as well."""
+    """Reduce ``config`` to ``num_layers`` layers, including lists with one entry per layer."""
     depth = config.num_hidden_layers
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == depth:
@@ -218,7 +218,7 @@ def _cut(config: PretrainedConfig, num_layers: int) -> None:
 
 
 class _quiet:
-    """A scope without transformers' and PEFT's advice, which is for those who load weights."""
+    """Context that mutes warnings of transformers and PEFT, which concern loaded weights."""
 
     def __enter__(self) -> None:
         self._warnings = warnings.catch_warnings()

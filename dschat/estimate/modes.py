@@ -1,23 +1,20 @@
-"""The shape of a plan: what one device holds, item by item, in every mode of a step.
-
-Numbers come in; sums and "does it fit" go out. It must not know how they were found.
-"""
+"""The result of an estimate: bytes by item on one device, in every mode of a step."""
 
 from dataclasses import dataclass, field
 
 from dschat.config import CommonConfig
 from dschat.estimate.device import Device
 
-Items = dict[str, int]  # what -> bytes
+Items = dict[str, int]  # item -> bytes
 
 
 @dataclass
 class Mode:
-    """What one device holds at the fullest moment of a mode."""
+    """Memory of one device at the peak of a mode."""
 
     name: str
     items: Items
-    moment: str = ""  # which, where there are several
+    moment: str = ""  # of the peak, if the mode has several moments
 
     @property
     def total(self) -> int:
@@ -25,14 +22,14 @@ class Mode:
 
 
 @dataclass
-class StepPlan:
-    """A step on one device. ``host``: bytes of host memory beside it, by item."""
+class StepEstimate:
+    """Memory of a step on one device. ``host``: bytes of host memory by item."""
 
     number: int
     config: CommonConfig
     device: Device
     num_processes: int
-    models: list[str]  # a line each
+    models: list[str]  # one line per model
     modes: list[Mode]
     host: Items = field(default_factory=dict)
 
@@ -46,21 +43,20 @@ class StepPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host memory hold it."""
-        room = self.device.host_memory
-        return self.peak.total <= self.device.memory and (room is None or self.host_total <= room)
+        """Whether it fits into device and host memory."""
+        return self.excess == 0
 
     @property
     def excess(self) -> int:
-        """Bytes that do not fit, of the device and of the host together."""
-        over = max(0, self.peak.total - self.device.memory)
-        room = self.device.host_memory
-        return over + (0 if room is None else max(0, self.host_total - room))
+        """Bytes that do not fit, of device and host memory together."""
+        on_device = max(0, self.peak.total - self.device.memory)
+        host_memory = self.device.host_memory
+        return on_device + (0 if host_memory is None else max(0, self.host_total - host_memory))
 
 
 @dataclass
 class Holding:
-    """What a model holds between passes."""
+    """Memory of a model between passes, by item."""
 
     device: Items = field(default_factory=dict)
     host: Items = field(default_factory=dict)
@@ -79,6 +75,6 @@ def summed(*parts: Items) -> Items:
 
 
 def fullest(name: str, moments: list[tuple[str, Items]]) -> Mode:
-    """The mode ``name`` at that one of its moments at which most is held."""
+    """The mode ``name`` at the moment with the largest total."""
     modes = [Mode(name, items, moment) for moment, items in moments]
     return max(modes, key=lambda mode: mode.total)

@@ -1,13 +1,10 @@
-"""A plan as text: a table for ``--plan``, a line for the log.
-
-A ``StepPlan`` and advice come in; lines go out. It must not know how either was found.
-"""
+"""Formats an estimate: a table for ``--plan``, a line for the log."""
 
 from collections.abc import Sequence
 
 from dschat.estimate.advice import Advice
 from dschat.estimate.device import GIB
-from dschat.estimate.modes import StepPlan
+from dschat.estimate.modes import StepEstimate
 
 _MIB = 2**20
 _ORDER = (
@@ -17,72 +14,73 @@ _ORDER = (
 )
 
 
-def table(plan: StepPlan, title: str, advice: Sequence[Advice]) -> str:
-    """The plan of one step: its models, every item in every mode, whether it fits."""
-    unit, name = (GIB, "GiB") if plan.peak.total >= 4 * GIB else (_MIB, "MiB")
-    items = [i for i in _ORDER if any(mode.items.get(i) for mode in plan.modes)]
-    assert set(items) >= {i for mode in plan.modes for i, n in mode.items.items() if n}
+def table(estimate: StepEstimate, title: str, advice: Sequence[Advice]) -> str:
+    """The estimate of one step: its models, every item in every mode, whether it fits."""
+    unit, name = (GIB, "GiB") if estimate.peak.total >= 4 * GIB else (_MIB, "MiB")
+    items = [i for i in _ORDER if any(mode.items.get(i) for mode in estimate.modes)]
+    assert set(items) >= {i for mode in estimate.modes for i, n in mode.items.items() if n}
     processes = (
-        f"one of {plan.num_processes} processes" if plan.num_processes > 1 else "one process"
+        f"one of {estimate.num_processes} processes"
+        if estimate.num_processes > 1
+        else "one process"
     )
-    lines = [f"step {plan.number}, {title}: {processes}, on {plan.device.origin}"]
-    lines += [f"  {line}" for line in plan.models]
+    lines = [f"step {estimate.number}, {title}: {processes}, on {estimate.device.origin}"]
+    lines += [f"  {line}" for line in estimate.models]
     lines.append("")
-    lines.append(_row(name, [mode.name for mode in plan.modes]))
+    lines.append(_row(name, [mode.name for mode in estimate.modes]))
     for item in items:
-        lines.append(_row(item, [_shown(mode.items.get(item, 0), unit) for mode in plan.modes]))
-    lines.append(_row("total", [_shown(mode.total, unit) for mode in plan.modes]))
+        lines.append(_row(item, [_shown(mode.items.get(item, 0), unit) for mode in estimate.modes]))
+    lines.append(_row("total", [_shown(mode.total, unit) for mode in estimate.modes]))
     lines.append("")
-    lines.append(f"  fullest: {_fullest(plan)}: {_verdict(plan)}")
-    lines += _host(plan)
-    lines += _advice_lines(plan, advice)
+    lines.append(f"  fullest: {_fullest(estimate)}: {_verdict(estimate)}")
+    lines += _host(estimate)
+    lines += _advice_lines(estimate, advice)
     return "\n".join(lines)
 
 
-def line(plan: StepPlan, advice: Sequence[Advice]) -> str:
+def line(estimate: StepEstimate, advice: Sequence[Advice]) -> str:
     """One line of the log."""
-    text = f"plan: step {plan.number}: {_fullest(plan)}: {_verdict(plan)}"
+    text = f"plan: step {estimate.number}: {_fullest(estimate)}: {_verdict(estimate)}"
     if advice:
         first = advice[0]
-        text += f"; try {first.change.flags(plan.number)} (saves {_gib(first.saved)})"
+        text += f"; try {first.change.flags(estimate.number)} (saves {_gib(first.saved)})"
     return text
 
 
-def _fullest(plan: StepPlan) -> str:
-    mode = plan.peak
+def _fullest(estimate: StepEstimate) -> str:
+    mode = estimate.peak
     moment = f" ({mode.moment})" if mode.moment else ""
-    return f"{mode.name}{moment}, {_gib(mode.total)} of {_gib(plan.device.memory)}"
+    return f"{mode.name}{moment}, {_gib(mode.total)} of {_gib(estimate.device.memory)}"
 
 
-def _verdict(plan: StepPlan) -> str:
-    if not plan.fits:
-        on_device = plan.peak.total > plan.device.memory
-        return "DOES NOT FIT" if on_device else "fits, but HOST MEMORY DOES NOT DO"
-    share = plan.peak.total / plan.device.memory
-    return "fits" if share < 0.9 else "fits barely; memory that is cut in pieces may not do"
+def _verdict(estimate: StepEstimate) -> str:
+    if not estimate.fits:
+        on_device = estimate.peak.total > estimate.device.memory
+        return "DOES NOT FIT" if on_device else "fits on the device, not in host memory"
+    share = estimate.peak.total / estimate.device.memory
+    return "fits" if share < 0.9 else "fits barely; fragmentation may exceed the device"
 
 
-def _host(plan: StepPlan) -> list[str]:
-    if not plan.host:
+def _host(estimate: StepEstimate) -> list[str]:
+    if not estimate.host:
         return []
-    room = plan.device.host_memory
-    of = f" of {_gib(room)} for each process here" if room is not None else ""
-    parts = ", ".join(f"{name} {_gib(value)}" for name, value in plan.host.items())
-    return [f"  host memory: {_gib(plan.host_total)}{of}: {parts}"]
+    host_memory = estimate.device.host_memory
+    share = f" of {_gib(host_memory)} per process" if host_memory is not None else ""
+    parts = ", ".join(f"{name} {_gib(value)}" for name, value in estimate.host.items())
+    return [f"  host memory: {_gib(estimate.host_total)}{share}: {parts}"]
 
 
-def _advice_lines(plan: StepPlan, advice: Sequence[Advice]) -> list[str]:
-    if plan.fits:
+def _advice_lines(estimate: StepEstimate, advice: Sequence[Advice]) -> list[str]:
+    if estimate.fits:
         return []
     if not advice:
-        return ["  no flag known here makes it smaller; take a smaller model or more devices"]
+        return ["  no flag lowers it further; use a smaller model or more devices"]
     lines = ["  change first, in this order:"]
     for number, entry in enumerate(advice, 1):
-        left = entry.after
-        then = "then it fits" if left.fits else f"{_gib(left.peak.total)} are left"
-        lines.append(
-            f"    {number}. {entry.change.flags(plan.number)}: saves {_gib(entry.saved)}, {then}"
-        )
+        after = entry.after
+        result = "then it fits" if after.fits else f"then it takes {_gib(after.peak.total)}"
+        flags = entry.change.flags(estimate.number)
+        lines.append(f"    {number}. {flags}: saves {_gib(entry.saved)}, {result}")
     return lines
 
 

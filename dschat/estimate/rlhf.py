@@ -1,9 +1,7 @@
-"""The memory of step 3 on one device: an actor in two forms, and which of critic, reference and
-reward model there are.
+"""Estimates the memory of step 3 on one device, in rollout, scoring, training and evaluation.
 
-Its configuration, the device and the number of processes come in; a ``StepPlan`` with the modes
-rollout, scoring, training and evaluation goes out. It must not know how a plan is shown, nor what
-to do where it does not fit.
+The actor exists in its training and its rollout form; critic, reference and reward model are
+optional.
 """
 
 from dataclasses import replace
@@ -12,14 +10,14 @@ from dschat.config import RLHFConfig
 from dschat.estimate.activations import Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
-from dschat.estimate.modes import Holding, Items, Mode, StepPlan, fullest, summed
+from dschat.estimate.modes import Holding, Items, Mode, StepEstimate, fullest, summed
 from dschat.estimate.rollout import RolloutBytes, rollout_bytes
-from dschat.estimate.steps import Step, count, trained_holding
+from dschat.estimate.steps import StepEstimator, count, trained_holding
 from dschat.estimate.zero import Held, frozen_bytes
 
 
-class RLHFStep(Step):
-    """Step 3."""
+class RLHFEstimator(StepEstimator):
+    """Estimates step 3."""
 
     def __init__(
         self, models: Models, device: Device, num_processes: int, config: RLHFConfig
@@ -43,29 +41,27 @@ class RLHFStep(Step):
     def _use(self, model: str, kind: str) -> Use:
         c = self._config
 
-        def own(knob: str):
-            return getattr(c, f"{model}_{knob}")
+        def setting(name: str):
+            return getattr(c, f"{model}_{name}")
 
         return Use(
-            own("model_name_or_path"),
+            setting("model_name_or_path"),
             f"--{model}_model_name_or_path",
             kind,
             self._dtype,
-            own("dropout") or 0.0,
+            setting("dropout") or 0.0,
             c.attn_implementation,
             c.trust_remote_code,
-            own("gradient_checkpointing"),
-            own("lora_dim"),
-            tuple(own("lora_modules")),
+            setting("gradient_checkpointing"),
+            setting("lora_dim"),
+            tuple(setting("lora_modules")),
             c.only_optimize_lora,
         )
 
     def _frozen_models(self) -> dict[str, tuple[Held, int]]:
-        """Reference and reward model, those there are: their weights, and what a pass of theirs
-        gathers.
-        """
-        c, found = self._config, {}
-        for name, there, use, zero, offload in (
+        """Reference and reward model, if loaded: their weights and the bytes a pass gathers."""
+        c, models = self._config, {}
+        for name, is_loaded, use, zero, offload in (
             (
                 "reference",
                 c.needs_reference and not self._is_reference,
@@ -81,34 +77,34 @@ class RLHFStep(Step):
                 c.offload_reward_model,
             ),
         ):
-            if there:
+            if is_loaded:
                 total = self._models.sizes(use).total
-                found[name] = frozen_bytes(total, zero.frozen(offload), self._num_processes)
-        return found
+                models[name] = frozen_bytes(total, zero.frozen(offload), self._num_processes)
+        return models
 
-    def plan(self) -> StepPlan:
-        """The step on one device."""
+    def estimate(self) -> StepEstimate:
+        """The memory of the step on one device."""
         held = self._holding()
         rollout = self._rollout(held)
-        left = 0
+        leftover = 0
         for name, use, work in self._learners():
-            left = max(left, self._left(use, self._trained[name], work, self._batch))
+            leftover = max(leftover, self._leftover(use, self._trained[name], work, self._batch))
         modes = [
-            self._rollout_mode(rollout, left),
-            fullest("scoring", self._scoring(left)),
+            self._rollout_mode(rollout, leftover),
+            fullest("scoring", self._scoring(leftover)),
             fullest("training", self._updates()),
-            fullest("evaluation", self._evaluation(rollout, left)),
+            fullest("evaluation", self._evaluation(rollout, leftover)),
         ]
         held += Holding(self._rollout_items(rollout, stays=True))
         uses = [use for _, use, _ in self._learners()]
-        return self._finished(3, self._lines(rollout), held, modes, uses, left)
+        return self._finished(3, self._lines(rollout), held, modes, uses, leftover)
 
     def _learners(self) -> list[tuple[str, Use, Work]]:
-        """What is trained: the actor, and with gae a critic."""
+        """The models that train: the actor, and with gae a critic."""
         actor: tuple[str, Use, Work] = ("actor", self._actor, "policy")
         return [actor, ("critic", self._critic, "value")] if self._config.has_critic else [actor]
 
-    # -- what is there all the time ----------------------------------------------------------------
+    # -- persistent memory -------------------------------------------------------------------------
 
     def _holding(self) -> Holding:
         held = Holding()
@@ -118,13 +114,13 @@ class RLHFStep(Step):
             item = f"{name} weights"
             held += Holding({item: weights.device}, {item: weights.host})
         if self._config.enable_ema:
-            mine = -(-self._models.sizes(self._actor).trained // self._num_processes)
-            held += Holding({"moving average": 4 * mine})
+            shard = -(-self._models.sizes(self._actor).trained // self._num_processes)
+            held += Holding({"moving average": 4 * shard})
         return held
 
     def _rollout(self, held: Holding) -> RolloutBytes:
         first = sum(held.device.values()) + self._device.libraries
-        # Adam's moments are made by the first optimizer step, after the first rollout.
+        # The first optimizer step allocates Adam's moments, after the first rollout.
         first -= sum(training.moments.device for training in self._trained.values())
         actor = self._models.sizes(self._actor)
         return rollout_bytes(
@@ -139,7 +135,7 @@ class RLHFStep(Step):
         )
 
     def _rollout_items(self, rollout: RolloutBytes, stays: bool) -> Items:
-        """The rollout's weights and cache: what stays, or what goes after each rollout."""
+        """The rollout's weights and cache: the persistent ones, or those freed after a rollout."""
         c = self._config
         return {
             "rollout copy": rollout.weights if c.unpin_actor_parameters != stays else 0,
@@ -148,8 +144,8 @@ class RLHFStep(Step):
 
     # -- modes -------------------------------------------------------------------------------------
 
-    def _rollout_mode(self, rollout: RolloutBytes, left: int) -> Mode:
-        items = self._generation(rollout, left)
+    def _rollout_mode(self, rollout: RolloutBytes, leftover: int) -> Mode:
+        items = self._generation(rollout, leftover)
         if self._config.offload_training_states and self._device.on_gpu:
             for name, training in self._trained.items():
                 away = training.moments.device
@@ -158,40 +154,40 @@ class RLHFStep(Step):
                 items = summed(items, {"optimizer states": -away})
         return Mode("rollout", items)
 
-    def _generation(self, rollout: RolloutBytes, left: int) -> Items:
+    def _generation(self, rollout: RolloutBytes, leftover: int) -> Items:
         return {
-            "activations": max(rollout.work, self._kept(left) or 0),
+            "activations": max(rollout.work, self._retained(leftover) or 0),
             "logits": rollout.logits,
             **self._rollout_items(rollout, stays=False),
         }
 
-    def _scoring(self, left: int) -> list[tuple[str, Items]]:
+    def _scoring(self, leftover: int) -> list[tuple[str, Items]]:
         passes = [
-            (name, self._forward(use, self._trained[name].gathered, work, self._batch, left))
+            (name, self._forward(use, self._trained[name].gathered, work, self._batch, leftover))
             for name, use, work in self._learners()
         ]
-        return passes + self._frozen_passes(self._batch, left)
+        return passes + self._frozen_passes(self._batch, leftover)
 
-    def _frozen_passes(self, shape: tuple[int, int], left: int) -> list[tuple[str, Items]]:
+    def _frozen_passes(self, shape: tuple[int, int], leftover: int) -> list[tuple[str, Items]]:
         passes: list[tuple[str, Items]] = []
         if self._config.needs_reference:
             use, gathered = self._actor, self._trained["actor"].gathered
             if not self._is_reference:
                 use, gathered = self._actor.frozen, self._frozen["reference"][1]
-            passes.append(("reference", self._forward(use, gathered, "policy", shape, left)))
+            passes.append(("reference", self._forward(use, gathered, "policy", shape, leftover)))
         if "reward" in self._frozen:
             gathered = self._frozen["reward"][1]
-            items = self._forward(self._reward, gathered, "value", shape, left)
+            items = self._forward(self._reward, gathered, "value", shape, leftover)
             passes.append(("reward model", items))
         return passes
 
     def _updates(self) -> list[tuple[str, Items]]:
-        """The moments of both models' optimizer steps."""
+        """The moments of the optimizer steps of actor and critic."""
         c, moments, small = self._config, [], 0
         for _, use, work in self._learners():
             small = max(small, self._models.run(use, work, *self._batch, train=True).small)
         for name, use, work in self._learners():
-            # Pretraining text brings the actor as many micro-batches again.
+            # Pretraining text doubles the actor's micro-batches.
             several = 2 if name == "actor" and c.unsupervised_dataset_name else 1
             num_micro_batches = several * c.gradient_accumulation_steps
             for moment, items in self._moments(
@@ -200,20 +196,21 @@ class RLHFStep(Step):
                 moments.append((f"{name}, {moment}", items))
         return moments
 
-    def _evaluation(self, rollout: RolloutBytes, left: int) -> list[tuple[str, Items]]:
-        """Held-out prompts: the moving average generates from a second copy (with the one cache
-        there is); then reference and reward model read the answers.
+    def _evaluation(self, rollout: RolloutBytes, leftover: int) -> list[tuple[str, Items]]:
+        """Held-out prompts: generation, then reference and reward model read the answers.
+
+        The moving average generates from a second copy of the weights, with the same cache.
         """
         copy: Items = {}
         if self._config.enable_ema:
             whole = self._models.sizes(self._actor.frozen).total * self._dtype.itemsize
             copy = {"rollout copy": max(rollout.weights, whole // self._config.inference_tp_size)}
-        own = self._rollout_items(rollout, stays=False)
+        rollout_items = self._rollout_items(rollout, stays=False)
         return [
-            ("generation", summed(self._generation(rollout, left), copy)),
+            ("generation", summed(self._generation(rollout, leftover), copy)),
             *(
-                (name, summed(items, copy, own))
-                for name, items in self._frozen_passes(self._eval_batch, left)
+                (name, summed(items, copy, rollout_items))
+                for name, items in self._frozen_passes(self._eval_batch, leftover)
             ),
         ]
 

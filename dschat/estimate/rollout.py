@@ -1,8 +1,7 @@
-"""What the actor's rollout form holds: its weights, its key-value cache, its work space.
+"""Estimates the memory of the actor's rollout form: weights, KV cache, work space.
 
-Step 3's knobs, the actor's configuration and sizes come in; bytes of one process go out. It follows
-`hybrid.rollout` (which form, which layout) and `inference.engine` (how large a cache); it must not
-know how anything is trained.
+It repeats decisions of `dschat.hybrid.rollout_form` (form and layout) and of
+`dschat.inference.engine` (size of the cache).
 """
 
 from dataclasses import dataclass
@@ -16,23 +15,23 @@ from dschat.estimate.models import Sizes
 from dschat.inference import UnsupportedModel, model_spec
 from dschat.observability.flops import shape_of
 
-# As `hybrid.rollout` and `hybrid.stream` have them.
-COPY_SHARE = 0.25  # of the free memory: a copy beyond it is not made
-STAGING = {"cuda": 256 * 2**20, "cpu": 48 * 2**20}  # bytes of a bucket that a refresh gathers
+# The values of `dschat.hybrid.rollout_form` and `dschat.hybrid.weight_stream`.
+COPY_SHARE = 0.25  # of the free memory: a larger copy is not made
+STAGING = {"cuda": 256 * 2**20, "cpu": 48 * 2**20}  # bytes of a bucket of gathered weights
 BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 GENERATE_ROWS = 256  # that the Hugging Face loop decodes together
 
 
 @dataclass(frozen=True)
 class RolloutBytes:
-    """Of one process, on its device.
+    """Bytes of one process on its device.
 
     Attributes:
-        weights: of the rollout's own; 0 where it reads training's.
+        weights: a copy for the rollout; 0 if it reads the training weights.
         cache: keys and values.
-        work: of a step of generation, and of the refresh before it.
-        logits: of the sequences that draw a token.
-        form: one phrase for the report.
+        work: work space of a generation step, or of the weight refresh before it.
+        logits: of the sequences that sample a token.
+        form: a phrase for the report.
     """
 
     weights: int
@@ -52,11 +51,14 @@ def rollout_bytes(
     device: Device,
     held: int,
 ) -> RolloutBytes:
-    """The rollout form of ``model`` (its transformers config), whose base is of ``sizes`` and whose
-    adapters have ``num_adapters`` elements.
+    """Memory of the rollout form.
 
-    ``held``: bytes on the device before the first rollout. Layout and cache are chosen by what is
-    free then.
+    Args:
+        model: the actor's transformers config.
+        sizes: of the actor without adapters.
+        num_adapters: elements of the adapters.
+        held: bytes on the device before the first rollout. Layout and cache size depend on the
+            free memory then.
     """
     try:
         spec = model_spec(model) if config.enable_hybrid_engine else None
@@ -74,14 +76,14 @@ def rollout_bytes(
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
         rows = min(GENERATE_ROWS, samples)
         logits = _sampling(rows, shape.vocab, size, config)
-        form = "a whole copy" if sharded else "training's own weights"
+        form = "an unsharded copy" if sharded else "training weights"
         form = f"Hugging Face generate loop on {form}"
         return RolloutBytes(whole * sharded, rows * seq_len * per_token, 0, logits, form)
 
     is_copy = _copies(config, whole, free, device)
     weights = whole // tp if is_copy else 0
     if is_copy and sizes.tied and not device.on_gpu:
-        weights += size * sizes.embedding // tp  # packing makes another tensor of the tied head
+        weights += size * sizes.embedding // tp  # packing copies the tied head
     if _lora_form(config) == "side":
         weights += size * num_adapters // tp
     seq_len = min(x for x in (seq_len, spec.max_positions) if x is not None)
@@ -120,7 +122,7 @@ def _lora_form(config: RLHFConfig) -> str:
 
 
 def _copies(config: RLHFConfig, whole: int, free: int, device: Device) -> bool:
-    """Whether the rollout has weights of its own."""
+    """Whether the rollout has its own copy of the weights."""
     if config.rollout_layout != "auto":
         return config.rollout_layout == "copy"
     possible = config.actor_zero_stage < 3 and config.inference_tp_size == 1
@@ -129,8 +131,8 @@ def _copies(config: RLHFConfig, whole: int, free: int, device: Device) -> bool:
 
 
 def _sampling(rows: int, vocab_size: int, size: int, config: RLHFConfig) -> int:
-    """Logits of a step, in fp32 too where they are 16-bit, and the weights drawn from."""
+    """Bytes of a step's logits, of their fp32 copy if they are 16-bit, and of the probabilities."""
     copies = 1 + (size != 4) + (config.min_answer_seq_len > 0)
     if config.top_k or config.top_p < 1 or config.min_p:
-        copies += 3  # what is kept, sorted, with their ids
+        copies += 3  # the filtered and the sorted logits, and their ids
     return rows * vocab_size * (size + 4 * copies)

@@ -1,9 +1,4 @@
-"""The memory of a step's modes on one device.
-
-A step's configuration, the device and the number of processes come in; a ``StepPlan`` goes out.
-Steps 1 and 2 are here, and what step 3 shares with them. It must not know how a plan is shown, nor
-what to do where it does not fit.
-"""
+"""Estimates the memory of steps 1 and 2 on one device, in every mode; the base class for step 3."""
 
 from dataclasses import replace
 
@@ -14,15 +9,15 @@ from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
 from dschat.estimate.activations import Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
-from dschat.estimate.modes import Holding, Items, Mode, StepPlan, fullest, summed
+from dschat.estimate.modes import Holding, Items, Mode, StepEstimate, fullest, summed
 from dschat.estimate.zero import NOTHING, Held, Training, frozen_bytes, training_bytes
 from dschat.runtime.deepspeed_engine import DTYPES, ZeroSettings
 
 _REFERENCE = "reference weights"
 
 
-class Step:
-    """One step on one device: how its models lie, and what passes of theirs take."""
+class StepEstimator:
+    """Estimates one step on one device: memory of its models and of their passes."""
 
     def __init__(
         self, models: Models, device: Device, num_processes: int, config: CommonConfig
@@ -35,9 +30,7 @@ class Step:
         self._dtype: torch.dtype = DTYPES[name]
 
     def _zero(self, model: str = "") -> ZeroSettings:
-        """What `deepspeed_setup.zero_settings` makes of the configuration, on the planned device
-        instead of this one.
-        """
+        """As `dschat.runtime.deepspeed_engine.zero_settings`, for the device of the estimate."""
         c = self._config
         return ZeroSettings(
             getattr(c, f"{model}_zero_stage" if model else "zero_stage"),
@@ -59,8 +52,8 @@ class Step:
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{role}: {count(s.total)} parameters{trained}, {zero.describe()}, {dtype}"
 
-    def _kept(self, small: int) -> int | None:
-        """What stays of ``small`` bytes in freed small blocks: nothing on a GPU."""
+    def _retained(self, small: int) -> int | None:
+        """Bytes that malloc retains of ``small`` bytes in freed small blocks; None on a GPU."""
         return None if self._device.on_gpu else small
 
     def _moments(
@@ -72,14 +65,15 @@ class Step:
         num_micro_batches: int,
         small: int = 0,
     ) -> list[tuple[str, Items]]:
-        """The moments of an optimizer step that may be its fullest, without what is there all the
-        time. ``small``: bytes of freed small blocks that other passes have left.
+        """The moments of an optimizer step that may be its peak, without persistent memory.
+
+        ``small``: bytes of freed small blocks that malloc retains from other passes.
         """
         run = self._models.run(use, work, *shape, train=True)
-        kept = self._kept(max(small, run.small))
+        retained = self._retained(max(small, run.small))
         several = num_micro_batches > 1
         activations, logits, gradients = run.peak(
-            training.per_gradient, several and training.accumulates, kept
+            training.per_gradient, several and training.accumulates, retained
         )
         from_before = training.partition if several or training.reduces_early else 0
         backward = {
@@ -94,21 +88,21 @@ class Step:
             ("update", training.update),
         ):
             gradients = max(gradients, from_before)
-            items = {"activations": kept or 0, "gradients": gradients, "buffers": buffers}
+            items = {"activations": retained or 0, "gradients": gradients, "buffers": buffers}
             moments.append((moment, items))
         return moments
 
-    def _left(self, use: Use, training: Training, work: Work, shape: tuple[int, int]) -> int:
-        """Bytes of small blocks that an optimizer step leaves behind: activations, gradients."""
+    def _leftover(self, use: Use, training: Training, work: Work, shape: tuple[int, int]) -> int:
+        """Bytes of small blocks that malloc retains after an optimizer step."""
         small = self._models.run(use, work, *shape, train=True).small
         return small + training.per_gradient * self._models.sizes(use).in_small
 
     def _forward(
-        self, use: Use, gathered: int, work: Work, shape: tuple[int, int], left: int
+        self, use: Use, gathered: int, work: Work, shape: tuple[int, int], leftover: int
     ) -> Items:
-        """A pass without gradients; ``left`` as `_left` says."""
+        """A pass without gradients; ``leftover``: see `_leftover`."""
         run = self._models.run(use, work, *shape, train=False)
-        activations, logits, _ = run.peak(0, False, self._kept(left))
+        activations, logits, _ = run.peak(0, False, self._retained(leftover))
         return {"activations": activations, "logits": logits, "buffers": gathered}
 
     def _finished(
@@ -118,30 +112,30 @@ class Step:
         held: Holding,
         modes: list[Mode],
         uses: list[Use],
-        left: int,
-    ) -> StepPlan:
-        """Every mode with what is always there added; on a CPU host memory is the device's, and the
-        models in ``uses`` are saved through it, a file at a time.
+        leftover: int,
+    ) -> StepEstimate:
+        """The estimate: every mode with the persistent memory added.
+
+        On a CPU host memory is device memory, and saving the models in ``uses``, one file at a
+        time, is a mode of its own.
         """
         written = max(self._dtype.itemsize * self._models.sizes(use.frozen).total for use in uses)
         written = min(written, MAX_FILE_BYTES)
-        always = {**held.device, "libraries": self._device.libraries}
-        # One process of the run writes; the others' shares of host memory do for it too.
+        persistent = {**held.device, "libraries": self._device.libraries}
+        # One process writes; it may use the host memory of all processes.
         host = {**held.host, "file being written": written // self._device.processes_here}
         host = {name: value for name, value in host.items() if value}
         if not self._device.on_gpu:
-            always, host = summed(always, held.host), {}
-            saving = {"file being written": written, "activations": self._kept(left) or 0}
+            persistent, host = summed(persistent, held.host), {}
+            saving = {"file being written": written, "activations": self._retained(leftover) or 0}
             modes = [*modes, Mode("saving", saving)]
-        modes = [replace(mode, items=summed(always, mode.items)) for mode in modes]
+        modes = [replace(mode, items=summed(persistent, mode.items)) for mode in modes]
         config = self._config
-        return StepPlan(number, config, self._device, self._num_processes, lines, modes, host)
+        return StepEstimate(number, config, self._device, self._num_processes, lines, modes, host)
 
 
-class SupervisedStep(Step):
-    """Steps 1 and 2: a policy or a reward model, and for a loss that holds the policy to it the
-    reference.
-    """
+class SupervisedEstimator(StepEstimator):
+    """Estimates steps 1 and 2: a policy or a reward model, and a reference if the loss needs it."""
 
     def __init__(
         self, models: Models, device: Device, num_processes: int, config: SupervisedConfig
@@ -163,36 +157,36 @@ class SupervisedStep(Step):
             config.only_optimize_lora,
         )
 
-    def plan(self) -> StepPlan:
-        """The step on one device."""
+    def estimate(self) -> StepEstimate:
+        """The memory of the step on one device."""
         c, zero, use = self._config, self._zero(), self._use
         training = self._training(use, zero)
         work: Work = "sft" if use.kind == "lm" else "value"
         rows = 1 if self._pairs is None else 2  # a pair is two sequences
         batch = (rows * c.per_device_train_batch_size, c.max_seq_len)
         moments = self._moments(use, training, work, batch, c.gradient_accumulation_steps)
-        left = self._left(use, training, work, batch)
+        leftover = self._leftover(use, training, work, batch)
         shape = (rows * c.per_device_eval_batch_size, c.max_seq_len)
-        evaluation = [("", self._forward(use, training.gathered, work, shape, left))]
+        evaluation = [("", self._forward(use, training.gathered, work, shape, leftover))]
         held, lines = trained_holding("model", training), [self._line("model", use, zero)]
         if self._pairs is not None and self._pairs.trains_policy:
             weights, gathered = self._reference(self._pairs, zero)
             held += Holding({_REFERENCE: weights.device}, {_REFERENCE: weights.host})
             lines.append(f"reference: {reference_of(self._pairs)}")
             if not self._pairs.precompute_ref_logprobs:
-                moments += self._reference_pass(gathered, batch, left)
-                evaluation += self._reference_pass(gathered, shape, left)
+                moments += self._reference_pass(gathered, batch, leftover)
+                evaluation += self._reference_pass(gathered, shape, leftover)
         return self._finished(
             1 if self._pairs is None else 2,
             lines,
             held,
             [fullest("training", moments), fullest("evaluation", evaluation)],
             [use],
-            left,
+            leftover,
         )
 
     def _reference(self, config: RewardConfig, zero: ZeroSettings) -> tuple[Held, int]:
-        """Weights of the copy, where there is one, and what a pass of the reference gathers."""
+        """Weights of the reference's copy, if any, and the bytes gathered by its pass."""
         if not config.loads_reference:
             return NOTHING, self._training(self._use, zero).gathered
         total = self._models.sizes(self._use.frozen).total
@@ -200,28 +194,29 @@ class SupervisedStep(Step):
         return frozen_bytes(total, frozen, self._num_processes)
 
     def _reference_pass(
-        self, gathered: int, shape: tuple[int, int], left: int
+        self, gathered: int, shape: tuple[int, int], leftover: int
     ) -> list[tuple[str, Items]]:
         use = self._use.frozen
-        blocks = 3 if self._pairs.loss == "kto" else 2  # mismatched answers besides
+        blocks = 3 if self._pairs.loss == "kto" else 2  # KTO adds mismatched answers
         shape = (shape[0] // 2 * blocks, shape[1])
-        return [("reference", self._forward(use, gathered, "sft", shape, left))]
+        return [("reference", self._forward(use, gathered, "sft", shape, leftover))]
 
 
 def reference_of(config: RewardConfig) -> str:
-    """What serves as the reference, in words."""
+    """What serves as the reference, for the report."""
     if config.loads_reference:
         return "a copy of the model"
-    by = "its log-probs, computed before training"
-    return by if config.precompute_ref_logprobs else "the model without adapters"
+    if config.precompute_ref_logprobs:
+        return "its log-probs, computed before training"
+    return "the model without adapters"
 
 
 def trained_holding(name: str, t: Training) -> Holding:
-    """What a trained model holds between passes."""
+    """Memory of a trained model between passes."""
     optimizer = t.masters + t.moments
     parts = {f"{name} weights": t.weights, "optimizer states": optimizer, "gradients": t.gradients}
-    device = {what: held.device for what, held in parts.items()}
-    host = {what: held.host for what, held in parts.items()}
+    device = {item: held.device for item, held in parts.items()}
+    host = {item: held.host for item, held in parts.items()}
     return Holding({**device, "buffers": t.buffers}, host)
 
 

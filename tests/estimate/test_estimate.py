@@ -1,4 +1,4 @@
-"""The plan of memory: by hand, against measured peaks and published sizes, and as a command."""
+"""Memory estimates: by hand, against measured peaks and published sizes, and as a command."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ from dschat.estimate.activations import run_pass
 from dschat.estimate.advice import _changes, advise
 from dschat.estimate.device import GIB, Device
 from dschat.estimate.models import Models, Use
-from dschat.estimate.run import log_lines, planner
+from dschat.estimate.run import log_lines, make_estimator
 from dschat.estimate.zero import Held, training_bytes
 from dschat.launch import preflight_process
 from dschat.runtime.deepspeed_engine import ZeroSettings
@@ -37,13 +37,13 @@ OPT = {
     "13b": (5120, 40, 40, 5120, True),
     "30b": (7168, 48, 56, 7168, True),
     "66b": (9216, 64, 72, 9216, True),
-    "small": (1024, 8, 16, 1024, True),  # not OPT's, and with fewer tokens
+    "small": (1024, 8, 16, 1024, True),  # not in the table; with a smaller vocabulary
 }
 
 
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory):
-    """``opt("2.7b")``: a folder with that OPT's configuration and nothing else."""
+    """``opt("2.7b")``: a folder with only that OPT's configuration."""
     folder = tmp_path_factory.mktemp("opt")
 
     def make(size: str) -> str:
@@ -68,10 +68,10 @@ def opt(tmp_path_factory):
     return make
 
 
-def planned(fields: dict, number: int = 3, num_processes: int = 1, gib: float = 80.0):
-    """The plan of one step on a GPU of ``gib``, and the planner that made it."""
+def estimated(fields: dict, number: int = 3, num_processes: int = 1, gib: float = 80.0):
+    """The estimate of one step on a GPU of ``gib``, and the function that made it."""
     request = Request({number: fields}, num_processes, num_processes, gib)
-    make = planner(request)
+    make = make_estimator(request)
     return make(request.config(number)), make
 
 
@@ -81,14 +81,14 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def training(stage: int, dtype: torch.dtype, processes: int, trained: int = 1000, **knobs):
-    """1000 parameters, the largest tensor has 400, on a CPU (where a bucket is what is in it)."""
+    """1000 parameters, the largest tensor has 400, on a CPU (which allocates used buckets only)."""
     settings = ZeroSettings(stage, dtype, **knobs)
     return training_bytes(1000, trained, 400, settings, processes, on_gpu=False)
 
 
 # (stage, dtype, processes): weights, masters + moments, per gradient, partition, gradients held.
-# fp32: 4 bytes a weight; under ZeRO-0 no masters, 8 bytes of moments; from ZeRO-1 on 4 + 8 on this
-# process's part of 1000 or 125. bf16 asks for stage 2 at least.
+# fp32: 4 bytes per weight; ZeRO-0 has no masters and 8 bytes of moments; from ZeRO-1 on 4 + 8 for
+# this process's partition of 1000 or 125. bf16 raises the stage to 2 at least.
 BY_HAND = {
     (0, FP32, 1): (4000, 8000, 4, 0, 0),
     (0, FP32, 8): (4000, 8000, 4, 0, 0),
@@ -113,29 +113,29 @@ BY_HAND = {
 def test_weights_gradients_and_optimizer_by_hand(case):
     t = training(*case)
     optimizer = t.masters + t.moments
-    found = t.weights, optimizer, t.per_gradient, t.partition, t.gradients
+    computed = t.weights, optimizer, t.per_gradient, t.partition, t.gradients
     weights, states, per_gradient, partition, gradients = BY_HAND[case]
-    assert found == (Held(weights), Held(states), per_gradient, partition, Held(gradients))
+    assert computed == (Held(weights), Held(states), per_gradient, partition, Held(gradients))
 
 
 def test_lora_by_hand():
-    """100 of 1000 parameters are trained: only they have states and gradients."""
+    """100 of 1000 parameters train: only they have states and gradients."""
     t = training(0, FP32, 8, trained=100)
     assert (t.weights, t.moments) == (Held(4000), Held(800))
-    assert t.update == (400, 400)  # gradients, and their flat copy while they are reduced
+    assert t.update == (400, 400)  # gradients, and their flat copy during the reduction
     t = training(3, BF16, 8, trained=100)  # 13 of 100 to each of 8 processes; 125 of 1000
     assert (t.weights, t.masters + t.moments, t.gradients) == (Held(250), Held(156), Held(52))
 
 
 def test_offload_by_hand():
-    """Masters, moments, gradients and a 16-bit copy go to the host, 125 elements of each."""
+    """Masters, moments, gradients and a 16-bit copy are on the host, 125 elements of each."""
     t = training(2, BF16, 8, offload_optimizer=True)
     assert t.masters + t.moments == Held(0, 1500)
-    assert t.gradients == Held(800, 125 * 6 + 800)  # and on either side a buffer of one tensor
+    assert t.gradients == Held(800, 125 * 6 + 800)  # plus a buffer of one tensor on each side
     assert t.weights == Held(2000)
     t = training(3, BF16, 8, offload_optimizer=True, offload_parameters=True)
     assert (t.weights, t.gradients) == (Held(0, 250), Held(0, 1000))
-    assert t.gathered == 2000  # a pass brings the weights of all processes
+    assert t.gathered == 2000  # a pass gathers the weights of all processes
 
 
 def test_a_gpu_holds_the_whole_bucket():
@@ -185,25 +185,25 @@ def test_activations_by_hand():
     with torch.device("meta"):
         module = TwoLayers()
     run = run_pass(module, "value", 3, 5, train=True, vocab_size=0)
-    tokens = 3 * 5 * 4  # bytes of one number a token
-    # Forward: ReLU reads the hidden state and writes another, then the first is let go.
+    tokens = 3 * 5 * 4  # bytes of one number per token
+    # Forward: ReLU reads the hidden state and writes another, then the first is freed.
     forward = tokens * (4 + 16 + 16)
-    # Backward: what is saved (embedded, hidden, scores, the loss); of ReLU the gradient of its
-    # output and of its input; the gradients of the scores and of the last layer are gone by then.
+    # Backward: saved tensors (embedded, hidden, scores, loss) and the gradients of ReLU's output
+    # and input; the gradients of the scores and of the last layer are already freed.
     backward = tokens * (4 + 16 + 16 + 16)
     activations, logits, gradients = run.peak(0, False, None)
     assert logits == gradients == 0
     assert forward <= backward <= activations <= backward + 2 * tokens + 16 * 4
     num_trained = 10 * 4 + 4 * 16 + 16 + 16 + 1
-    assert run.stretches[-1].num_done == num_trained
+    assert run.phases[-1].num_done == num_trained
     assert run.peak(4, True, None)[2] == 4 * num_trained
-    assert run.peak(0, False, kept=10**6)[0] == 10**6  # what other passes have left behind
-    still = run_pass(module, "value", 3, 5, train=False, vocab_size=0)
-    assert still.peak(0, False, None)[0] == tokens * (16 + 16)  # the embedded tokens are gone
+    assert run.peak(0, False, retained=10**6)[0] == 10**6  # from other passes
+    forward_only = run_pass(module, "value", 3, 5, train=False, vocab_size=0)
+    assert forward_only.peak(0, False, None)[0] == tokens * (16 + 16)  # the embeddings are freed
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_few_layers_stand_for_many(opt, checkpointing, monkeypatch):
+def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch):
     config = json.loads(Path(opt("350m"), "config.json").read_text())
     config |= {"num_hidden_layers": 9, "hidden_size": 64, "ffn_dim": 256, "vocab_size": 4096}
     folder = Path(opt("350m")).parent / "nine"
@@ -213,21 +213,21 @@ def test_few_layers_stand_for_many(opt, checkpointing, monkeypatch):
     quick = Models().run(use, "policy", 4, 64, train=True)
     monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
     whole = Models().run(use, "policy", 4, 64, train=True)
-    assert len(quick.stretches) < len(whole.stretches)
+    assert len(quick.phases) < len(whole.phases)
     for per_gradient in (0, 2, 4):
-        for kept in (None, 0):
-            args = (per_gradient, False, kept)
+        for retained in (None, 0):
+            args = (per_gradient, False, retained)
             assert quick.peak(*args) == whole.peak(*args)
     assert quick.small == whole.small
 
 
-def test_attention_keeps_no_square(opt):
-    """Twice the length, twice the activations: nothing grows with T x T."""
+def test_attention_memory_is_linear_in_the_length(opt):
+    """Twice the length, twice the activations: no (T, T) matrix."""
     use = Use(opt("350m"), "--x", "lm", BF16)
     short, long = (
-        Models().run(use, "sft", 1, length, train=True).stretches[0] for length in (512, 1024)
+        Models().run(use, "sft", 1, length, train=True).phases[0] for length in (512, 1024)
     )
-    head = 512 * 50272 * 2  # bytes of its gradient, whatever the length
+    head = 512 * 50272 * 2  # bytes of its gradient, independent of the length
     assert long.live - head == pytest.approx(2 * (short.live - head), rel=0.01)
     assert long.logits == 2 * 1024 * 50272 * 2  # and their gradient
 
@@ -236,7 +236,7 @@ FAMILIES = ("llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_can_be_planned(tiny, family):
+def test_every_family_can_be_estimated(tiny, family):
     name = tiny(family)
     fields = {
         "actor_model_name_or_path": name,
@@ -246,7 +246,7 @@ def test_every_family_can_be_planned(tiny, family):
         "max_answer_seq_len": 16,
         "critic_lora_dim": 4,
     }
-    done, _ = planned(fields)
+    done, _ = estimated(fields)
     with torch.device("meta"):
         import tiny_models
 
@@ -262,26 +262,26 @@ def _meta_lm(config):
     return AutoModelForCausalLM.from_config(config)
 
 
-# -- against what was measured ---------------------------------------------------------------------
+# -- against measurements and published sizes ------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
-    """``peaks(size, step)``: what the benchmark finds; its baselines are measured once."""
+    """``peaks(size, step)``: result of the benchmark; its baselines are measured once."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_against_peaks as benchmark
 
     work, baselines = tmp_path_factory.mktemp("peaks"), {}
     benchmark.write_texts(work)
 
-    def find(size: str, step: int) -> dict:
+    def compare(size: str, step: int) -> dict:
         if step not in baselines:
             benchmark.save_models(work / "negligible", benchmark.NEGLIGIBLE)
             baselines[step] = benchmark.measured_peak(work, "negligible", step)
         benchmark.save_models(work / size, benchmark.SIZES[size])
         return benchmark.compare(work, size, step, baselines[step])
 
-    yield find
+    yield compare
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -289,8 +289,8 @@ def peaks(tmp_path_factory):
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("size", ["llama-22m", "opt-60m", "opt-125m"])
 def test_against_measured_peaks(peaks, size, step):
-    found = peaks(size, step)
-    assert abs(found["off"]) < 0.15, found
+    result = peaks(size, step)
+    assert abs(result["off"]) < 0.15, result
 
 
 PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size
@@ -308,13 +308,13 @@ SHARED = Models(by_row=True)
 def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     """DeepSpeed-Chat's table of the largest actor that its hybrid engine trains on a single GPU.
 
-    The table names GPUs and models, and no settings: neither ZeRO, offload, LoRA, precision nor
-    lengths. So this shows that one setting, the same for every row, makes dschat's plan agree with
-    all four, each with the named size and the next; it is no proof that theirs were these. The
-    setting: fp16 (a V100 has no bf16), ZeRO-2 with the optimizer offloaded (their --offload),
-    gradient checkpointing, OPT-350M as the reward model, all weights trained, and their scripts'
-    256 + 256 tokens, 16 prompts a rollout, in micro-batches of 8. With LoRA and offloaded
-    reference, 30B would fit an 80 GB device too.
+    The table names GPUs and models, but no settings: not ZeRO, offload, LoRA, precision or lengths.
+    So this shows that with one setting for all rows, dschat's estimate agrees with all four, for
+    the named size and the next; it does not prove that they used it. The setting: fp16 (a V100 has
+    no bf16), ZeRO-2 with offloaded optimizer (their --offload), gradient checkpointing, OPT-350M as
+    the reward model, all weights trained, and their scripts' 256 + 256 tokens, 16 prompts per
+    rollout, in micro-batches of 8. With LoRA and offloaded reference, 30B would fit on an 80 GB
+    device too.
     """
     monkeypatch.setattr("dschat.estimate.run.Models", lambda *_, **__: SHARED)
     gib, largest, next_size = PUBLISHED[gpu]
@@ -335,22 +335,22 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
             "per_device_training_batch_size": 8,
             "eval_batch_size": 8,
         }
-        done, _ = planned(fields, gib=gib)
-        fits[size] = done.peak.total <= done.device.memory  # host memory is another machine's
+        done, _ = estimated(fields, gib=gib)
+        fits[size] = done.peak.total <= done.device.memory  # ignores this machine's host memory
     assert fits == {largest: True, next_size: False}
 
 
-# -- which models there are ------------------------------------------------------------------------
+# -- optional models -------------------------------------------------------------------------------
 
 
-def rlhf_plan(tiny, **knobs):
+def rlhf_estimate(tiny, **knobs):
     fields = {
         "actor_model_name_or_path": tiny("llama"),
         "critic_model_name_or_path": tiny("llama"),
         "max_prompt_seq_len": 16,
         "max_answer_seq_len": 16,
     }
-    return planned(fields | knobs)[0]
+    return estimated(fields | knobs)[0]
 
 
 GRPO = {"advantage_estimator": "grpo", "num_samples_per_prompt": 4}
@@ -367,20 +367,20 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
         (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
         # the actor without adapters is the reference
         (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
-        # critic and reward model of another checkpoint, beside a program
+        # critic, reward model of another checkpoint, and a reward function
         (PROGRAM | {"reward_model_name_or_path": "small"}, set()),
     ],
     ids=lambda value: "-".join(sorted(value)) or "none",  # the same in every process
 )
-def test_models_that_are_not_loaded_take_nothing(tiny, knobs, absent):
+def test_models_that_are_not_loaded_take_no_memory(tiny, knobs, absent):
     if "reward_model_name_or_path" in knobs:
         knobs = knobs | {"reward_model_name_or_path": tiny("llama")}
-    done = rlhf_plan(tiny, **knobs)
+    done = rlhf_estimate(tiny, **knobs)
     for mode in done.modes:
-        there = {
+        loaded = {
             name for name in ("critic", "reward", "reference") if f"{name} weights" in mode.items
         }
-        assert there == {"critic", "reward", "reference"} - absent, mode.name
+        assert loaded == {"critic", "reward", "reference"} - absent, mode.name
     text = " ".join(done.models)
     assert ("critic: " in text) == ("critic" not in absent)
     assert ("reward model: none" in text) == ("reward" in absent)
@@ -388,9 +388,9 @@ def test_models_that_are_not_loaded_take_nothing(tiny, knobs, absent):
     assert ("reference: none" in text) == (not needed)
 
 
-def test_a_critic_is_as_large_as_what_it_saves(tiny):
-    """bf16 on one GPU: a model's masters and moments take 12 bytes each, its weights 2."""
-    with_critic, without = rlhf_plan(tiny), rlhf_plan(tiny, **GRPO)
+def test_memory_of_a_critic(tiny):
+    """bf16 on one GPU: masters and moments take 12 bytes per parameter, weights 2."""
+    with_critic, without = rlhf_estimate(tiny), rlhf_estimate(tiny, **GRPO)
     sizes = Models().sizes(Use(tiny("llama"), "--x", "score", BF16))
     pair = [
         mode for done in (with_critic, without) for mode in done.modes if mode.name == "scoring"
@@ -400,29 +400,29 @@ def test_a_critic_is_as_large_as_what_it_saves(tiny):
     assert pair[0].items["critic weights"] == 2 * sizes.total
 
 
-def pairs_plan(tiny, **knobs):
+def pairs_estimate(tiny, **knobs):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32, "loss": "dpo"}
-    return planned(fields | knobs, number=2)
+    return estimated(fields | knobs, number=2)
 
 
 def test_the_policy_on_pairs_by_hand(tiny):
-    """The policy's training as SFT's of twice the rows, and a frozen copy, or none."""
+    """Training takes the memory of SFT with twice the rows, plus a frozen copy if loaded."""
     rows = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32}
     sft = {"model_name_or_path": tiny("llama"), "max_seq_len": 32} | rows
-    plain, _ = planned(sft, number=1)
-    live, _ = pairs_plan(tiny)
-    before, _ = pairs_plan(tiny, precompute_ref_logprobs=True)
+    plain, _ = estimated(sft, number=1)
+    live, _ = pairs_estimate(tiny)
+    before, _ = pairs_estimate(tiny, precompute_ref_logprobs=True)
     weights = 2 * Models().sizes(Use(tiny("llama"), "--x", "lm", BF16)).total
     assert before.peak.total == plain.peak.total
     assert live.peak.items["reference weights"] == weights == live.peak.items["model weights"]
     assert live.peak.total == plain.peak.total + weights
     assert not before.peak.items.get("reference weights")
-    away, _ = pairs_plan(tiny, offload_reference_model=True)
+    away, _ = pairs_estimate(tiny, offload_reference_model=True)
     assert away.host["reference weights"] == weights
-    lora, _ = pairs_plan(tiny, lora_dim=8)
+    lora, _ = pairs_estimate(tiny, lora_dim=8)
     assert not lora.peak.items.get("reference weights")
-    said = [done.models[1] for done in (live, before, lora)]
-    assert said == [
+    lines = [done.models[1] for done in (live, before, lora)]
+    assert lines == [
         "reference: a copy of the model",
         "reference: its log-probs, computed before training",
         "reference: the model without adapters",
@@ -432,28 +432,28 @@ def test_the_policy_on_pairs_by_hand(tiny):
 
 
 def test_advice_for_the_policy_on_pairs(tiny):
-    """Not to load the reference, or not onto the device; where it is not loaded, neither."""
-    before, _ = pairs_plan(tiny)
+    """Advises to precompute or offload a loaded reference, but not one that is not loaded."""
+    before, _ = pairs_estimate(tiny)
     assert {"precompute_ref_logprobs": True} in [change.fields for change in _changes(before)]
-    done, _ = pairs_plan(tiny, precompute_ref_logprobs=True)
+    done, _ = pairs_estimate(tiny, precompute_ref_logprobs=True)
     assert {"precompute_ref_logprobs", "offload_reference_model"}.isdisjoint(
         name for change in _changes(done) for name in change.fields
     )
 
 
-# -- what to change --------------------------------------------------------------------------------
+# -- advice ----------------------------------------------------------------------------------------
 
 
 def not_fitting(fields: dict, number: int):
-    """A plan for a GPU with 0.8 of the memory that it takes, and the planner that made it."""
-    roomy, _ = planned(fields, number)
-    before, make = planned(fields, number, gib=0.8 * roomy.peak.total / GIB)
+    """An estimate for a GPU with 0.8 of the needed memory, and the function that made it."""
+    roomy, _ = estimated(fields, number)
+    before, make = estimated(fields, number, gib=0.8 * roomy.peak.total / GIB)
     assert not before.fits
     return before, make
 
 
 def check_advice(before, make):
-    """What is said to be saved is saved."""
+    """The advice, after a check that each change saves the stated bytes."""
     advice = advise(before, make)
     assert 1 <= len(advice) <= 3
     after = make(replace(before.config, **advice[0].change.fields))
@@ -464,7 +464,7 @@ def check_advice(before, make):
 
 
 @pytest.mark.slow
-def test_first_advice_saves_what_it_says(opt):
+def test_first_advice_saves_the_stated_bytes(opt):
     fields = {
         "actor_model_name_or_path": opt("small"),
         "reward_model_name_or_path": opt("small"),
@@ -488,27 +488,27 @@ def test_advice_of_the_other_steps(opt, number, config):
     assert f"--step{number}." in check_advice(before, make)[0].change.flags(number)
 
 
-def test_fitting_plans_have_no_advice(opt):
-    done, make = planned({"model_name_or_path": opt("350m")}, number=1)
+def test_a_step_that_fits_has_no_advice(opt):
+    done, make = estimated({"model_name_or_path": opt("350m")}, number=1)
     assert done.fits
     assert advise(done, make) == []
 
 
 def test_host_memory_counts(opt):
     fields = {"model_name_or_path": opt("1.3b"), "offload": True, "gradient_checkpointing": True}
-    done, _ = planned(fields, number=1)
+    done, _ = estimated(fields, number=1)
     assert done.host["optimizer states"] == 12 * 1_315_758_080
     assert "optimizer states" not in {k for k, v in done.peak.items.items() if v}
     small = replace(done, device=Device("cuda", 80 * GIB, 8 * GIB, "a GPU"))
     assert done.peak.total < small.device.memory
     assert not small.fits
-    assert "HOST MEMORY" in report.line(small, [])
+    assert "fits on the device, not in host memory" in report.line(small, [])
 
 
 # -- requests and the command ----------------------------------------------------------------------
 
 
-def test_step_3_is_planned_from_what_its_models_are_made_from(opt):
+def test_step_3_is_estimated_from_the_base_models(opt):
     steps = {
         1: {"model_name_or_path": opt("1.3b"), "output_dir": "OUT/step1_sft"},
         2: {"model_name_or_path": "OUT/step1_sft", "output_dir": "OUT/step2_reward"},
@@ -520,7 +520,7 @@ def test_step_3_is_planned_from_what_its_models_are_made_from(opt):
     request = Request(steps, 1, 1, 80.0)
     assert Request.from_json(request.to_json()) == request
     assert request.base_models == {opt("1.3b")}
-    done = planner(request)(request.config(3))
+    done = make_estimator(request)(request.config(3))
     assert isinstance(done.config, RLHFConfig)
     assert done.models[0].startswith("actor: 1.316B parameters")
     assert "reward model: 1.316B parameters" in done.models[2]
@@ -539,9 +539,9 @@ def test_66b_on_64_devices(opt):
         "per_device_training_batch_size": 4,
         "eval_batch_size": 4,
     }
-    done, _ = planned(fields, num_processes=64)
+    done, _ = estimated(fields, num_processes=64)
     items = done.peak.items
-    total = 65_719_701_504  # of OPT-66B, as transformers counts it
+    total = 65_719_701_504  # parameters of transformers' OPT-66B
     share = -(-total // 64)
     assert items["actor weights"] == items["reference weights"] == 2 * share
     critic = -(-331_196_928 // 64)
@@ -550,9 +550,9 @@ def test_66b_on_64_devices(opt):
     assert done.fits
 
 
-def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
-    """A run goes on without a plan: of an architecture that cannot compute without values, and of a
-    model that only the hub has.
+def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
+    """A run continues without an estimate: of an architecture whose forward needs values, and of a
+    model that is not local.
     """
 
     def fail(*_):
@@ -573,8 +573,8 @@ def test_a_plan_that_fails_is_one_line(opt, monkeypatch):
         estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
 
 
-@pytest.mark.slow  # of wrong inputs, too, train.py asks that process
-def test_the_process_apart_says_the_line():
+@pytest.mark.slow  # tests of wrong inputs run that process too
+def test_the_preflight_process_returns_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
     (line,) = preflight_process.log_lines(Request({1: fields}, 1, 1, 0.9))
     assert line.startswith("plan: step 1: training (")

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 import train
-from dschat.estimate.run import planner
+from dschat.estimate.run import make_estimator
 from dschat.launch import recipe, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
         for number, given in ((n, fields.items()) for n, fields in request.steps.items())
     }
     request = dataclasses.replace(request, steps=steps)
-    planned = planner(request)
+    estimator = make_estimator(request)
     for number in request.steps:
-        plan = planned(request.config(number))
-        assert plan.fits, (number, plan)
+        estimate = estimator(request.config(number))
+        assert estimate.fits, (number, estimate)
