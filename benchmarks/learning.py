@@ -1,32 +1,32 @@
-"""How fast does dschat learn a task that a program can check, against TRL's GRPOTrainer?
+"""Compares how fast dschat and TRL's GRPOTrainer learn a task with a verifiable reward.
 
-    pip install trl                                     # beside dschat: no dependency of it
+    pip install trl                                     # dschat does not depend on it
     python benchmarks/learning.py                       # the recipe arithmetic, three seeds
     python benchmarks/learning.py --trl_python other/venv/bin/python   # TRL installed elsewhere
     python benchmarks/learning.py --max_steps 20 --seeds 1 --old_logprobs rollout
-    python benchmarks/learning.py --replay              # do both compute the same updates?
+    python benchmarks/learning.py --replay              # compare the updates of both
 
-Both sides start from the same SFT model (step 1 of the recipe, made once in --output_dir), and get
-the same prompts in the same order, the same reward function and the recipe's settings of step 3
-(or those of its flags given here): samples, learning rate, Adam, batches, clip range, KL, loss
-aggregation, sampling. What changes TRL's speed alone is chosen for speed: no gradient
-checkpointing, fp32; the side trl_defaults has it as TRL does. Both run on the CPU, each in a
-process of its own, by turns, once a seed.
+Both sides start from the same SFT model (step 1 of the recipe, trained once into --output_dir) and
+get the same prompts in the same order, the same reward function and the recipe's settings of step 3
+(flags of step 3 given here override them): samples, learning rate, Adam, batches, clip range, KL,
+loss aggregation, sampling. Settings that affect only TRL's speed are chosen for speed: no gradient
+checkpointing, fp32; the side trl_defaults keeps TRL's defaults. Both run on the CPU, each in its
+own process, in turn, once per seed.
 
-The clock starts when all is loaded. Weights are set aside every --snapshot_every rollouts with the
-clock stopped; afterwards one and the same engine answers the held-out prompts with either side's,
-at the temperature of training. Without TRL, dschat alone is measured. One JSON line a side goes to
-stdout:
+The clock starts when everything is loaded. Weights are saved every --snapshot_every rollouts with
+the clock stopped; afterwards one engine answers the held-out prompts with the weights of both
+sides, at the temperature of training. Without TRL, only dschat is measured. One JSON line per side
+goes to stdout:
 
 - curve: samples drawn, seconds, held-out accuracy; medians over the seeds.
-- target: samples and seconds until the accuracy is --target, in proportion between two snapshots;
-  null where a seed does not reach it.
+- target: samples and seconds until the accuracy is --target, interpolated between two snapshots;
+  null if a seed does not reach it.
 - step_s: seconds of a rollout and its updates, and of its parts: generate (decoding to text
   included), score (old log-probs, reward, advantages), train.
-- ratio: this side's / dschat's with the same seed: seconds, and samples and seconds to the target.
+- ratio: this side / dschat with the same seed: seconds, and samples and seconds to the target.
 
-With --replay, TRL learns from the answers that dschat drew, in place of its own, with one optimizer
-step a rollout; relative_difference is |dschat's weights - TRL's| / |dschat's - SFT's| at the end.
+With --replay, TRL trains on the answers that dschat drew instead of its own, with one optimizer
+step per rollout; relative_difference is |dschat's weights - TRL's| / |dschat's - SFT's| at the end.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from dschat.inference.model.checkpoint_reader import checkpoint_stream
 from dschat.launch.recipe import load_recipe
 from dschat.models.tokenizer import load_tokenizer
 
-OURS = "dschat"
-SIDES = (OURS, "trl", "trl_defaults")
+DSCHAT = "dschat"
+SIDES = (DSCHAT, "trl", "trl_defaults")
 
 
 def main() -> None:
@@ -68,8 +68,8 @@ def main() -> None:
     common = environment(torch.device("cpu"))
     common |= {"recipe": args.recipe, "settings": described(config)}
     if args.replay:
-        found = replay(config, tokenizer, train, out, args)
-        print(json.dumps({"benchmark": "learning", "side": "replay"} | common | found), flush=True)
+        result = replay(config, tokenizer, train, out, args)
+        print(json.dumps({"benchmark": "learning", "side": "replay"} | common | result), flush=True)
         return
 
     judge = Judge(sft, config, tokenizer, held_out, args.eval_samples)
@@ -86,11 +86,11 @@ def main() -> None:
             note(
                 f"{side}, seed {seed}: accuracy {accuracy:.3f}, {samples} samples, {seconds:.1f} s"
             )
-    for side, mine in runs.items():
-        line = {"benchmark": "learning", "side": side} | common | mine[0].about
-        line |= {"seeds": args.seeds} | summary(mine, args.target)
-        if side != OURS and OURS in runs:
-            line["ratio"] = ratio(mine, runs[OURS], args.target)
+    for side, side_runs in runs.items():
+        line = {"benchmark": "learning", "side": side} | common | side_runs[0].about
+        line |= {"seeds": args.seeds} | summary(side_runs, args.target)
+        if side != DSCHAT and DSCHAT in runs:
+            line["ratio"] = ratio(side_runs, runs[DSCHAT], args.target)
         print(json.dumps(line), flush=True)
 
 
@@ -99,44 +99,45 @@ def note(text: str) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, RLHFConfig]:
-    """Own flags, and the settings of step 3: the recipe's, then its flags.
+    """The benchmark's flags, and the settings of step 3: the recipe's, overridden by flags.
 
-    Raises ``UserError`` for what cannot work or cannot be compared.
+    Raises:
+        UserError: invalid flags, or settings that TRL does not have.
     """
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --seed is step 3's, not short for --seeds
+        allow_abbrev=False,  # --seed is a flag of step 3, not short for --seeds
     )
     parser.add_argument("--recipe", default="arithmetic")
     parser.add_argument("--output_dir", default="output/learning")
-    parser.add_argument("--sft_model", help="folder to start from, in place of the recipe's step 1")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[OURS, "trl"])
-    parser.add_argument("--trl_python", default=sys.executable, help="an interpreter with TRL")
+    parser.add_argument("--sft_model", help="folder to start from; default: the recipe's step 1")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[DSCHAT, "trl"])
+    parser.add_argument("--trl_python", default=sys.executable, help="Python interpreter with TRL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--snapshot_every", type=int, default=5, help="rollouts")
-    parser.add_argument("--eval_samples", type=int, default=4, help="answers a held-out prompt")
+    parser.add_argument("--snapshot_every", type=int, default=5, help="rollouts per snapshot")
+    parser.add_argument("--eval_samples", type=int, default=4, help="answers per held-out prompt")
     parser.add_argument("--target", type=float, default=0.8, help="accuracy to reach")
-    parser.add_argument("--threads", type=int, help="CPU threads of either side; default: torch's")
+    parser.add_argument("--threads", type=int, help="CPU threads of each side; default: torch's")
     parser.add_argument("--replay", action="store_true", help="compare updates, not speed")
     args, flags = parser.parse_known_args()
     config = settings(args.recipe, flags, one_step=args.replay)
     for name in ("snapshot_every", "eval_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-    if any(side != OURS for side in args.sides) and not has_trl(args.trl_python):
+    if any(side != DSCHAT for side in args.sides) and not has_trl(args.trl_python):
         if args.replay:
             raise UserError(f"--replay needs TRL in {args.trl_python}: pip install trl")
-        note(f"no TRL in {args.trl_python} (pip install trl): dschat alone is measured")
-        args.sides = [OURS]
+        note(f"no TRL in {args.trl_python} (pip install trl): only dschat is measured")
+        args.sides = [DSCHAT]
     return args, config
 
 
 def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
-    """Of both sides; ``one_step``: a rollout is one optimizer step."""
+    """The settings of both sides; ``one_step``: one optimizer step per rollout."""
     given = load_recipe(recipe, ROOT / "training" / "recipes").values[3]
     given |= parser.given(RLHFConfig, flags)
-    # The task's own function scores, on both sides.
+    # Both sides use the reward function of the task.
     given |= {"reward_fn": ["exact_match"], "reward_args": None, "reward_url": None}
     given |= {"actor_model_name_or_path": "the SFT model", "reward_model_name_or_path": ""}
     config = RLHFConfig(**given)
@@ -146,7 +147,7 @@ def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
     config.validate()
     check_comparable(config)
     if not config.max_steps:
-        raise UserError("--max_steps is missing: how many rollouts either side learns from")
+        raise UserError("--max_steps is missing: the number of rollouts of each side")
     return config
 
 
@@ -162,7 +163,7 @@ def has_trl(python: str) -> bool:
 
 
 def train_sft(recipe: str, out: Path) -> str:
-    """The folder of the recipe's step 1; trained, unless ``out`` holds it finished."""
+    """The folder of the recipe's step 1, trained now unless ``out`` has it complete."""
     folder = out / "step1_sft"
     if not (folder / "COMPLETE").exists():
         command = [sys.executable, str(ROOT / "train.py"), "--recipe", recipe, "--step", "1"]
@@ -173,7 +174,7 @@ def train_sft(recipe: str, out: Path) -> str:
 def make_task(
     config: RLHFConfig, side: str, tokenizer: Any, train: Any, args: argparse.Namespace
 ) -> Task:
-    """What ``side`` does with the seed of ``config``. The prompts are the same for every side."""
+    """The task of ``side`` with the seed of ``config``. The prompts are the same for all sides."""
     size = config.rollout_prompts(1)
     batches = PromptBatches(train, size, 0, 1, config.seed)
     rows: list[tuple[list[int], Any]] = []
@@ -183,15 +184,18 @@ def make_task(
     ids, references = zip(*rows[: config.max_steps * size], strict=True)
     texts = [tokenizer.decode(prompt) for prompt in ids]
     if tokenizer(texts)["input_ids"] != list(ids):
-        raise UserError(f"{config.actor_model_name_or_path}: as text, its prompts are other tokens")
-    ours = side == OURS
+        raise UserError(
+            f"{config.actor_model_name_or_path}: its prompts change when decoded and re-encoded"
+        )
     return Task(
         model=config.actor_model_name_or_path,
         prompts_per_rollout=size,
         samples_per_prompt=config.num_samples_per_prompt,
         steps_per_rollout=config.num_mini_batches * config.ppo_epochs,
         snapshot_every=args.snapshot_every,
-        settings=dschat_settings(config) if ours else trl_settings(config, side == "trl"),
+        settings=dschat_settings(config)
+        if side == DSCHAT
+        else trl_settings(config, for_speed=side == "trl"),
         prompts=texts,
         prompt_ids=list(ids),
         references=[str(reference) for reference in references],
@@ -199,55 +203,55 @@ def make_task(
 
 
 def run_side(task: Task, side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one side in a process of its own; what it recorded."""
+    """Run one side in its own process; returns its record."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in [folder / RESULT, *folder.glob("*.safetensors")]:
         old.unlink(missing_ok=True)
     task.write(folder / "task.json")
-    here, ours = Path(__file__).resolve().parent, side == OURS
+    here, is_dschat = Path(__file__).resolve().parent, side == DSCHAT
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     if args.threads:
         variables["OMP_NUM_THREADS"] = str(args.threads)
-    if ours:  # TRL's interpreter need not find it
+    if is_dschat:  # TRL's interpreter does not need it
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         variables["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable if ours else args.trl_python]
-    command += [str(here / ("learning_dschat.py" if ours else "learning_trl.py"))]
+    command = [sys.executable if is_dschat else args.trl_python]
+    command += [str(here / ("learning_dschat.py" if is_dschat else "learning_trl.py"))]
     command += [str(folder / "task.json"), str(folder)]
     if subprocess.run(command, env=variables, stdout=sys.stderr).returncode:
-        sys.exit(f"{side} failed; its last lines above say why")
+        sys.exit(f"{side} failed; see its output above")
     return json.loads((folder / RESULT).read_text())
 
 
-def judged(found: dict, task: Task, folder: Path, judge: Judge, start: float) -> Run:
-    """A run with the accuracy of each of its snapshots, which are removed."""
+def judged(record: dict, task: Task, folder: Path, judge: Judge, start: float) -> Run:
+    """A run with the accuracy of each of its snapshots; deletes the snapshots."""
     points, seconds = [(0, 0.0, start)], 0.0
-    for number, row in enumerate(found["rows"], 1):
+    for number, row in enumerate(record["rows"], 1):
         seconds += row["step"]
         path = snapshot_path(folder, number)
         if path.exists():
             samples = number * task.prompts_per_rollout * task.samples_per_prompt
             points.append((samples, seconds, judge.accuracy(path)))
             path.unlink()
-    return Run(points, found["rows"], found["about"])
+    return Run(points, record["rows"], record["about"])
 
 
 def replay(
     config: RLHFConfig, tokenizer: Any, train: Any, out: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """How far apart the two end that learn from the same answers."""
+    """The distance between the final weights of both sides, trained on the same answers."""
     last = {}
     answers = str(out / "replay_answers.json")
     config = replace(config, seed=args.seeds[0])
     args.snapshot_every = config.max_steps
-    for side in (OURS, "trl"):
+    for side in (DSCHAT, "trl"):
         task = make_task(config, side, tokenizer, train, args)
         task.answers = answers
         folder = out / f"replay_{side}"
         about = run_side(task, side, folder, args)["about"]
         last[side] = load_file(snapshot_path(folder, config.max_steps))
     start = dict(checkpoint_stream(config.actor_model_name_or_path))
-    apart, moved = distance(last[OURS], last["trl"]), distance(last[OURS], start)
+    apart, moved = distance(last[DSCHAT], last["trl"]), distance(last[DSCHAT], start)
     note(f"apart {apart:.3g}, moved {moved:.3g}")
     return about | {"relative_difference": rounded(apart / moved)}
 

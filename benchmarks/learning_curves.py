@@ -1,7 +1,4 @@
-"""What a line of `learning.py` says of a side's runs: curve, way to the target, seconds, ratios.
-
-Runs come in, plain dicts for `json.dumps` go out. It must not know how a side learns or is judged.
-"""
+"""Summarises the runs of a side for `learning.py`: curve, steps to the target, seconds, ratios."""
 
 import statistics
 from dataclasses import dataclass
@@ -19,17 +16,17 @@ class Run:
     """One side's run with one seed."""
 
     points: list[Point]  # the SFT model first
-    rows: list[dict[str, float]]  # of each rollout: seconds by ``PARTS``
+    rows: list[dict[str, float]]  # per rollout: seconds by ``PARTS``
     about: dict[str, Any]  # versions and threads of its process
 
     def seconds(self, part: str) -> float:
-        """Of the median rollout."""
+        """Median over the rollouts."""
         return statistics.median(row[part] for row in self.rows)
 
 
 def first_reach(points: list[Point], target: float) -> tuple[float, float] | None:
-    """Samples and seconds at which the accuracy first is ``target``, on straight lines between the
-    points; None where it never is.
+    """Samples and seconds at which the accuracy first reaches ``target``, interpolated linearly;
+    None if it never does.
     """
     if points[0][2] >= target:
         return points[0][:2]
@@ -41,7 +38,7 @@ def first_reach(points: list[Point], target: float) -> tuple[float, float] | Non
 
 
 def summary(runs: list[Run], target: float) -> dict[str, Any]:
-    """Of one side's runs, one a seed."""
+    """The summary of one side's runs, one per seed."""
     return {
         "curve": median_curve([run.points for run in runs]),
         "final_accuracy": spread([run.points[-1][2] for run in runs]),
@@ -57,24 +54,26 @@ def median_curve(curves: list[list[Point]]) -> list[list[float]]:
 
 
 def to_target(runs: list[Run], target: float) -> dict[str, dict[str, float] | None]:
-    """Spreads of samples and seconds until then; None where a seed does not get there."""
-    found = [first_reach(run.points, target) for run in runs]
-    if None in found:
+    """Spreads of samples and seconds to ``target``; None if a seed does not reach it."""
+    reached = [first_reach(run.points, target) for run in runs]
+    if None in reached:
         return {"samples": None, "seconds": None}
-    samples, seconds = zip(*found, strict=True)
+    samples, seconds = zip(*reached, strict=True)
     return {"samples": spread(list(samples)), "seconds": spread(list(seconds))}
 
 
-def ratio(theirs: list[Run], ours: list[Run], target: float) -> dict[str, dict[str, float] | None]:
-    """Theirs / ours with the same seed, above 1 where ours is better: seconds of a rollout and its
-    parts, samples and seconds to the target.
+def ratio(
+    runs: list[Run], baseline: list[Run], target: float
+) -> dict[str, dict[str, float] | None]:
+    """``runs`` / ``baseline`` with the same seed (above 1: the baseline is better): seconds of a
+    rollout and its parts, samples and seconds to the target.
     """
-    pairs = list(zip(theirs, ours, strict=True))
-    found: dict[str, dict[str, float] | None] = {
+    pairs = list(zip(runs, baseline, strict=True))
+    ratios: dict[str, dict[str, float] | None] = {
         part: spread([a.seconds(part) / b.seconds(part) for a, b in pairs]) for part in PARTS
     }
     reached = [[first_reach(run.points, target) for run in pair] for pair in pairs]
     for place, name in enumerate(("samples_to_target", "seconds_to_target")):
-        there = all(a and b and b[place] for a, b in reached)
-        found[name] = spread([a[place] / b[place] for a, b in reached]) if there else None
-    return found
+        all_reach = all(a and b and b[place] for a, b in reached)
+        ratios[name] = spread([a[place] / b[place] for a, b in reached]) if all_reach else None
+    return ratios

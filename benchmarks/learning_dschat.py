@@ -1,8 +1,6 @@
-"""dschat's side of `learning.py`: its notebook loop over the task's prompts.
+"""dschat's side of `learning.py`: the notebook loop over the task's prompts.
 
-    python learning_dschat.py TASK.json FOLDER
-
-It must not know the other side, nor how its weights are judged.
+python learning_dschat.py TASK.json FOLDER
 """
 
 import json

@@ -1,8 +1,4 @@
-"""How good a snapshot of weights is: the share of right answers to held-out prompts.
-
-Weights come in, whoever made them; a share goes out, by one engine and the same random draws for
-all. It must not know which side it judges.
-"""
+"""Measures the accuracy of weights on held-out prompts, with one engine and seed for all sides."""
 
 import statistics
 from pathlib import Path
@@ -20,8 +16,8 @@ from dschat.runtime.gold_eval import EVAL_SEED
 class Judge:
     """Answers every held-out prompt ``num_samples`` times, sampled as in training.
 
-    ``model``: the folder that all snapshots were trained from; ``held_out``: a `prompt_dataset`
-    table with a column ``reference``.
+    ``model``: the folder that all sides start from; ``held_out``: a table of `prompt_dataset` with
+    a column ``reference``.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class Judge:
         )
 
     def accuracy(self, snapshot: Path | None = None) -> float:
-        """With the weights of the file ``snapshot``; None: with those that are loaded."""
+        """Share of right answers with the weights in ``snapshot``; None: with those loaded now."""
         if snapshot is not None:
             self._engine.weights.load(load_file(snapshot).items())
         rollout = self._engine.generate(self._ids, self._sampling)

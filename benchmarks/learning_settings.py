@@ -1,7 +1,6 @@
-"""Step 3's settings, and the same for TRL's GRPOTrainer.
+"""Translates the settings of step 3 to TRL's GRPOConfig.
 
-An `RLHFConfig` comes in, fields of either side's configuration go out. It must not know the task,
-nor import TRL: names and defaults are those of its 1.16.
+TRL is not imported here: names and defaults are those of TRL 1.16.
 """
 
 from dataclasses import asdict, replace
@@ -9,13 +8,13 @@ from typing import Any
 
 from dschat.config import RLHFConfig, UserError
 
-# What TRL turns on by default, and costs a CPU time: "trl_defaults" keeps it.
+# Defaults of TRL that are slow on a CPU; the side "trl_defaults" keeps them.
 FOR_SPEED = {"gradient_checkpointing": False, "bf16": False}
 
 _SCALES = {"grpo": "group", "dr_grpo": "none"}  # advantage_estimator -> scale_rewards
 _LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}  # by aggregation
 
-# Settings of ours that TRL has not, or means otherwise.
+# Settings that TRL does not have, or with another meaning.
 _MUST_BE = {
     "policy_loss": "ppo",
     "dual_clip": None,
@@ -35,26 +34,24 @@ _MUST_BE = {
 
 
 def check_comparable(config: RLHFConfig) -> None:
-    """Raise ``UserError``, naming the flag, where TRL's GRPOTrainer does nothing that is the
-    same.
-    """
+    """Raise ``UserError``, naming the flag, for a setting without equivalent in GRPOTrainer."""
     if config.advantage_estimator not in _SCALES:
         raise UserError(
-            f"--advantage_estimator {config.advantage_estimator} is none of TRL's GRPOTrainer; "
-            f"choose from {', '.join(_SCALES)}"
+            f"--advantage_estimator {config.advantage_estimator} is not available in TRL's "
+            f"GRPOTrainer; choose from {', '.join(_SCALES)}"
         )
     if config.kl_coef and not (config.kl_is_in_loss and config.kl_by == "k3"):
-        raise UserError("TRL's GRPOTrainer has the KL in the loss, k3; or set --kl_coef 0")
+        raise UserError("TRL's GRPOTrainer has only the k3 KL in the loss; or set --kl_coef 0")
     for name, value in _MUST_BE.items():
         if getattr(config, name) != value:
             raise UserError(
-                f"--{name} {getattr(config, name)} has no equal in TRL's GRPOTrainer; leave it at "
-                f"its default, {value}"
+                f"--{name} {getattr(config, name)} has no equivalent in TRL's GRPOTrainer; leave "
+                f"it at its default, {value}"
             )
 
 
 def dschat_settings(config: RLHFConfig) -> dict[str, Any]:
-    """Fields of RLHFConfig; the reward function is handed over as such."""
+    """Fields of RLHFConfig; the reward function is passed as a callable."""
     no_models = {"critic_model_name_or_path": "", "reward_model_name_or_path": ""}
     return asdict(replace(config, reward_fn=None, dtype="fp32", **no_models))
 
@@ -106,7 +103,7 @@ def trl_settings(config: RLHFConfig, for_speed: bool = True) -> dict[str, Any]:
 
 
 def described(config: RLHFConfig) -> dict[str, Any]:
-    """What differs from step 3's defaults, models aside."""
+    """Settings that differ from step 3's defaults, except models."""
     default = asdict(RLHFConfig())
     return {
         name: value

@@ -1,7 +1,7 @@
-"""What both sides of `learning.py` get and give back: a task, its reward, a record of the run.
+"""Defines the task of both sides of `learning.py`: prompts, reward, and the record of a run.
 
-A JSON file comes in; a folder with seconds per rollout and snapshots of the weights goes out. It
-must not know dschat or TRL: the interpreter that reads it may have one of the two alone.
+A task is a JSON file; a record is a folder with seconds per rollout and snapshots of the weights.
+No dschat or TRL here: each side's interpreter may have only one of them.
 """
 
 import json
@@ -29,10 +29,10 @@ class Task:
     steps_per_rollout: int  # optimizer steps
     snapshot_every: int  # rollouts
     settings: dict  # fields of RLHFConfig, or of GRPOConfig
-    prompts: list[str]  # N, as the tokenizer reads them, template included
-    prompt_ids: list[list[int]]  # N, what that gives
+    prompts: list[str]  # N, with the chat template applied
+    prompt_ids: list[list[int]]  # N, the tokenised prompts
     references: list[str]  # N right answers
-    answers: str = ""  # file that dschat's answers go into, and TRL takes in place of its own
+    answers: str = ""  # file that dschat writes its answers to, and TRL trains on
 
     @classmethod
     def read(cls, path: str | Path) -> "Task":
@@ -42,22 +42,22 @@ class Task:
         path.write_text(json.dumps(asdict(self)))
 
     def rollouts(self) -> Iterator[slice]:
-        """The places of each rollout's prompts."""
+        """The slice of the prompts of each rollout."""
         for start in range(0, len(self.prompts), self.prompts_per_rollout):
             yield slice(start, start + self.prompts_per_rollout)
 
 
 def exact_match(answers: list[str], reference: list[str]) -> list[float]:
-    """1 where the answer's last number is the reference, else 0: what the recipe rewards too."""
+    """1 if the last number of the answer is the reference, else 0, as the recipe's reward."""
     last = [(re.findall(r"\d+", answer) or [""])[-1] for answer in answers]
     return [float(a == r) for a, r in zip(last, reference, strict=True)]
 
 
 @dataclass
 class Recorder:
-    """Notes what every rollout took, its updates included; setting weights aside does not count.
+    """Records the seconds of every rollout with its updates. Saving snapshots does not count.
 
-    `start` it when everything is loaded, call `step` after each rollout's updates, `finish` it.
+    Call `start` when everything is loaded, `step` after each rollout's updates, then `finish`.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Recorder:
         score_s: float,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
     ) -> None:
-        """One rollout is done: of its seconds, so many were generation and scoring."""
+        """Record a rollout, of which ``generate_s`` and ``score_s`` were generation and scoring."""
         step_s = time.perf_counter() - self._mark
         parts = {"generate": generate_s, "score": score_s, "train": step_s - generate_s - score_s}
         self.rows.append({"step": step_s} | parts)
@@ -90,5 +90,5 @@ class Recorder:
 
 
 def snapshot_path(folder: Path, rollouts: int) -> Path:
-    """Where the weights after so many rollouts lie."""
+    """The file of the weights after ``rollouts`` rollouts."""
     return folder / f"after_{rollouts:05d}.safetensors"

@@ -1,8 +1,8 @@
-"""TRL's side of `learning.py`: its GRPOTrainer over the task's prompts.
+"""TRL's side of `learning.py`: GRPOTrainer over the task's prompts.
 
     python learning_trl.py TASK.json FOLDER
 
-It needs no dschat and must not know it: any interpreter with TRL runs it.
+No dschat here: any interpreter with TRL runs it.
 """
 
 import json
@@ -21,25 +21,25 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):
-    """GRPOTrainer that adds up the seconds of generation, and of all that comes before updates.
+    """GRPOTrainer that times generation, and generation plus scoring.
 
-    The methods are TRL's own, seen in 1.16.
+    It overrides methods of TRL 1.16.
     """
 
     generate_s = experience_s = 0.0
-    answers: list[list[list[int]]] | None = None  # of each rollout, in place of its own
+    answers: list[list[list[int]]] | None = None  # of each rollout, to replace its own
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        found = super()._generate_and_score_completions(*args, **kwargs)
+        batch = super()._generate_and_score_completions(*args, **kwargs)
         self.experience_s += time.perf_counter() - started
-        return found
+        return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        found = super()._generate(*args, **kwargs)
+        completions = super()._generate(*args, **kwargs)
         self.generate_s += time.perf_counter() - started
-        return found
+        return completions
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if self.answers is None:
@@ -48,7 +48,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class OnStep(TrainerCallback):
-    """Tells the recorder of the beginning, and of every rollout's end."""
+    """Starts the recorder, and records every rollout."""
 
     def __init__(self, record: Recorder, steps_per_rollout: int) -> None:
         self.record, self.steps_per_rollout = record, steps_per_rollout
@@ -67,7 +67,7 @@ class OnStep(TrainerCallback):
 
 
 def reward(completions: list[str], reference: list[str], **_: Any) -> list[float]:
-    """The task's reward, by the names that TRL calls it with."""
+    """The task's reward, with TRL's argument names."""
     return exact_match(completions, reference)
 
 

@@ -1,11 +1,10 @@
-"""Does the pipeline learn from real text? All three steps on preference pairs, from random weights.
+"""Trains all three steps on preference pairs of real text, from random weights.
 
     python benchmarks/real_text.py --train_file train.jsonl --eval_file eval.jsonl
 
-A 4k byte-level BPE is trained on the file and a small Llama is made from a config; then the
-steps run, with step 2 repeated over seeds. Beside the reward model's accuracy stand two
-baselines that read no word order: "always the shorter answer", and a logistic regression on
-bag-of-words differences. One JSON line comes out.
+Trains a 4k byte-level BPE on the file, initialises a small Llama, then runs the steps, step 2 with
+several seeds. Two baselines without word order accompany the reward model's accuracy: "always the
+shorter answer", and a logistic regression on bag-of-words differences. Prints one JSON line.
 """
 
 import argparse
@@ -110,7 +109,7 @@ def read(path: str) -> list[dict]:
 
 
 def run(step: str, flags: list[str]) -> None:
-    """Run a step, unless its folder holds it finished: an interrupted benchmark goes on."""
+    """Run a step unless its folder is complete, so that an interrupted benchmark resumes."""
     if Path(flags[flags.index("--output_dir") + 1], "COMPLETE").exists():
         return
     print(f"== {step}", flush=True, file=sys.stderr)
@@ -147,7 +146,7 @@ def make_base(folder: Path, rows: list[dict]) -> None:
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, list[float]]:
-    """The mean and Student's 95% interval of a few runs."""
+    """The mean and Student's 95% confidence interval of a few runs."""
     t_975 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776}.get(len(values) - 1, 2.0)
     mean = sum(values) / len(values)
     if len(values) < 2:

@@ -1,7 +1,5 @@
-"""What every benchmark line carries: the code, the libraries and the machine, and spreads of
-repeated measurements.
-
-Numbers come in, plain dicts for `json.dumps` go out. It must not know what is being measured.
+"""Describes code, libraries and machine, and summarises repeated measurements, for the JSON lines
+of all benchmarks.
 """
 
 import platform
@@ -17,10 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """The short hash of the code that runs, ``-dirty`` where a tracked file was changed;
-    ``unknown`` outside a checkout."""
+    """Short hash of the checkout, with ``-dirty`` if tracked files are modified; or ``unknown``."""
     try:
-        found = subprocess.run(
+        describe = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],
             cwd=ROOT,
             capture_output=True,
@@ -28,11 +25,11 @@ def commit() -> str:
         )
     except OSError:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return describe.stdout.strip() or "unknown"
 
 
 def environment(device: torch.device) -> dict:
-    """Code, versions and machine."""
+    """The commit, versions and machine."""
     return {
         "commit": commit(),
         "torch": torch.__version__,
@@ -56,10 +53,10 @@ def _processor() -> str:
 
 
 def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """What the machine can do right now: the best of five copies and matrix products.
+    """The machine's current speed: the best of five copies and of five matrix products.
 
-    ``copy_gb_per_s`` counts bytes read and written; ``matmul_tflops`` is of square matrices in
-    ``dtype``. Floors are computed from them, and neighbours on a shared machine show in them.
+    ``copy_gb_per_s`` counts bytes read and written; ``matmul_tflops`` is for square matrices in
+    ``dtype``. They give lower bounds of times, and reveal load on a shared machine.
     """
     on_gpu = device.type == "cuda"
     source = torch.ones((2**31 if on_gpu else 2**27) // dtype.itemsize, dtype=dtype, device=device)
@@ -75,7 +72,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def best_s(action, device: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest of ``repeats`` calls, after a first that does not count."""
+    """Seconds of the fastest of ``repeats`` calls, after a warm-up."""
     action()
     times = []
     for _ in range(repeats):
@@ -86,14 +83,14 @@ def best_s(action, device: torch.device, repeats: int = 5) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once everything asked of the device is done."""
+    """The time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
+    """Median, minimum and maximum."""
     return {
         "median": rounded(statistics.median(values)),
         "min": rounded(min(values)),
@@ -102,5 +99,5 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits: more would claim a precision that no timing here has."""
+    """``value`` with four significant digits; no timing here is more precise."""
     return float(f"{value:.4g}")

@@ -1,12 +1,13 @@
-"""How much of a slow reward function hides behind generation and scoring?
+"""Measures how much of a slow reward function overlaps with generation and scoring.
 
     python benchmarks/reward_overlap.py
     python benchmarks/reward_overlap.py --sample_s 0.02 --generation_batches 8
 
-One iteration's experience (`generate_experience`) of the built-in tiny model, with a function that
-sleeps for ``--sample_s`` a sample: run in turn (``--reward_pool none``), in one thread, and as a
-coroutine; and one that costs nothing, the floor. The sides take turns within a round; medians over
-rounds and their spread go out as one JSON line. Weights are random: only time is measured.
+Times one iteration's experience (`generate_experience`) of the built-in tiny model with a function
+that sleeps ``--sample_s`` per sample: inline (``--reward_pool none``), in one thread, and as a
+coroutine; and with a function that returns at once, as the floor. The sides alternate within a
+round. Prints medians over rounds and their spread as one JSON line. Weights are random: only time
+is measured.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sample_s", type=float, default=0.01, help="what it waits for a sample")
-    parser.add_argument("--generation_batches", type=int, default=4, help="calls in an experience")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a generation batch")
+    parser.add_argument("--sample_s", type=float, default=0.01, help="seconds of sleep per sample")
+    parser.add_argument("--generation_batches", type=int, default=4, help="per experience")
+    parser.add_argument("--prompts", type=int, default=16, help="per generation batch")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
@@ -75,9 +76,9 @@ def main() -> None:
     ]
     trainers = {}
     for name, (function, pool) in sides.items():
-        # One worker: what is measured is work beside work, not work in parallel.
-        own = RLHFConfig(**(vars(config) | {"reward_pool": pool, "reward_workers": 1}))
-        trainers[name] = DeepSpeedPPOTrainer(engine, own, reward_fns=[function])
+        # One worker: measures overlap with generation, not parallel calls.
+        args_of_side = RLHFConfig(**(vars(config) | {"reward_pool": pool, "reward_workers": 1}))
+        trainers[name] = DeepSpeedPPOTrainer(engine, args_of_side, reward_fns=[function])
     times: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(args.rounds + 1):
         for name, trainer in trainers.items():

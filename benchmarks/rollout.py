@@ -1,31 +1,31 @@
-"""How fast does the inference engine answer, against transformers' `generate` on the same weights?
+"""Measures the inference engine against transformers' `generate` on the same weights.
 
     python benchmarks/rollout.py                                  # every case of this device
     python benchmarks/rollout.py --cases opt-125m ragged
     python benchmarks/rollout.py --device cuda --dtype bf16 --cases opt-1.3b gpt2
     python benchmarks/rollout.py --cases zero3 lora tp2           # each in two processes
 
-Models have random weights, made from their configs: nothing is downloaded. The engine is filled
-from the very module that `generate` runs. Both answer the same prompts in turns (engine, generate,
-engine, generate, ...) after one warm-up each, and no answer ends before its length: EOS is ignored.
-One JSON line a case goes to stdout, progress to stderr:
+Models have random weights: nothing is downloaded. The engine loads the weights of the module that
+`generate` runs. Both answer the same prompts in turn (engine, generate, engine, generate, ...)
+after one warm-up each, and every answer has its full length: EOS is ignored. One JSON line per case
+goes to stdout, progress to stderr:
 
-- tokens_per_s: useful answer tokens / wall time of the whole call. A token is useful up to its
-  answer's own length; what `generate` computes for rows that are done is not.
-- prefill_tokens_per_s: tokens of the prompts, each prompt once, / seconds of prefill. The engine
-  times its steps; of `generate`, it is a call of its own that stops after the first token.
-- decode_tokens_per_s: the other tokens / the rest of the wall time. Where prompts come in while
-  others decode (ragged, samples), the engine's steps with both in them count as prefill.
+- tokens_per_s: useful answer tokens / wall time of the whole call. Tokens that `generate` computes
+  for finished rows do not count.
+- prefill_tokens_per_s: prompt tokens, each prompt once, / seconds of prefill. The engine times its
+  steps; for `generate`, it is a separate call that stops after the first token.
+- decode_tokens_per_s: the other tokens / the rest of the wall time. If prompts prefill while others
+  decode (ragged, samples), the engine's mixed steps count as prefill.
 - ratio: engine / generate, of the medians. ratio_paired: the same within each round, with spread.
 
-The engine also returns every token's log-prob; `generate` is not asked for any.
+The engine also returns every token's log-prob; `generate` does not.
 
-Of an actor that two ranks train with DeepSpeed, other lines (rollout_hybrid.py says how they are
-measured; the script launches itself again, one thread a rank on a CPU unless --threads says more):
+Cases with an actor that two ranks train with DeepSpeed (measured by rollout_hybrid.py; the script
+launches itself again, with one thread per rank on a CPU unless --threads is given):
 
 - zero3: a rollout with its refresh under ZeRO-3 against ZeRO-0 (ratio "cost"), the refresh's
   collectives and its peak of extra memory.
-- lora: adapters beside a frozen base against merged ones, and the bytes of a refresh.
+- lora: separate adapters on a frozen base against merged ones, and the bytes of a refresh.
 - tp2: tensor parallelism of 2 against none: the same greedy tokens, and bytes per rank.
 """
 
@@ -83,20 +83,20 @@ def parse() -> argparse.Namespace:
         "--cases",
         nargs="+",
         choices=CASES,
-        help="default: all that there are devices for; on a CPU all but "
+        help="default: all that the devices allow; on a CPU all but "
         + ", ".join(n for n in CASES if CASES[n].needs_gpu),
     )
-    parser.add_argument("--model", choices=MODELS, help="in place of the case's own")
+    parser.add_argument("--model", choices=MODELS, help="default: the model of the case")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    parser.add_argument("--commit", help="what to record where there is no git checkout")
+    parser.add_argument("--commit", help="to record outside a git checkout")
     parser.add_argument(
         "--profile",
         metavar="CASE",
         choices=[name for name in CASES if CASES[name].ranks == 1],
-        help="only print where the engine's time goes in this case, to stderr",
+        help="only profile the engine in this case, to stderr",
     )
     args = parser.parse_args()
     if args.rounds < 1:
@@ -111,20 +111,20 @@ def parse() -> argparse.Namespace:
         if name not in fitting:
             parser.error(f"--cases {name} needs {ranks} CUDA devices; torch sees {num_gpus}")
         if ranks > 1 and on_gpu and args.device == "cpu":
-            parser.error(f"--cases {name} takes the CUDA devices that are here; drop --device cpu")
+            parser.error(f"--cases {name} uses this machine's CUDA devices; drop --device cpu")
     return args
 
 
 def chosen_case(name: str, model: str | None) -> Case:
     case = CASES[name]
-    # Targets are those of the case's own model.
+    # Targets hold for the case's own model only.
     return replace(case, model=model, targets={}) if model else case
 
 
 def about(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
     """Code and machine."""
-    told = {"dtype": args.dtype} | ({"commit": args.commit} if args.commit else {})
-    return environment(device) | told | machine_rates(device, dtype)
+    given = {"dtype": args.dtype} | ({"commit": args.commit} if args.commit else {})
+    return environment(device) | given | machine_rates(device, dtype)
 
 
 def head(name: str, case: Case, common: dict) -> dict:
@@ -136,9 +136,9 @@ def head(name: str, case: Case, common: dict) -> dict:
 
 
 def launch_ranks(name: str, args: argparse.Namespace) -> None:
-    """Run one case in processes of its own: this script again, under DeepSpeed's launcher.
+    """Run one case in its own processes: this script again, under DeepSpeed's launcher.
 
-    Its JSON line goes to stdout, whatever else it and DeepSpeed say to stderr.
+    Its JSON line goes to stdout, all other output to stderr.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,8 +155,8 @@ def launch_ranks(name: str, args: argparse.Namespace) -> None:
     for variable, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", ROOT)):
         parts = (str(first), environment.get(variable))
         environment[variable] = os.pathsep.join(filter(None, parts))
-    found = False
-    # NOTE: the launcher does not pass signals on; its process group gets them.
+    has_result = False
+    # NOTE: the launcher does not forward signals; send them to its process group.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -164,21 +164,21 @@ def launch_ranks(name: str, args: argparse.Namespace) -> None:
     try:
         for line in process.stdout:
             is_result = line.startswith('{"benchmark": ')
-            found = found or is_result
+            has_result = has_result or is_result
             print(line, end="", file=sys.stdout if is_result else sys.stderr, flush=True)
     except BaseException:
         os.killpg(process.pid, signal.SIGTERM)
         raise
     finally:
         process.wait()
-    # NOTE: the launcher ends with 0 after some failures.
-    if not found:
+    # NOTE: the launcher exits with 0 after some failures.
+    if not has_result:
         sys.exit(f"{name}: its processes failed (exit code {process.returncode}); see above")
 
 
 def measure_as_rank(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Collective. What `launch_ranks` launched: rank 0 prints the lines."""
-    # Here alone, since DeepSpeed takes seconds to import and talks meanwhile.
+    """Collective. Measures the cases on a rank of `launch_ranks`; rank 0 prints the lines."""
+    # Imported here, since DeepSpeed takes seconds to import and logs meanwhile.
     import rollout_hybrid
 
     dist.init()
@@ -197,7 +197,7 @@ def measure_as_rank(args: argparse.Namespace, device: torch.device, dtype: torch
 
 
 def measure(name: str, case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -> dict:
-    """Both sides in turns; what the case's line says about them."""
+    """Measure both sides in turn; returns the fields of the case's line."""
     module = make_module(case, device, dtype)
     sides = {
         "engine": EngineSide(case, module, device),
@@ -206,10 +206,10 @@ def measure(name: str, case: Case, device: torch.device, dtype: torch.dtype, rou
     rates: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for number in range(rounds + 1):  # the first is the warm-up
         for side, runner in sides.items():
-            found = runner.run(seed=number).rates()
+            measured = runner.run(seed=number).rates()
             if number:
-                rates[side].append(found)
-            figures = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+                rates[side].append(measured)
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.items())
             note = f"round {number} of {rounds}" if number else "warm-up"
             print(f"{name}: {note}, {side}: {figures}", file=sys.stderr, flush=True)
     line: dict = {
@@ -230,12 +230,12 @@ def compare(line: dict, rates: dict[str, list[dict[str, float]]]) -> dict:
         key = "tokens" if rate == "tokens_per_s" else rate.partition("_")[0]
         ratio[key] = rounded(line["engine"][rate]["median"] / line["generate"][rate]["median"])
         pairs = zip(rates["engine"], rates["generate"], strict=True)
-        paired[key] = spread([ours[rate] / theirs[rate] for ours, theirs in pairs])
+        paired[key] = spread([engine[rate] / generate[rate] for engine, generate in pairs])
     return {"ratio": ratio, "ratio_paired": paired}
 
 
 def profile(case: Case, device: torch.device, dtype: torch.dtype) -> None:
-    """Where the engine's time goes, by operator, after a warm-up."""
+    """Print the engine's time by operator, after a warm-up."""
     side = EngineSide(case, make_module(case, device, dtype), device)
     side.run(seed=0)
     activities = [torch.profiler.ProfilerActivity.CPU]

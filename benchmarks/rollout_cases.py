@@ -1,7 +1,4 @@
-"""The questions that `rollout.py` answers: which model, how many prompts, how many tokens.
-
-Names go in, `Case` and transformers configs come out. It must not know how anything is measured.
-"""
+"""Defines the cases of `rollout.py`: model, number of prompts and tokens."""
 
 import math
 import random
@@ -9,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import GPT2Config, LlamaConfig, OPTConfig
 
-MEAN_RAGGED_TOKENS = 20  # before the bound
+MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
 
 def _llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaConfig:
@@ -40,32 +37,31 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A question: this model, so many prompts and tokens. ``targets`` are what ratios should
-    reach; a ``cost`` should not exceed it."""
+    """One benchmark case. ``targets``: minimum ratios; for ``cost``, the maximum."""
 
     model: str
-    prompts: int  # of each rank
+    prompts: int  # per rank
     prompt_tokens: int
-    new_tokens: int  # of every answer; of the longest, if ragged
+    new_tokens: int  # of every answer; of the longest if ragged
     slots: int  # sequences that decode together, on both sides
     samples: int = 1  # answers per prompt
-    ragged: bool = False  # each answer has its own, geometrically distributed length
+    ragged: bool = False  # geometrically distributed answer lengths
     temperature: float = 1.0  # 0: greedy
-    needs_gpu: bool = False  # too much for a CPU, unless asked for by name
-    ranks: int = 1  # processes, each with a device or a core of its own
+    needs_gpu: bool = False  # on a CPU only if named with --cases
+    ranks: int = 1  # processes, each with its own device or core
     targets: dict[str, float] = field(default_factory=dict)
 
     def lengths(self) -> list[int]:
         """Tokens of each prompt's answers.
 
         If ragged: evenly spaced quantiles of the geometric distribution, in a fixed random order.
-        Independent draws of so few would have a mean, and with it a ratio, of the seed's choosing.
+        With so few independent draws the mean, and so the ratio, would depend on the seed.
         """
         if not self.ragged:
             return [self.new_tokens] * self.prompts
-        log_go_on = math.log1p(-1 / MEAN_RAGGED_TOKENS)
+        log_continue = math.log1p(-1 / MEAN_RAGGED_TOKENS)
         tails = [(i + 0.5) / self.prompts for i in range(self.prompts)]  # P(length > l)
-        lengths = [math.ceil(math.log(tail) / log_go_on) for tail in tails]
+        lengths = [math.ceil(math.log(tail) / log_continue) for tail in tails]
         random.Random(0).shuffle(lengths)
         return [min(length, self.new_tokens) for length in lengths]
 
@@ -79,7 +75,7 @@ CASES = {
     "zero3": Case("opt-125m", 8, 64, 64, 8, ranks=2, targets={"cost": 1.15}),
     "lora": Case("opt-125m", 8, 64, 64, 8, ranks=2),
     "tp2": Case("opt-125m", 8, 64, 64, 16, temperature=0.0, ranks=2),
-    # DeepSpeed#8271 and DeepSpeed#8352 have figures of others for these two.
+    # For comparison with the figures in DeepSpeed#8271 and DeepSpeed#8352.
     "opt-1.3b": Case("opt-1.3b", 8, 256, 128, 8, needs_gpu=True),
     "gpt2": Case("gpt2", 1, 128, 32, 1, temperature=0.0, needs_gpu=True),
 }

@@ -1,13 +1,11 @@
 """The cases of `rollout.py` with two ranks: rollouts of an actor that DeepSpeed trains.
 
-A case comes in, on every rank of a launched job; the facts of its JSON line go out, the same on
-every rank. What is compared stands in one process and takes turns, a new version of the weights
-every time, so that every rollout pays for its refresh. It must not know who launches it, nor who
-prints.
+The sides share one process and alternate. Every rollout gets a new version of the weights, so it
+includes a refresh.
 
-The actor is never trained here: a version is a number, and sides with the same weights must give
-the same answers, which is checked. Wall times run from a barrier to a barrier and so are those of
-the slowest rank; other times are rank 0's.
+The actor never trains here: a version is a number, and sides with the same weights must give the
+same answers, which is checked. Wall times run from barrier to barrier, so the slowest rank counts;
+other times are those of rank 0.
 """
 
 import ctypes
@@ -39,7 +37,7 @@ COUNTED_LENGTHS = (16, 64)  # new tokens of the rollouts whose collectives are c
 
 
 def measure(name: str, case: Case, dtype: torch.dtype, rounds: int) -> dict:
-    """Collective. What the line of the case ``name`` says about its sides."""
+    """Collective. The fields of the JSON line of case ``name``, the same on every rank."""
     line = {"zero3": zero3, "lora": lora, "tp2": tp2}[name](case, dtype, rounds)
     answer_tokens = dist.world_size() * case.samples * sum(case.lengths())
     return {"answer_tokens": answer_tokens, "rounds": rounds} | line
@@ -49,8 +47,10 @@ def measure(name: str, case: Case, dtype: torch.dtype, rounds: int) -> dict:
 
 
 def make_actor(case: Case, dtype: torch.dtype, stage: int, lora_rank: int = 0) -> nn.Module:
-    """Collective. The case's model under DeepSpeed, random weights that are the same for every
-    ``stage``; with ``lora_rank``, only adapters are trained, and none of them is still zero."""
+    """Collective. The case's model under DeepSpeed; the same random weights for every ``stage``.
+
+    With ``lora_rank`` only adapters train, and none of them is zero.
+    """
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=dtype)
     if lora_rank:
@@ -75,7 +75,7 @@ class Round:
 
 
 class Side:
-    """One way for an actor to generate. Every call brings a new version of the weights."""
+    """One way for an actor to generate. Every `run` has a new version of the weights."""
 
     def __init__(self, case: Case, module: nn.Module, stage: int, **settings: object) -> None:
         self.case, self.module = case, module
@@ -90,14 +90,14 @@ class Side:
         )
         self.settings = replace(shared, **settings)
         self.form = EngineRollout(module, config, self.settings)
-        everyone = replace(case, prompts=case.prompts * dist.world_size())
+        all_ranks = replace(case, prompts=case.prompts * dist.world_size())
         first = dist.rank() * case.prompts
         self.indices = list(range(first, first + case.prompts))
-        self.prompts = make_prompts(everyone, config.vocab_size)[self.indices].tolist()
+        self.prompts = make_prompts(all_ranks, config.vocab_size)[self.indices].tolist()
         self.version = 0
 
     def refresh(self) -> None:
-        """Collective. Bring a new version."""
+        """Collective. Load a new version of the weights."""
         self.version += 1
         self.engine = self.form.enter(self.version)
 
@@ -124,9 +124,9 @@ class Side:
         stats = self.engine.stats
         return Round(wall_s, self.form.last_refresh, stats.decode_tokens_per_s, token_ids)
 
-    def facts(self, found: list[Round]) -> dict:
-        """Of rounds after a warm-up, with the first refresh: that made what later ones fill."""
-        first, later = found[0].refresh, found[1:]
+    def facts(self, rounds: list[Round]) -> dict:
+        """Statistics of the rounds after the warm-up, and of the first refresh, which allocates."""
+        first, later = rounds[0].refresh, rounds[1:]
         tokens = dist.world_size() * sum(map(len, later[0].token_ids))
         groups = dist.world_size() // self.settings.tp_size
         return {
@@ -144,26 +144,26 @@ class Side:
 
 
 def in_turns(name: str, sides: dict[str, Side], rounds: int) -> dict[str, list[Round]]:
-    """Collective. a, b, a, b, ...; the first round of each is its warm-up."""
-    found: dict[str, list[Round]] = {side: [] for side in sides}
+    """Collective. Run the sides alternately; the first round of each is its warm-up."""
+    results: dict[str, list[Round]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, runner in sides.items():
-            found[side].append(runner.run(seed=number))
+            results[side].append(runner.run(seed=number))
             if dist.is_main_process():
-                done = found[side][-1]
+                done = results[side][-1]
                 note = f"round {number} of {rounds}" if number else "warm-up"
                 figures = f"{done.wall_s:.4g} s, {done.refresh.seconds:.4g} of them refresh"
                 print(f"{name}: {note}, {side}: {figures}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
-def compare(key: str, above: list[float], below: list[float]) -> dict:
-    """Above / below, round by round, warm-up left out: of the medians, and within each round."""
-    pairs = list(zip(above[1:], below[1:], strict=True))
+def compare(key: str, numerators: list[float], denominators: list[float]) -> dict:
+    """The ratio of the medians, and the ratios within each round, without the warm-up."""
+    pairs = list(zip(numerators[1:], denominators[1:], strict=True))
     medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
     return {
         "ratio": {key: rounded(medians[0] / medians[1])},
-        "ratio_paired": {key: spread([ours / theirs for ours, theirs in pairs])},
+        "ratio_paired": {key: spread([a / b for a, b in pairs])},
     }
 
 
@@ -177,28 +177,28 @@ def same_answers(a: list[Round], b: list[Round]) -> bool:
 
 
 def zero3(case: Case, dtype: torch.dtype, rounds: int) -> dict:
-    """Collective. What a rollout costs under ZeRO-3, in ZeRO-0's."""
+    """Collective. Wall time of a rollout under ZeRO-3, relative to ZeRO-0."""
     sides = {f"zero{stage}": Side(case, make_actor(case, dtype, stage), stage) for stage in (0, 3)}
-    found = in_turns("zero3", sides, rounds)
-    assert same_answers(found["zero0"], found["zero3"]), "the same weights, other answers"
-    walls = {side: [r.wall_s for r in found[side]] for side in sides}
-    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    results = in_turns("zero3", sides, rounds)
+    assert same_answers(results["zero0"], results["zero3"]), "same weights, different answers"
+    walls = {side: [r.wall_s for r in results[side]] for side in sides}
+    line = {side: runner.facts(results[side]) for side, runner in sides.items()}
     line |= compare("cost", walls["zero3"], walls["zero0"])
     line["collectives"] = [counted(sides["zero3"], length) for length in COUNTED_LENGTHS]
     return line | {"memory": refresh_memory(sides["zero3"])}
 
 
 def lora(case: Case, dtype: torch.dtype, rounds: int) -> dict:
-    """Collective. Adapters beside a frozen base against adapters merged into it, under ZeRO-3."""
+    """Collective. Separate adapters on a frozen base against merged ones, under ZeRO-3."""
     module = make_actor(case, dtype, stage=3, lora_rank=LORA_RANK)
     forms = {"side": "side", "merged": "merge"}
     sides = {
         side: Side(case, module, stage=3, lora=form, frozen_base=True)
         for side, form in forms.items()
     }
-    found = in_turns("lora", sides, rounds)
-    rates = {side: [r.decode_tokens_per_s for r in found[side]] for side in sides}
-    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    results = in_turns("lora", sides, rounds)
+    rates = {side: [r.decode_tokens_per_s for r in results[side]] for side in sides}
+    line = {side: runner.facts(results[side]) for side, runner in sides.items()}
     line |= compare("decode", rates["side"], rates["merged"])
     sizes = {
         trained: sum(p.ds_numel for p in module.parameters() if p.requires_grad == trained)
@@ -208,86 +208,85 @@ def lora(case: Case, dtype: torch.dtype, rounds: int) -> dict:
         "lora_rank": LORA_RANK,
         "adapter_bytes": sizes[True] * dtype.itemsize,
         "base_bytes": sizes[False] * dtype.itemsize,
-        "same_answers": same_answers(found["side"], found["merged"]),
+        "same_answers": same_answers(results["side"], results["merged"]),
     }
 
 
 def tp2(case: Case, dtype: torch.dtype, rounds: int) -> dict:
-    """Collective. Two ranks that share the rollout's weights and cache, against two that do not.
+    """Collective. Two ranks with tensor parallelism against two without.
 
-    A group of either size has ``case.slots``: the caches hold as many sequences.
+    A group of either size has ``case.slots``: the caches hold the same number of sequences.
     """
     module = make_actor(case, dtype, stage=3)
     sides = {f"tp{size}": Side(case, module, stage=3, tp_size=size) for size in (1, 2)}
-    found = in_turns("tp2", sides, rounds)
-    rates = {side: [1 / r.wall_s for r in found[side]] for side in sides}
-    line = {side: runner.facts(found[side]) for side, runner in sides.items()}
+    results = in_turns("tp2", sides, rounds)
+    rates = {side: [1 / r.wall_s for r in results[side]] for side in sides}
+    line = {side: runner.facts(results[side]) for side, runner in sides.items()}
     line |= compare("tokens", rates["tp2"], rates["tp1"])
-    for what in ("weight", "cache"):
-        key = f"rank_{what}_bytes"
+    for key in ("rank_weight_bytes", "rank_cache_bytes"):
         line["ratio"][key] = rounded(line["tp2"][key] / line["tp1"][key])
-    return line | {"same_answers": same_answers(found["tp1"], found["tp2"])}
+    return line | {"same_answers": same_answers(results["tp1"], results["tp2"])}
 
 
 # -- counting collectives and memory ---------------------------------------------------------------
 
 
 class Collectives(TorchDispatchMode):
-    """A scope in which torch.distributed's collectives are counted, whoever calls them, and the
-    bytes of every bucket, whichever way they travel (all ranks' parts)."""
+    """Context that counts calls of torch.distributed's collectives, and the bytes of every bucket
+    of gathered weights (all ranks' shards, also through shared memory).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
-        self.joined_bytes: list[int] = []
+        self.bucket_bytes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num_calls += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):
-        self._join = join = dist.all_gather_shards
+        self._original = all_gather_shards = dist.all_gather_shards
 
-        def joined(sizes, parts, device):
+        def counting(sizes, parts, device):
             num_bytes = sum(sizes) * parts[0].element_size() * dist.world_size()
-            self.joined_bytes.append(num_bytes)
-            return join(sizes, parts, device)
+            self.bucket_bytes.append(num_bytes)
+            return all_gather_shards(sizes, parts, device)
 
-        dist.all_gather_shards = joined
+        dist.all_gather_shards = counting
         return super().__enter__()
 
     def __exit__(self, *error):
-        dist.all_gather_shards = self._join
+        dist.all_gather_shards = self._original
         return super().__exit__(*error)
 
 
 def counted(side: Side, new_tokens: int) -> dict:
-    """Collective. What a refresh and a rollout of ``new_tokens`` each communicate.
+    """Collective. The collectives of a refresh and of a rollout of ``new_tokens``.
 
     Raises:
-        AssertionError: a refresh made other collectives than one a bucket.
+        AssertionError: a refresh made more or fewer collectives than one per bucket.
     """
     with Collectives() as refresh:
         side.refresh()
     with Collectives() as rollout:
         side.generate(seed=0, new_tokens=new_tokens)
     num_buckets = side.form.last_refresh.num_collectives
-    assert refresh.num_calls == len(refresh.joined_bytes) == num_buckets
-    assert sum(refresh.joined_bytes) >= side.form.last_refresh.num_bytes  # with ZeRO's padding
+    assert refresh.num_calls == len(refresh.bucket_bytes) == num_buckets
+    assert sum(refresh.bucket_bytes) >= side.form.last_refresh.num_bytes  # with ZeRO's padding
     return {
         "new_tokens": new_tokens,
         "refresh": refresh.num_calls,
         "generate": rollout.num_calls,
-        "bucket_bytes": refresh.joined_bytes,
+        "bucket_bytes": refresh.bucket_bytes,
     }
 
 
 def refresh_memory(side: Side) -> dict:
-    """Collective. Extra memory at the height of a refresh, the largest of any rank.
+    """Collective. Peak of extra memory of a refresh, the maximum over ranks.
 
-    Beside it: what one walk over the stream takes when nobody keeps anything. The rest is the
-    rollout form's: on a CPU a weight is written plain and packed beside the packing of the version
-    before.
+    And that of the weight stream alone, with nothing stored. The difference belongs to the rollout
+    form: on a CPU it holds a weight unpacked and packed, next to the packed previous version.
     """
     with Collectives() as refresh:
         side.refresh()
@@ -297,7 +296,7 @@ def refresh_memory(side: Side) -> dict:
         for _ in weight_stream(side.module, dist.device(), None, Buckets(max_layers=layers)):
             pass
 
-    largest_bucket = max(refresh.joined_bytes)
+    largest_bucket = max(refresh.bucket_bytes)
     peak = peak_extra_bytes(side.refresh)
     stream_peak = peak_extra_bytes(walk)
     shards = module_shards(side.module)
@@ -315,10 +314,10 @@ def refresh_memory(side: Side) -> dict:
 
 
 def peak_extra_bytes(action: Callable[[], None]) -> int:
-    """Collective. By how much ``action`` lifts a process's memory at its height, over all ranks.
+    """Collective. Peak increase of a process's memory during ``action``, the maximum over ranks.
 
-    On CUDA what torch allocates, else what is resident: the kernel keeps its high-water mark, and
-    that counts what other allocators (MKL's, gloo's) take, too.
+    On CUDA torch's allocations; else resident memory by the kernel's high-water mark, which
+    includes other allocators (MKL's, gloo's).
     """
     device = dist.device()
     gc.collect()
@@ -329,14 +328,14 @@ def peak_extra_bytes(action: Callable[[], None]) -> int:
         action()
         return dist.max_int(torch.cuda.max_memory_allocated(device) - before)
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # else what glibc holds back would be used again, unseen
+    if hasattr(libc, "malloc_trim"):  # else reuse of blocks that glibc retains would not show
         libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _resident_bytes("VmRSS")
     action()
     return dist.max_int(_resident_bytes("VmHWM") - before)
 
 
 def _resident_bytes(kind: str) -> int:
-    found = re.search(rf"^{kind}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024

@@ -1,7 +1,6 @@
-"""The two that `rollout.py` compares: our engine and transformers' `generate`, on one module.
+"""The two sides of `rollout.py`: dschat's engine and transformers' `generate`, on one module.
 
-A case and a module come in; every `run` answers the case's prompts once and returns its `Timing`.
-It must not know how often it is called, nor what becomes of the times.
+Every `run` answers the prompts of the case once and returns its `Timing`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ RATES = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
 
 @dataclass
 class Timing:
-    """One call: seconds of all of it and of its prefill, and the tokens of each part."""
+    """One call: seconds of the call and of its prefill, and the tokens of each part."""
 
     wall_s: float
     prefill_s: float
@@ -30,8 +29,8 @@ class Timing:
 
     def rates(self) -> dict[str, float]:
         """Tokens per second, by the names in ``RATES``."""
-        # A prefill timed apart can, in a noisy moment, take longer than the whole call: an absurd
-        # rate then, that a median of several leaves out.
+        # With noise, a separately timed prefill can exceed the whole call. The rate is absurd then;
+        # the median over rounds ignores it.
         decode_s = max(self.wall_s - self.prefill_s, 1e-9)
         values = (
             self.answer_tokens / self.wall_s,
@@ -42,11 +41,11 @@ class Timing:
 
 
 def make_module(case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The case's model with random weights, that samples from all of its distribution."""
+    """The case's model with random weights and without EOS."""
     torch.manual_seed(0)
     with device:
         module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=dtype)
-    # NOTE: passing eos_token_id=None to `generate` would mean "the model's own".
+    # NOTE: eos_token_id=None in a call of `generate` would mean the model's EOS.
     module.generation_config.eos_token_id = None
     return module.eval().requires_grad_(False)
 
@@ -58,7 +57,7 @@ def make_prompts(case: Case, vocab_size: int) -> Tensor:
 
 
 class EngineSide:
-    """Our engine, filled from ``module``."""
+    """dschat's engine with the weights of ``module``."""
 
     def __init__(self, case: Case, module: nn.Module, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -87,8 +86,8 @@ class EngineSide:
         started = clock(self.device)
         rollout = self.engine.generate(self.prompts, sampling, max_new_tokens=self.lengths)
         wall_s = clock(self.device) - started
-        wanted = [length for length in self.lengths for _ in range(case.samples)]
-        assert [len(answer) for answer in rollout.token_ids] == wanted
+        expected = [length for length in self.lengths for _ in range(case.samples)]
+        assert [len(answer) for answer in rollout.token_ids] == expected
         stats = self.engine.stats
         return Timing(
             wall_s,
@@ -99,7 +98,7 @@ class EngineSide:
         )
 
     def facts(self) -> dict:
-        """What the last call did."""
+        """Statistics of the last call."""
         stats = self.engine.stats
         return {
             "backend": str(self.engine.weights.backend),
@@ -115,8 +114,8 @@ class EngineSide:
         }
 
 
-class OwnLengths(StoppingCriteria):
-    """A row is done at its own length; `generate` ends with the last row."""
+class LengthPerRow(StoppingCriteria):
+    """Stops every row at its own length; `generate` returns after the last one."""
 
     def __init__(self, prompt_tokens: int, lengths: Tensor) -> None:
         self.ends = prompt_tokens + lengths  # (B,)
@@ -165,7 +164,7 @@ class GenerateSide:
         for ids, lengths in batches:
             criteria = StoppingCriteriaList()
             if case.ragged:
-                criteria.append(OwnLengths(case.prompt_tokens, lengths))
+                criteria.append(LengthPerRow(case.prompt_tokens, lengths))
             output = self.module.generate(
                 ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **options
             )
@@ -176,7 +175,7 @@ class GenerateSide:
         return seconds
 
     def facts(self) -> dict:
-        """What every call does."""
+        """Statistics of every call."""
         case = self.case
         return {
             "attention": self.module.config._attn_implementation,

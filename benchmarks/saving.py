@@ -1,12 +1,12 @@
-"""What checkpoints cost step 3: the same run with the default interval, and without any.
+"""Measures the cost of checkpoints in step 3: the same run with the default interval and without.
 
     python benchmarks/saving.py
     python benchmarks/saving.py --sizes llama-22m --rounds 5
 
-Both sides take turns, each in a process of its own with one thread, on random weights. A run is 21
+Both sides alternate, each in its own process with one thread, on random weights. A run has 21
 iterations, so two checkpoints at the default interval of 10, each with actor, critic, their Adam
-states and the moving average; counted is from the end of the first iteration until the last
-checkpoint is whole. Evaluation is off. One JSON line a size; `cost` is with / without - 1, the
+states and the moving average. The time runs from the end of the first iteration until the last
+checkpoint is complete. Evaluation is off. One JSON line per size; `cost` is with / without - 1, the
 median and the range over rounds.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says what it finds, on stdout
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed logs its choice to stdout
     import torch
     from report import environment
 
@@ -84,7 +84,7 @@ def compare(work: Path, size: str, rounds: int) -> dict:
 
 
 def seconds(work: Path, size: str, saves: bool = False) -> tuple[float, float, int]:
-    """Of a run's iterations, what of them was spent waiting for files, and a checkpoint's bytes."""
+    """Seconds of a run's iterations, seconds spent waiting for files, bytes of a checkpoint."""
     from dschat.config.parser import to_flags
 
     out = work / "out"
@@ -93,8 +93,8 @@ def seconds(work: Path, size: str, saves: bool = False) -> tuple[float, float, i
     if not saves:
         given["save_steps"] = 0
     command = [sys.executable, "-c", _RUNNER, str(ROOT / "step3_rlhf/main.py"), *to_flags(given)]
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("seconds ")]
     if done.returncode or not lines:
         sys.exit(f"step 3 on {size} failed:\n{done.stderr}")
