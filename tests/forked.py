@@ -1,19 +1,19 @@
-"""Many commands in the time of one: an interpreter that has imported everything forks for each.
+"""Runs many commands fast: imports everything once, then forks for each command.
 
     python tests/forked.py FOLDER SETUP < commands.json > outcomes.json
 
-Comes in: an empty folder, the file of a function ``write_inputs(folder)``, and a JSON list of
-`Command`s: what follows ``python`` (a script, ``-m MODULE`` or ``-c CODE``, and its words), perhaps
-with a signal to send. Goes out: for each an `Outcome`: exit code, standard output and error, and
-what it left in its own, empty working directory. `run_all` is all of it as a call.
+FOLDER is empty, SETUP is a file with a function ``write_inputs(folder)``. A `Command` is the
+arguments of ``python`` (a script, ``-m MODULE`` or ``-c CODE``, and its arguments), optionally with
+a signal to send. An `Outcome` is its exit code, standard output and error, and the files in its
+working directory, which starts empty. `run_all` is the same as a function.
 
-Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds a process, and commands
-that end with a user's mistake do little else. So the imports happen once, and each command is a
-fork of that process: the script itself runs as ``__main__``, with its own ``sys.argv``, working
-directory and file descriptors 0, 1 and 2, in a session of its own. A fork is safe here because
-nobody has started a thread by then: OMP_NUM_THREADS is 1, and the inputs are written in a fork too.
-What differs from a new process: modules are there already, and the interpreter does not free them
-one by one at the end. ``test_wrong_inputs.py`` runs some of the commands both ways.
+Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds per process, and commands
+that fail on a user's mistake do little else. So the imports happen once, and each command runs in a
+fork: the script as ``__main__``, with its own ``sys.argv``, working directory, file descriptors 0,
+1 and 2, and session. The fork is safe because the process has no other threads: OMP_NUM_THREADS is
+1, and the inputs are written in a fork too. Differences to a new process: modules are already
+imported, and the interpreter does not free them at exit. ``test_wrong_inputs.py`` runs some of the
+commands both ways.
 """
 
 import atexit
@@ -31,9 +31,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST_S = 100.0  # of one command; it is killed then
+LONGEST_S = 100.0  # time limit of one command; it is killed then
 IMPORTS = (
-    "dschat.runtime.deepspeed_engine",  # NOTE first: it tells DeepSpeed which accelerator there is
+    "dschat.runtime.deepspeed_engine",  # NOTE first: it sets DeepSpeed's accelerator
     "dschat.supervised.loop",
     "dschat.rlhf.trainer",
     "dschat.rlhf.reporter",
@@ -53,8 +53,8 @@ IMPORTS = (
 
 @dataclass
 class Command:
-    """``signum`` is sent once ``when`` is so: seconds have passed, a file is there that is not
-    empty (relative to the working directory), or standard error has a text.
+    """``signum`` is sent when all conditions hold: ``after_s`` seconds have passed, ``after_file``
+    (relative to the working directory) exists and is not empty, standard error has ``after_text``.
     """
 
     argv: list[str]
@@ -66,7 +66,7 @@ class Command:
 
 @dataclass
 class Outcome:
-    """``left``: files and folders in the working directory; ``orphans``: a process lives on."""
+    """``left``: files and folders in the working directory; ``orphans``: a process survived."""
 
     code: int
     stdout: str
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of commands run anywhere: this checkout, offline, one thread, caches below ``folder``."""
+    """Environment of a command: this checkout, offline, one thread, caches below ``folder``."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "dist")]),
         "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run_all(folder: Path, setup: Path, commands: Sequence[Command]) -> list[Outcome]:
-    """What each command came to, two at a time."""
+    """The outcome of each command; two run at a time."""
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(setup)],
         input=json.dumps([asdict(command) for command in commands]),
@@ -110,7 +110,7 @@ def main() -> None:
     write_inputs = runpy.run_path(setup)["write_inputs"]
     if os.waitpid(_fork(write_inputs, folder), 0)[1]:
         sys.exit("the inputs could not be written")
-    gc.freeze()  # collections in a fork need not copy what is shared
+    gc.freeze()  # so that garbage collection in a fork does not copy shared pages
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch's libraries: 40 ms of every fork's end
     outcomes: dict[int, Outcome] = {}
@@ -122,7 +122,7 @@ def main() -> None:
             running[run.pid] = run
             continue
         for run in running.values():
-            run.look()
+            run.poll()
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             run = running.pop(pid)
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _fork(child, *args) -> int:
-    """Call ``child`` in a fork, which ends with it; returns the fork's process id."""
+    """Call ``child`` in a fork, which exits afterwards; returns the fork's process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -143,12 +143,12 @@ def _fork(child, *args) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(code)  # freeing every module touches every page: a second of work
+            os._exit(code)  # freeing every module would touch every page, for a second
     return pid
 
 
 def _exit_code(child, *args) -> int:
-    """What Python does with the end of a program."""
+    """The exit code of ``child``, with Python's handling of SystemExit and exceptions."""
     try:
         child(*args)
     except SystemExit as stop:
@@ -169,7 +169,7 @@ class _Running:
         self.number, self._command, self._folder = number, command, folder
         (folder / "work").mkdir(parents=True)
         self._started, self._signalled = time.monotonic(), False
-        self._stdin, writer = os.pipe()  # stays open where a signal is to come
+        self._stdin, writer = os.pipe()  # stays open if the command waits for a signal
         if command.signum is None:
             os.close(writer)
         self.pid = _fork(self._become)
@@ -193,8 +193,8 @@ class _Running:
             sys.argv, sys.path[0] = [str(script), *words], str(script.parent)
             runpy.run_path(str(script), run_name="__main__")
 
-    def look(self) -> None:
-        """Send the signal if it is time for it; end what hangs."""
+    def poll(self) -> None:
+        """Send the signal if its conditions hold; kill a command over the time limit."""
         seconds, command = time.monotonic() - self._started, self._command
         if seconds > LONGEST_S:
             os.killpg(self.pid, signal.SIGKILL)
@@ -210,9 +210,10 @@ class _Running:
     def outcome(self, code: int) -> Outcome:
         work = self._folder / "work"
         left = sorted(str(path.relative_to(work)) for path in work.rglob("*"))
-        return Outcome(code, self._text("stdout"), self._text("stderr"), left, self._ended_alone())
+        return Outcome(code, self._text("stdout"), self._text("stderr"), left, self._kill_group())
 
-    def _ended_alone(self) -> bool:
+    def _kill_group(self) -> bool:
+        """Kill the session's remaining processes; whether there were any."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:

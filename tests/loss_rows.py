@@ -1,7 +1,7 @@
-"""Awkward rows for the tests of losses, and the comparison with float64 NumPy.
+"""Edge-case rows for the tests of losses, and the comparison with float64 NumPy.
 
-Rows come with answers of one token, answers that fill the batch (truncated) and rows without any
-action; what a mask leaves out holds NaN, inf and huge numbers. The caller seeds the generator.
+Rows have answers of one token, truncated answers that fill the width, and no actions at all; masked
+elements hold NaN, inf and huge numbers. The caller passes a seeded generator.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ SEEDS = range(4)
 
 
 def answer_lens(rng: np.random.Generator, num_rows: int, width: int) -> list[int]:
-    """Lengths with the awkward cases first: none, one token, all the width (truncated)."""
+    """Lengths with the edge cases first: no token, one token, the full width (truncated)."""
     lens = [0, 1, width, *rng.integers(0, width + 1, size=num_rows)]
     return [int(n) for n in lens[:num_rows]]
 
@@ -29,14 +29,14 @@ def with_garbage(x: np.ndarray, mask: torch.Tensor, rng: np.random.Generator) ->
 
 
 def in_fp32(x: np.ndarray) -> np.ndarray:
-    """``x`` as float64 numbers that fp32 holds exactly: what both sides of a comparison get."""
+    """``x`` as float64 numbers that fp32 represents exactly: the input of both implementations."""
     return np.asarray(x, dtype=np.float32).astype(np.float64)
 
 
 def some_cuts(rng: np.random.Generator, num_rows: int) -> list[list[slice]]:
-    """Ways to share out rows: all in one part, one each, and random parts, an empty one among them.
+    """Partitions of rows: one part, one row per part, and random parts with an empty one.
 
-    Parts stand for ranks as well as for micro-batches.
+    Parts stand for ranks or micro-batches.
     """
     edges = sorted(int(e) for e in rng.integers(0, num_rows + 1, size=3))
     bounds = [[0, num_rows], list(range(num_rows + 1)), [0, 0, *edges, num_rows]]
@@ -53,7 +53,7 @@ def assert_close(actual: torch.Tensor, expected, rtol: float = 1e-5, atol: float
 
 
 def check_metrics(actual: dict[str, torch.Tensor], expected: dict[str, float]) -> None:
-    """Detached 0-d fp32 sums, of exactly these names and values."""
+    """Assert that ``actual`` has these names and values, as detached 0-d fp32 tensors."""
     assert set(actual) == set(expected)
     for name, value in actual.items():
         assert value.ndim == 0, name

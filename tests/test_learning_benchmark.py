@@ -1,4 +1,4 @@
-"""What `benchmarks/learning.py` computes besides learning: settings, clock, curves, ratios."""
+"""Settings, clock, curves and ratios of `benchmarks/learning.py`."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def config(**knobs):
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_trl_takes_as_many_steps_of_as_many_answers():
+def test_trl_takes_the_same_steps_with_the_same_number_of_answers():
     from learning_settings import trl_settings
 
     ours = config(
@@ -84,7 +84,7 @@ def test_only_speed_differs_from_trls_defaults():
         ({"dynamic_sampling": True}, "--dynamic_sampling"),
     ],
 )
-def test_what_trl_has_not_is_named(knobs, flag):
+def test_settings_without_an_equivalent_in_trl_are_named(knobs, flag):
     from learning_settings import check_comparable
 
     with pytest.raises(UserError, match=flag):
@@ -94,7 +94,7 @@ def test_what_trl_has_not_is_named(knobs, flag):
 # -- the record ------------------------------------------------------------------------------------
 
 
-def test_the_clock_stops_while_weights_are_set_aside(tmp_path, monkeypatch):
+def test_the_clock_stops_while_weights_are_saved(tmp_path, monkeypatch):
     import learning_task
     import torch
 
@@ -155,28 +155,28 @@ def run(step_s, *points):
 def test_ratios_are_of_one_seed():
     from learning_curves import ratio
 
-    ours = [run(1.0, (100, 10.0, 0.8)), run(2.0, (200, 20.0, 0.8))]
-    theirs = [run(3.0, (100, 30.0, 0.8)), run(4.0, (100, 40.0, 0.8))]
-    found = ratio(theirs, ours, 0.8)
-    assert found["step"] == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert found["samples_to_target"] == {"median": 0.75, "min": 0.5, "max": 1.0}
-    assert found["seconds_to_target"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    baseline = [run(1.0, (100, 10.0, 0.8)), run(2.0, (200, 20.0, 0.8))]
+    runs = [run(3.0, (100, 30.0, 0.8)), run(4.0, (100, 40.0, 0.8))]
+    ratios = ratio(runs, baseline, 0.8)
+    assert ratios["step"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert ratios["samples_to_target"] == {"median": 0.75, "min": 0.5, "max": 1.0}
+    assert ratios["seconds_to_target"] == {"median": 2.5, "min": 2.0, "max": 3.0}
 
 
 def test_a_seed_that_misses_the_target_leaves_no_median():
     from learning_curves import ratio, summary
 
     runs = [run(1.0, (100, 10.0, 0.8)), run(1.0, (100, 12.0, 0.6)), run(1.0, (100, 14.0, 0.7))]
-    found = summary(runs, 0.8)
-    assert found["target"] == {"accuracy": 0.8, "samples": None, "seconds": None}
-    assert found["curve"] == [[0, 0.0, 0.2], [100, 12.0, 0.7]]
-    assert found["final_accuracy"] == {"median": 0.7, "min": 0.6, "max": 0.8}
+    line = summary(runs, 0.8)
+    assert line["target"] == {"accuracy": 0.8, "samples": None, "seconds": None}
+    assert line["curve"] == [[0, 0.0, 0.2], [100, 12.0, 0.7]]
+    assert line["final_accuracy"] == {"median": 0.7, "min": 0.6, "max": 0.8}
     assert ratio(runs, runs, 0.8)["seconds_to_target"] is None
 
 
 @pytest.mark.slow
 def test_dschat_alone(tmp_path):
-    """The whole benchmark in small, where TRL is not installed."""
+    """The complete benchmark with a tiny model, without TRL."""
     flags = {
         "sides": "dschat",
         "seeds": 1,
@@ -196,5 +196,5 @@ def test_dschat_alone(tmp_path):
     per_rollout = 4 * line["settings"]["num_samples_per_prompt"]
     assert samples == (0, per_rollout, 2 * per_rollout)
     assert 0 == seconds[0] < seconds[1] < seconds[2]
-    assert accuracies[0] < 0.02  # random weights know no sums, but may say a number
+    assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
     assert not list(tmp_path.rglob("after_*"))
