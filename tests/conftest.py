@@ -31,6 +31,13 @@ def pytest_configure(config):
     settings.load_profile("fixed")
 
 
+def pytest_collection_modifyitems(items):
+    """Files that start processes come first: last, they would leave the other worker idle."""
+    starts = {item.module for item in items if "two_processes" in item.fixturenames}
+    starts |= {item.module for item in items if {"subprocess", "forked"} & vars(item.module).keys()}
+    items.sort(key=lambda item: item.module not in starts)
+
+
 def pytest_collection_finish():
     """DeepSpeed collects garbage for every ZeRO-3 engine: what is imported by now never is any."""
     gc.collect()

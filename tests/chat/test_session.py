@@ -1,5 +1,6 @@
 """Talking to a model: what the prompt is, what shows when, what is forgotten, what is refused."""
 
+import io
 import os
 import pty
 import re
@@ -265,22 +266,40 @@ def run_chat(
     )
 
 
-def test_piped_lines(checkpoint, tokenizer):
-    """One answer a line, as the model gives it; nothing else on stdout, and no deepspeed."""
+PROMPTS = ["Say hello.", "", "What is 2 plus 2? ☃", "Say hello."]
+
+
+@pytest.mark.slow
+def test_pipes(checkpoint, tokenizer):
+    """Nothing but answers on stdout, and no deepspeed."""
+    flags = ["--path", str(checkpoint), "--greedy", "--max-new-tokens", "8"]
+    done = run_chat(*flags, stdin="\n".join(PROMPTS), unwanted=("deepspeed",))
+    assert done.returncode == 0, done.stderr.decode()
+    check_answers(done.stdout.decode(), checkpoint, tokenizer)
+
+
+def test_piped_lines(checkpoint, tokenizer, monkeypatch, capsys):
+    from dschat.chat import load_chat
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(PROMPTS)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGPIPE is to end chat.py, not pytest
+    chat = load_chat(ChatConfig(path=str(checkpoint), greedy=True, max_new_tokens=8))
+    runpy.run_path(str(ROOT / "chat.py"))["answer_lines"](chat)
+    check_answers(capsys.readouterr().out, checkpoint, tokenizer)
+
+
+def check_answers(printed, checkpoint, tokenizer):
+    """One answer a line, as the model gives it."""
     from transformers import AutoModelForCausalLM
 
-    prompts = ["Say hello.", "", "What is 2 plus 2? ☃", "Say hello."]
-    flags = ["--path", str(checkpoint), "--greedy", "--max-new-tokens", "8"]
-    done = run_chat(*flags, stdin="\n".join(prompts), unwanted=("deepspeed",))
-    assert done.returncode == 0, done.stderr.decode()
-    answers = done.stdout.decode().split("\n")
+    answers = printed.split("\n")
     assert answers.pop() == ""
     assert len(answers) == 4
     assert answers[1] == ""
     assert answers[0] == answers[3] != ""  # no line remembers another
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         if prompt:
             text = f"<|user|>{prompt}<|assistant|>"
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
