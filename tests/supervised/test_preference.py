@@ -77,7 +77,7 @@ def test_loss_and_metrics_of_a_batch(loss):
     found, sums = 0.0, []
     for batch in batches:
         total, part = task.loss(policy, batch)
-        found += float(total)
+        found += float(total.detach())
         sums.append(part)
     means = task.summarise({name: sum(s[name] for s in sums) for name in sums[0]})
 
