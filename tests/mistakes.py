@@ -45,17 +45,17 @@ from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained
 
-def engine(actor="{m}/llama", critic="{m}/llama_reward", tokenizer="{m}/llama", **knobs):
+def engine(actor="{m}/llama", critic="{m}/llama_reward", tokenizer="{m}/llama", **values):
     tokenizer = tokenizer and AutoTokenizer.from_pretrained(tokenizer)
-    return DeepSpeedRLHFEngine(actor, critic, tokenizer, 1, knobs)
+    return DeepSpeedRLHFEngine(actor, critic, tokenizer, 1, values)
 
 def trainer():
-    knobs = dict(max_prompt_seq_len=16, max_answer_seq_len=16)
-    knobs |= dict(per_device_generation_batch_size=2, per_device_training_batch_size=2)
-    return DeepSpeedPPOTrainer(engine(**knobs))
+    values = dict(max_prompt_seq_len=16, max_answer_seq_len=16)
+    values |= dict(per_device_generation_batch_size=2, per_device_training_batch_size=2)
+    return DeepSpeedPPOTrainer(engine(**values))
 
-def scores(*functions, columns=(), **knobs):
-    RewardPrograms.of(RLHFConfig(**knobs), functions).check_columns(columns)
+def scores(*functions, columns=(), **values):
+    RewardPrograms.of(RLHFConfig(**values), functions).check_columns(columns)
 
 def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}

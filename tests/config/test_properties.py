@@ -98,8 +98,8 @@ def checked(make):
     try:
         return make()
     except UserError as error:
-        said = str(error)
-    assert len(said) > 8
+        line = str(error)
+    assert len(line) > 8
     return None
 
 

@@ -142,8 +142,8 @@ def interrupted(
     for signum in signals:
         run.send_signal(signum)  # to train.py only, which forwards it
         time.sleep(0.5)
-    _, said = run.communicate(timeout=60)
-    return run.returncode, said, started
+    _, stderr = run.communicate(timeout=60)
+    return run.returncode, stderr, started
 
 
 def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:

@@ -175,11 +175,11 @@ def test_an_example_forwards_signals_and_requeues(path, tmp_path, signum, back):
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     job.send_signal(signum)
-    said = job.communicate(timeout=60)[1]
+    stderr = job.communicate(timeout=60)[1]
     assert (tmp_path / "got").read_text() == f"{signum.name[3:]}\n"
     calls = tmp_path / "calls"
     requeued = calls.exists() and "requeue 7" in calls.read_text()
-    assert (job.returncode, requeued) == ((0, True) if back else (75, False)), said
+    assert (job.returncode, requeued) == ((0, True) if back else (75, False)), stderr
 
 
 def test_commands_in_comments_parse(tmp_path):
