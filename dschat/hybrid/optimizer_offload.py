@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -16,7 +15,7 @@ from dschat.models.training_engine import TrainingEngine
 
 
 @contextmanager
-def training_states_away(engines: list[Any], enabled: bool) -> Iterator[None]:
+def training_states_away(engines: list[TrainingEngine], enabled: bool) -> Iterator[None]:
     """A scope in which the optimizer states of ``engines`` are in pinned CPU memory.
 
     Moves Adam's moments, and under ZeRO 1 and 2 the fp32 master weights (for ZeRO-3, DeepSpeed 0.19

@@ -134,7 +134,10 @@ class InferenceEngine:
             checkpoint_stream(path)  # raises the better error for a missing folder
             raise UserError(f"{path}: {first_line(error)}") from None
         if "ForSequenceClassification" in str(config.architectures):
-            raise UserError(f"{path} is a reward model, which scores and does not talk; name an LM")
+            raise UserError(
+                f"{path} is a reward model, which scores and does not generate text; name a causal "
+                "LM"
+            )
         config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(path)
         stops = config.eos_token_id
         if generation is not None and generation.eos_token_id is not None:

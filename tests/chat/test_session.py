@@ -346,16 +346,14 @@ def test_wrong_flags(flags, message):
         (None, "no config.json there, so no model; did you mean {}/step3_rlhf/actor?"),
     ],
 )
-def test_what_is_no_causal_lm_is_refused_before_weights(
-    tmp_path, checkpoint, architecture, message
-):
+def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architecture, message):
     from dschat.chat.load import load_chat
 
     folder = tmp_path / ("step3_rlhf/actor" if architecture is None else "")
     folder.mkdir(parents=True, exist_ok=True)
     config = (checkpoint / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("LlamaForCausalLM", architecture or "X"))
-    with pytest.raises(UserError) as caught:  # there are no weights: reading them would say so
+    with pytest.raises(UserError) as caught:  # without weights in the folder
         load_chat(ChatConfig(path=str(tmp_path)))
     assert str(caught.value).startswith(f"--path {tmp_path}")
     assert message.format(tmp_path) in str(caught.value)

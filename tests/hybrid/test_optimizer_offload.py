@@ -1,8 +1,8 @@
-"""Optimizer states put away while the actor generates: training goes on as if nothing had been.
+"""Offloading optimizer states while the actor generates does not change training.
 
-On a CPU nothing changes its device, but DeepSpeed's masters and Adam's moments are given away and
-brought back all the same: bookkeeping that lost or stale buffers would break. That device memory
-really shrinks takes a device to see.
+On a CPU no tensor changes its device, but DeepSpeed's masters and Adam's moments are still
+offloaded and reloaded, so that lost or stale buffers would show. That device memory shrinks can
+only be tested on a GPU.
 """
 
 import pytest

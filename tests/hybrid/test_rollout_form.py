@@ -1,6 +1,6 @@
-"""Which form an actor generates in, what is refused, and what memory it lets go in between.
+"""Choice of the rollout form, its errors, and the memory it frees between rollouts.
 
-That rollouts have the weights of now, for every family and ZeRO stage, is tests/dist/test_parity.
+tests/dist/test_parity checks that rollouts use the current weights, per family and ZeRO stage.
 """
 
 import dataclasses

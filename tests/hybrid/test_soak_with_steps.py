@@ -1,7 +1,7 @@
-"""Rollouts and optimizer steps in turn, for long, on a cache in which sequences must wait.
+"""Many alternating rollouts and optimizer steps, with a cache so small that sequences must wait.
 
-The run is `rollout_cases.run_soak`: a second form of the same actor, with room for everything, says
-what the answers are. Ranks that share a model do the same in tests/dist.
+Runs `rollout_cases.run_soak`, where a second form of the same actor with a large cache gives the
+expected answers. tests/dist does the same with tensor parallelism.
 """
 
 import pytest

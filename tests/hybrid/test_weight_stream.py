@@ -1,4 +1,4 @@
-"""The weight stream: whole tensors by their checkpoint's names, out of ZeRO-3's shards too."""
+"""The weight stream: whole tensors by checkpoint name, also from ZeRO-3 shards."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`families` is a plain module beside these tests; a model is made once per worker."""
+"""Makes the module `families` importable; builds each model once per worker."""
 
 import sys
 from pathlib import Path

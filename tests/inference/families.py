@@ -1,8 +1,8 @@
-"""One tiny model for each row of the architecture table and each variant the row has to tell apart.
+"""Builds a tiny model for each row of the architecture table and each variant that a row covers.
 
-Comes in: a name of ``CONFIGS``. Goes out: a Hugging Face module, or an engine filled from one, and
-the oracle of its log-probs. Scalings of rotary positions are set so that they matter within
-``POSITIONS``, windows so that prompts and answers outgrow them.
+For a name in ``CONFIGS``: a Hugging Face module, an engine filled from it, and the oracle of its
+log-probs. Rotary scalings are chosen so that they matter within ``POSITIONS``, attention windows so
+that prompts and answers exceed them.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The compiled kernels against NumPy in float64, and what happens where they cannot be compiled."""
+"""The compiled kernels against NumPy in float64, and the fallback if they cannot be compiled."""
 
 import os
 import subprocess

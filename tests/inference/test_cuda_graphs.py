@@ -90,5 +90,5 @@ def test_buckets():
     assert batch_bucket(5, 6) == 6
     assert [length_bucket(n, 4096) for n in (1, 128, 129, 400, 1000)] == [128, 128, 256, 512, 1024]
     assert length_bucket(129, 200) == 200
-    for n in range(1, 4096):  # at least what is there, and no more than half in vain
+    for n in range(1, 4096):  # at most n / 2 + 128 keys of padding
         assert n <= length_bucket(n, 4096) <= max(128, 1.5 * n + 128)

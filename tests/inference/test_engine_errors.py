@@ -1,4 +1,4 @@
-"""What a user can get wrong: one line that names the thing, before anything is computed."""
+"""User errors: one line that names the cause, before anything is computed."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_prompts_that_cannot_be_answered(prompts, message, module_of):
     with pytest.raises(UserError, match=message.split(" ", 2)[2]):
         next(made.stream(prompts[-1], SAMPLING))
     assert made.cache.num_free == made.cache.num_pages
-    assert len(made.generate([[1]], SAMPLING)) == 1  # and it goes on
+    assert len(made.generate([[1]], SAMPLING)) == 1  # the engine still works
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

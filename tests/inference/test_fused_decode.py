@@ -1,4 +1,4 @@
-"""Steps of small models in one call, and the drawing kernel: which models, the same numbers."""
+"""The fused decode step and the drawing kernel: which models use them, and equal results."""
 
 import numpy as np
 import pytest

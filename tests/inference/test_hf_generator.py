@@ -86,7 +86,7 @@ def test_no_answer_ends_before_min_new_tokens(generator_of):
     """Greedy against ``generate`` with the same minimum: log-probs are those of the raw logits."""
     model = generator_of("llama").module
     stop = oracle(model, PROMPTS[0], 1, eos=None)[0][0]  # what the first prompt would begin with
-    # 10**6 is no token of the vocabulary: it can neither be drawn nor be forbidden.
+    # 10**6 is outside the vocabulary: it can be neither drawn nor forbidden.
     as_eos = HuggingFaceGenerator(model, (stop, 10**6), pad_id=EOS)
     as_stop = HuggingFaceGenerator(model, (), pad_id=EOS)
     lengths = set()

@@ -1,4 +1,4 @@
-"""A prompt is computed once, however many answers it gets; what is spent is counted truly."""
+"""A prompt is computed once for all its answers, and the statistics count every token."""
 
 import pytest
 from families import POSITIONS, VOCAB, cache_gib, engine

@@ -1,4 +1,4 @@
-"""What an answer is does not depend on what is computed beside it, where, or in which pieces.
+"""An answer does not depend on the rest of its batch, on pages or on chunks.
 
 In fp32 sampled answers are the same ids, and their log-probs the same to rounding, whatever the
 batch, the order, the pages and the budget. The reference is one prompt at a time.

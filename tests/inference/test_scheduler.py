@@ -225,7 +225,7 @@ def test_the_newest_sequence_makes_room_and_comes_back_first():
     assert [entry[0] for entry in run.trace[0]] == [0, 1]
     while run.scheduler.preemptions == 0:
         run.step()
-    assert [entry[0] for entry in run.trace[-1]] == [0]  # the older one goes on alone
+    assert [entry[0] for entry in run.trace[-1]] == [0]  # the older one continues alone
     run.to_the_end()
     assert run.scheduler.preemptions == 1
     # Once there is room, 1 comes before 2, with its prompt and answer so far in one piece.

@@ -1,7 +1,7 @@
-"""Many rollouts on one engine, with new weights in between: nothing leaks, nothing is lost.
+"""Many rollouts on one engine with new weights in between: no page leaks, no answer is lost.
 
-Every rollout has other lengths, counts, samples and stops; the cache is so small that sequences
-wait and are computed again. A second engine, with room for everything, says what the answers are.
+Every rollout has other lengths, counts, samples and stops. The cache is so small that sequences
+wait and are computed again; a second engine with a large cache gives the expected answers.
 """
 
 import random

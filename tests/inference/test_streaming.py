@@ -1,4 +1,4 @@
-"""Tokens as they are decoded, and the many ways an answer ends."""
+"""Streamed tokens, and the ways an answer can end."""
 
 import pytest
 from families import EOS, POSITIONS, PROMPTS, VOCAB, engine, logprob_gap
@@ -125,7 +125,7 @@ def test_before_min_new_tokens_no_end_is_drawn(made, module_of):
     assert logprob_gap(module_of("llama"), PROMPTS, got) < 5e-5
 
 
-def test_min_new_tokens_counts_answers_that_wait_and_begin_anew(module_of):
+def test_min_new_tokens_counts_answers_that_wait_and_restart(module_of):
     """Samples of different ages in one step: each has its own count."""
     stops = tuple(range(0, VOCAB, 2))
     sampling = with_options(stop_token_ids=stops, min_new_tokens=8, n=3)
@@ -149,7 +149,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(made, free):
 
 
 def test_a_limit_may_exceed_the_common_one(made):
-    """Its random numbers go on beyond those drawn at first."""
+    """Random numbers continue after the first batch of them is used up."""
     long = with_options(max_new_tokens=30, n=1)
     (expected,) = made.generate([PROMPTS[0]], long).token_ids
     got = made.generate([PROMPTS[0]], with_options(max_new_tokens=2, n=1), max_new_tokens=[30])

@@ -1,7 +1,7 @@
-"""Ranks that share heads, MLP and vocabulary, played by threads of one process.
+"""Tensor parallelism with a thread for each rank: heads, MLP and vocabulary are shared.
 
-What goes over the wire is another test's (tests/dist); here it is each rank's share of the weights,
-for every layout of them, and that ranks with different prompts never part ways.
+Tests each rank's share of the weights, for every layout, and that ranks with different prompts run
+the same steps. Real collectives are tested in tests/dist.
 """
 
 import copy

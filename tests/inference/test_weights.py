@@ -1,6 +1,6 @@
-"""Weights on their way into the decoder: copied, borrowed, with LoRA factors beside them.
+"""The decoder's weights: copied, borrowed, and with LoRA side products.
 
-The oracle is the module the weights come from, or what PEFT itself merges.
+The oracle is the module that the weights come from, or PEFT's own merge.
 """
 
 import copy
@@ -52,7 +52,7 @@ def test_a_second_load_replaces_the_first_in_place(name, module_of):
 
 @every_family()
 def test_what_is_held_is_what_the_model_has(name, module_of):
-    """A tied embedding stands there twice where the head is packed: the packing is no table."""
+    """A tied embedding is stored twice if the head is packed: F.embedding cannot read a packing."""
     module, made = module_of(name), engine(module_of(name))
     expected = sum(p.nbytes for p in module.parameters())
     if module.config.tie_word_embeddings and made.weights.backend != "plain":
@@ -68,7 +68,7 @@ def test_a_stream_in_any_order(module_of):
 
 
 def test_a_yielded_tensor_may_change_once_the_next_is_asked_for(module_of):
-    """Seam 2: a bucket's staging buffer is written again."""
+    """The buffer of a bucket is reused by the next one."""
 
     def reused(module):
         for name, tensor in stream(module):
