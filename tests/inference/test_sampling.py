@@ -1,20 +1,26 @@
-"""Sampling against exact distributions worked out here in float64, and its random numbers."""
+"""Drawing tokens against exact distributions worked out in float64."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_oracle import (
+    ALMOST_ONE,
+    DRAWS,
+    EVERY_WAY,
+    FEW,
+    MANY,
+    assert_drawn_from,
+    counters,
+    exact,
+    log_softmax,
+    rows_of,
+)
 
-from dschat.config import UserError
 from dschat.inference import sampling
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sampling import inverse_cdf, sample, truncate, uniforms
-
-DRAWS = 20_000
-FEW = np.array([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -3.0, -9.0, 1.45])
-MANY = np.random.default_rng(5).normal(size=1000).astype(np.float32).astype(np.float64)
-ALMOST_ONE = 1 - 2.0**-53
+from dschat.inference.sampling import inverse_cdf, sample, uniforms
 
 
 @pytest.fixture(params=["one level", "two levels"])
@@ -23,64 +29,6 @@ def levels(request, monkeypatch):
     if request.param == "two levels":
         monkeypatch.setattr(sampling, "_ONE_LEVEL", 0)
         monkeypatch.setattr(sampling, "_BLOCK", 8)
-
-
-def log_softmax(logits, temperature=1.0):
-    scaled = np.asarray(logits, dtype=np.float64) / temperature
-    shifted = scaled - scaled.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, without=()):
-    """The distribution after prohibition and temperature, then top-k, top-p, min-p, token by
-    token.
-    """
-    p = np.exp(log_softmax(logits, temperature))
-    p[list(without)] = 0
-    order = np.argsort(-p)
-    kept = list(order[:top_k] if top_k else order)
-    mass = sum(p[kept])
-    nucleus, total = [], 0.0
-    for token in kept:
-        if total >= top_p * mass and nucleus:
-            break
-        nucleus.append(token)
-        total += p[token]
-    best = max(p[nucleus])
-    result = np.zeros_like(p)
-    for token in nucleus:
-        if p[token] >= min_p * best:
-            result[token] = p[token]
-    return result / result.sum()
-
-
-def counters(count):
-    index = torch.arange(count)
-    return index // 100, index % 10, index // 10 % 10
-
-
-def p_value(counts, expected):
-    """Of the chi-squared test; what is expected less than ten times is counted together."""
-    rare = expected < 10
-    if rare.any():
-        counts = np.append(counts[~rare], counts[rare].sum())
-        expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
-    if len(counts) == 1:
-        return 1.0 if counts[0] == round(expected[0]) else 0.0
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(half[0], half[1]).item()
-
-
-def assert_drawn_from(ids, expected):
-    counts = np.bincount(ids.numpy(), minlength=len(expected))
-    assert counts[expected == 0].sum() == 0, "drew a token that was excluded"
-    kept = expected > 0
-    assert p_value(counts[kept], len(ids) * expected[kept]) > 1e-4
-
-
-def rows_of(logits, count=DRAWS):
-    return torch.from_numpy(logits).float().expand(count, -1)
 
 
 KNOBS = [
@@ -229,64 +177,6 @@ def test_never_a_token_of_probability_zero(weights, uniform, repeat):
     assert probs[0, token] > 0
 
 
-def test_truncation_is_its_definition_however_wide_the_nucleus():
-    """Narrow, middling and wide rows side by side: all three looks of top-p, and top-k's."""
-    scales = [8.0, 0.01, 3.0, 1.0, 5.0, 0.3]
-    logits = np.random.default_rng(7).normal(size=(6, 6000)).astype(np.float32)
-    logits *= np.array(scales, dtype=np.float32)[:, None]
-    probs = torch.from_numpy(logits).softmax(-1)
-    sizes = set()
-    for options in (
-        {"top_p": 0.9},
-        {"top_p": 0.5, "min_p": 0.01},
-        {"top_k": 700},
-        {"top_k": 700, "top_p": 0.6, "min_p": 0.002},
-    ):
-        for scale in (1.0, 37.0):  # need not be normalised
-            kept = truncate(probs * scale, SamplingParams(**options))
-            for row in range(6):
-                expected = exact(logits[row], **options) > 0
-                assert np.array_equal(kept[row].numpy() > 0, expected)
-                sizes.add(int(expected.sum()))
-            assert torch.equal(kept[kept > 0], (probs * scale)[kept > 0])
-    assert min(sizes) < 128 < 1000 < max(sizes)
-    assert max(sizes) > 4096
-
-
-def test_ties_keep_no_more_than_the_definition_counts():
-    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_k=3))
-    assert (kept > 0).sum(1).tolist() == [3, 3]
-    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_p=0.5))
-    assert (kept > 0).sum(1).tolist() == [4, 4]
-    for size in (200, 3000, 8192, 12_000):  # the 128 likeliest are any 128
-        kept = truncate(torch.ones(2, size), SamplingParams(top_p=0.625))
-        assert (kept > 0).sum(1).tolist() == [size * 5 // 8] * 2
-    assert truncate(torch.ones(1, 8), SamplingParams(min_p=0.99)).sum() == 8
-
-
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
-def test_ties_are_not_kept_twice_by_a_second_look(share):
-    """Which of many equals are among the 128 likeliest is chance; a wider look may see others."""
-    probs = torch.randint(1, 4, (8, 9000), generator=torch.Generator().manual_seed(0)).float()
-    probs[:4] = 1.0
-    kept = truncate(probs, SamplingParams(top_p=share))
-    for row in range(8):
-        order = np.sort(probs[row].numpy().astype(np.float64))[::-1]
-        needed = np.searchsorted(np.cumsum(order), share * order.sum()) + 1  # whole numbers: exact
-        assert (kept[row] > 0).sum() == needed
-
-
-EVERY_WAY = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 0},
-    {"top_k": 50},
-    {"top_p": 0.9},
-    {"min_p": 0.05},
-    {"top_k": 50, "top_p": 0.5},
-]
-
-
 @pytest.mark.parametrize("size", [65, 4097, 5003, 50_257])
 def test_a_row_does_not_depend_on_its_batch(size):
     """To the last bit: answers must not change with the batch they are generated in."""
@@ -343,9 +233,9 @@ def test_minus_infinity_is_never_drawn():
         ids, logprobs = sample(logits, SamplingParams(**options | {"top_p": 1.0}), uniform)
         assert set(ids.tolist()) <= {17, 4000, 5002}
         if not options:
-            slot_mapping = np.searchsorted([17, 4000, 5002], ids.numpy())
-            assert set(slot_mapping) == {0, 1, 2}
-            np.testing.assert_allclose(logprobs.numpy(), expected[slot_mapping], atol=1e-6)
+            drawn = np.searchsorted([17, 4000, 5002], ids.numpy())
+            assert set(drawn) == {0, 1, 2}
+            np.testing.assert_allclose(logprobs.numpy(), expected[drawn], atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [7, 5003])
@@ -379,93 +269,6 @@ def test_a_vocabulary_of_fifty_thousand_with_most_of_it_excluded():
     for uniform in (0.0, 0.5, ALMOST_ONE):
         ids, _ = sample(logits, params, torch.full((64,), uniform, dtype=torch.float64))
         assert (logits.topk(5).indices == ids.unsqueeze(1)).any(1).all()
-
-
-def splitmix(seed, *where):
-    """The hash in plain integers: SplitMix64's finaliser after every counter."""
-    gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-    def mix(x):
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        return x ^ (x >> 31)
-
-    state = seed & mask
-    for counter in where:
-        state = (mix((state + gamma) & mask) + counter * gamma) & mask
-    return (mix((state + gamma) & mask) >> 11) * 2.0**-53
-
-
-def test_uniforms_are_the_documented_hash_and_broadcast():
-    prompts, samples = torch.tensor([0, 3, 10**9, 3]), torch.tensor([0, 1, 2, 0])
-    positions = torch.arange(5)
-    for seed in (0, 17, -4, 2**31 * 1_000_003 + 5):  # step 3's seeds grow with every iteration
-        block = uniforms(seed, prompts[:, None], samples[:, None], positions[None])
-        assert block.shape == (4, 5)
-        assert block.dtype == torch.float64
-        for row in range(4):
-            for t in range(5):
-                where = prompts[row].item(), samples[row].item(), t
-                assert block[row, t].item() == splitmix(seed, *where)
-            one = uniforms(seed, prompts[row : row + 1], samples[row : row + 1], positions[2:3])
-            assert one.item() == block[row, 2].item()
-
-
-def test_uniforms_are_uniform_and_independent_across_counters():
-    size = 24
-    axis = torch.arange(size)
-    seeds = (17, 18, 17 + (1 << 40), -17)
-    values, *others = (uniforms(s, axis[:, None, None], axis[:, None], axis) for s in seeds)
-    assert values.shape == (size, size, size)
-    flat = values.flatten().numpy()
-    assert 0 <= flat.min() < flat.max() < 1
-    assert len(np.unique(flat)) == size**3
-    counts, _ = np.histogram(flat, bins=64, range=(0, 1))
-    assert p_value(counts, np.full(64, size**3 / 64)) > 1e-3
-    limit = 4 / np.sqrt(size**3)
-    for dim in range(3):  # neighbours along every counter are uncorrelated
-        a, b = (values.narrow(dim, start, size - 1).flatten() for start in (0, 1))
-        assert abs(np.corrcoef(a, b)[0, 1]) < limit
-    for other in others:
-        assert abs(np.corrcoef(flat, other.flatten())[0, 1]) < limit
-    swapped = values.permute(1, 0, 2).flatten().numpy()  # prompt 1 sample 2 is not 2, 1
-    assert (swapped != flat).mean() > 0.9
-
-
-@pytest.mark.parametrize("lag", [1, 2, 3, 7])
-def test_uniforms_have_no_memory_along_positions(lag):
-    """Serial correlation, and the joint distribution of one sequence's numbers in pairs."""
-    rows = torch.arange(40).unsqueeze(-1)
-    values = uniforms(23, rows // 4, rows % 4, torch.arange(1000).unsqueeze(0)).numpy()
-    early, late = values[:, :-lag].ravel(), values[:, lag:].ravel()
-    assert abs(np.corrcoef(early, late)[0, 1]) < 4 / np.sqrt(early.size)
-    counts, *_ = np.histogram2d(early, late, bins=16, range=[[0, 1], [0, 1]])
-    assert p_value(counts.ravel(), np.full(256, early.size / 256)) > 1e-4
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"min_p": 1},
-        {"n": 0},
-        {"min_new_tokens": -1},
-        {"min_new_tokens": 9, "max_new_tokens": 8},
-    ],
-)
-def test_bad_parameters_are_named(options):
-    with pytest.raises(UserError, match=next(iter(options))):
-        SamplingParams(**options)
-
-
-def test_what_ends_an_answer():
-    assert SamplingParams().end_ids((2, 3)) == {2, 3}
-    assert SamplingParams(stop_token_ids=(7, 2)).end_ids((2,)) == {2, 7}
-    assert SamplingParams(stop_token_ids=(7,), ignore_eos=True).end_ids((2,)) == {7}
 
 
 @pytest.mark.gpu
