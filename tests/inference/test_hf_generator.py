@@ -46,8 +46,8 @@ def oracle(model, prompt, max_new_tokens, eos=EOS, min_new_tokens=0):
     whole = model.generate(ids, attention_mask=mask, generation_config=config, use_cache=True)
     logprobs = torch.log_softmax(model(whole, use_cache=False).logits[0].double(), -1)
     answer = whole[0, len(prompt) :].tolist()
-    slot_mapping = range(len(prompt) - 1, whole.shape[1] - 1)
-    return answer, [float(logprobs[t, a]) for t, a in zip(slot_mapping, answer, strict=True)]
+    columns = range(len(prompt) - 1, whole.shape[1] - 1)
+    return answer, [float(logprobs[t, a]) for t, a in zip(columns, answer, strict=True)]
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("opt_350m", "llama_tied")])

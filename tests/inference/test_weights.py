@@ -40,10 +40,10 @@ def borrowing(module, **knobs):
 def test_a_second_load_replaces_the_first_in_place(name, module_of):
     made = engine(build(name, seed=1))
     first = made.generate(PROMPTS, SAMPLING)
-    slot_mapping = {key: t.data_ptr() for key, t in made.weights.tensors.items()}
+    addresses = {key: t.data_ptr() for key, t in made.weights.tensors.items()}
     size = made.weights.nbytes
     made.weights.load(stream(module_of(name)))
-    assert {key: t.data_ptr() for key, t in made.weights.tensors.items()} == slot_mapping
+    assert {key: t.data_ptr() for key, t in made.weights.tensors.items()} == addresses
     assert made.weights.nbytes == size
     second = made.generate(PROMPTS, SAMPLING)
     assert second.token_ids != first.token_ids
@@ -236,16 +236,16 @@ def test_a_side_product_is_what_peft_merges(name, layout):
     else:
         made.weights.borrow(tensors)
     bare = made.generate(PROMPTS, SAMPLING)
-    slot_mapping = None
+    addresses = None
     for seed in (1, 2, 3):  # refreshed twice in place: nothing of a version before may stay
         redraw(wrapped, seed)
         made.weights.load_adapters(factors(wrapped) if seed < 3 else factors(wrapped)[::-1])
         sides = [linear.side for linear in made.weights.linears.values() if linear.side is not None]
-        before, slot_mapping = (
-            slot_mapping,
+        before, addresses = (
+            addresses,
             [(side.a.data_ptr(), side.b.data_ptr()) for side in sides],
         )
-        assert before is None or slot_mapping == before
+        assert before is None or addresses == before
         merged = copy.deepcopy(wrapped).merge_and_unload()
         rollout = made.generate(PROMPTS, SAMPLING)
         assert rollout.token_ids != bare.token_ids

@@ -1,0 +1,70 @@
+"""Flags of chat.py, and models that are refused before their weights load."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from dschat.builtin.tiny_model import tiny_tokenizer
+from dschat.chat.load import ChatConfig
+from dschat.config import UserError, parser
+from dschat.inference.protocol import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--path is missing; name a model's folder"),
+        ("--path x --temprature 1", "unknown flag --temprature; did you mean --temperature?"),
+        ("--path x --top-p 1.5", "--top_p 1.5 must be in (0, 1]; 1 turns it off"),
+        ("--path x --min_p 1", "--min_p 1.0 must be in [0, 1); 0 turns it off"),
+        ("--path x --max-new-tokens 0", "--max_new_tokens 0 must be at least 1"),
+        ("--path x --dtype fp8", "--dtype 'fp8' is not one of 'auto', 'fp32', 'bf16'"),
+    ],
+)
+def test_wrong_flags(flags, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        parser.parse(ChatConfig, flags.split(), takes_file=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            "LlamaForSequenceClassification",
+            "is a reward model, which scores and does not generate text",
+        ),
+        ("T5ForConditionalGeneration", "is a T5ForConditionalGeneration; name a causal LM"),
+        (None, "no config.json there, so no model; did you mean {}/step3_rlhf/actor?"),
+    ],
+)
+def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architecture, message):
+    from dschat.chat.load import load_chat
+
+    folder = tmp_path / ("step3_rlhf/actor" if architecture is None else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = (checkpoint / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("LlamaForCausalLM", architecture or "X"))
+    with pytest.raises(UserError) as caught:  # without weights in the folder
+        load_chat(ChatConfig(path=str(tmp_path)))
+    assert str(caught.value).startswith(f"--path {tmp_path}")
+    assert message.format(tmp_path) in str(caught.value)
+
+
+def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
+    from dschat.chat.load import load_chat
+
+    strict = tiny_tokenizer()
+    strict.chat_template = "{{ raise_exception('only users may speak') }}"
+    strict.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(UserError, match="only users may speak"):
+        load_chat(ChatConfig(path=str(tmp_path), system="Be kind."))
+
+
+def test_sampling_flags():
+    config = ChatConfig(path="x", temperature=0.5, top_k=3, greedy=True)
+    assert config.sampling == SamplingParams(
+        max_new_tokens=256, temperature=0.0, top_k=3, seed=1234
+    )
+    assert replace(config, greedy=False).sampling.temperature == 0.5
