@@ -1,6 +1,7 @@
-"""Entropy with a gradient, and the KL estimators as terms of a loss: values and slopes.
+"""Log-probs, entropy and the language-model loss against float64, and slopes of the KL estimators.
 
-Both against float64: autograd of the plain formula, and sums over a whole small vocabulary.
+References are NumPy loops over tokens, autograd of the plain formula, and sums over a whole small
+vocabulary.
 """
 
 import math
@@ -8,9 +9,111 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_rows import as_np, assert_close
+from loss_rows import SEEDS, answer_lens, as_np, assert_close, mask_of
 
 from dschat import losses
+
+
+def naive_log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
+    """float64 log-probs of one position."""
+    z = [float(v) / temperature for v in row]
+    top = max(z)
+    log_total = top + math.log(sum(math.exp(v - top) for v in z))
+    return np.array([v - log_total for v in z])
+
+
+# ---- log-probs and entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("chunk_elements", [1, 40, 150, 1 << 22])
+def test_token_logprobs_and_gradient(monkeypatch, dtype, temperature, chunk_elements):
+    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    rng = np.random.default_rng(0)
+    logits = torch.tensor(rng.normal(0, 4, (3, 5, 11))).to(dtype)
+    logits[1, 2] += 60  # exp overflows in fp16 and, unshifted, loses digits everywhere
+    targets = torch.tensor(rng.integers(0, 11, (3, 5)))
+    weights = torch.tensor(rng.normal(size=(3, 5)), dtype=torch.float32)
+    t = temperature or 1.0
+
+    expected, expected_grad = np.zeros((3, 5)), np.zeros((3, 5, 11))
+    for b in range(3):
+        for s in range(5):
+            log_p = naive_log_softmax(as_np(logits[b, s]), t)
+            expected[b, s] = log_p[targets[b, s]]
+            for v in range(11):
+                onehot = 1.0 if v == targets[b, s] else 0.0
+                expected_grad[b, s, v] = float(weights[b, s]) * (onehot - math.exp(log_p[v])) / t
+
+    logits.requires_grad_()
+    logprobs = losses.token_logprobs(logits, targets, temperature)
+    assert_close(logprobs, expected, rtol=1e-5, atol=2e-5)
+    (logprobs * weights).sum().backward()
+    assert logits.grad.dtype == dtype
+    unit = torch.finfo(dtype).eps  # the gradient is rounded once, to the logits' dtype
+    np.testing.assert_allclose(as_np(logits.grad), expected_grad, rtol=2 * unit, atol=1e-5)
+
+
+def test_token_logprobs_takes_a_slice_and_keeps_minus_infinity():
+    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    logits[:, :, 5] = float("-inf")  # a padded vocabulary
+    logits.requires_grad_()
+    targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    logprobs = losses.token_logprobs(logits[:, :-1], targets)
+    for b in range(2):
+        for s in range(3):
+            row = naive_log_softmax(as_np(logits[b, s, :5]), 1.0)
+            assert logprobs[b, s].item() == pytest.approx(row[targets[b, s]], abs=1e-6)
+    logprobs.sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[:, :, 5] == 0).all()
+    assert (logits.grad[:, -1] == 0).all()
+
+
+def test_token_logprobs_saves_no_fp32_copy_for_backward():
+    saved = []
+    logits = torch.randn(2, 8, 64).bfloat16().requires_grad_()
+    targets = torch.zeros(2, 8, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        losses.token_logprobs(logits, targets)
+    large = [x for x in saved if x.numel() >= logits.numel()]
+    assert [x.data_ptr() for x in large] == [logits.data_ptr()]
+
+
+def test_garbage_logits_under_a_mask_do_not_reach_the_gradient():
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    logits[0, 1:] = float("nan")
+    logits[1, 2] = float("inf")
+    logits.requires_grad_()
+    mask = torch.tensor([[True, False, False], [True, True, False]])
+    logprobs = losses.token_logprobs(logits, torch.ones(2, 3, dtype=torch.long))
+    torch.where(mask, logprobs, 0.0).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[~mask] == 0).all()
+    assert (logits.grad[mask] != 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "chunk_elements"), [(1.0, 1), (2.5, 30), (0.0, 1 << 22)])
+def test_entropy(monkeypatch, dtype, temperature, chunk_elements):
+    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    rng = np.random.default_rng(2)
+    logits = torch.tensor(rng.normal(0, 5, (2, 3, 7))).to(dtype)
+    logits[0, 0, 3] = float("-inf")
+    expected = np.zeros((2, 3))
+    for b in range(2):
+        for s in range(3):
+            for log_p in naive_log_softmax(as_np(logits[b, s]), temperature or 1.0):
+                expected[b, s] -= 0.0 if log_p == -math.inf else math.exp(log_p) * log_p
+    assert_close(losses.entropy_from_logits(logits, temperature), expected)
+
+
+def test_entropy_of_the_uniform_distribution_is_log_v():
+    assert_close(losses.entropy_from_logits(torch.zeros(1, 1, 32)), [[math.log(32)]])
+
+
+# ---- entropy with a gradient
 
 
 def exact_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -133,3 +236,42 @@ def test_expected_slope_of_the_kl_estimators(estimator):
     np.testing.assert_allclose(as_np(actual), as_np(expected), rtol=1e-5, atol=1e-7)
     if estimator != "k1":
         assert (actual.abs() > 1e-3).all()
+
+
+# ---- the language-model loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lm_loss(dtype, seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(1, 8))
+    lens = answer_lens(rng, 5, seq_len)
+    logits = torch.tensor(rng.normal(0, 3, (5, seq_len, 9))).to(dtype)
+    ids = torch.tensor(rng.integers(0, 9, (5, seq_len)))
+    # Targets with gaps (several assistant turns), position 0 marked too: it must not count.
+    mask = mask_of(lens, seq_len) & torch.tensor(rng.random((5, seq_len)) < 0.7)
+    mask[2, 0] = True
+    ids = torch.where(mask_of(lens, seq_len), ids, -100)
+
+    loss, count = 0.0, 0
+    grad = np.zeros(logits.shape)
+    for b in range(5):
+        for t in range(1, seq_len):
+            if mask[b, t]:
+                log_p = naive_log_softmax(as_np(logits[b, t - 1]), 1.0)
+                loss -= log_p[ids[b, t]]
+                count += 1
+                grad[b, t - 1] = np.exp(log_p)
+                grad[b, t - 1, ids[b, t]] -= 1
+    used = torch.zeros(5, seq_len, dtype=torch.bool)
+    used[:, :-1] = mask[:, 1:]
+    logits[~used] = float("nan")
+    logits.requires_grad_()
+
+    actual, num_tokens = losses.lm_loss(logits, ids, mask)
+    assert_close(actual, loss, atol=1e-5)
+    assert int(num_tokens) == count
+    actual.backward()
+    unit = torch.finfo(dtype).eps
+    np.testing.assert_allclose(as_np(logits.grad), grad, rtol=2 * unit, atol=1e-6)

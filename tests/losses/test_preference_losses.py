@@ -1,12 +1,13 @@
-"""Losses of the policy on pairs: against float64 NumPy and numbers worked out by hand."""
+"""Losses on pairs: against float64 NumPy and numbers worked out by hand."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from loss_rows import assert_close, check_metrics
 
-from dschat.losses import dpo_loss, ipo_loss, kto_loss
+from dschat.losses import dpo_loss, ipo_loss, kto_loss, pairwise_loss
 
 BETA = 0.3
 CHOSEN = [0.0, 1.5, -2.0, 40.0, -300.0, 0.25]
@@ -130,3 +131,30 @@ def test_smoothing_has_its_minimum_where_the_labels_are_right_so_often():
     margins = torch.tensor([best - 0.1, best, best + 0.1])
     losses = [dpo_loss(m[None], torch.zeros(1), BETA, e)[0].item() for m in margins]
     assert losses[1] == min(losses)
+
+
+# ---- the reward model's
+
+
+def test_pairwise_loss_and_gradient():
+    chosen = torch.tensor([1.0, -2.0, 0.5, 300.0, -300.0], requires_grad=True)
+    rejected = torch.tensor([0.0, 1.0, 0.5, -300.0, 300.0], requires_grad=True)
+    margins = [1.0, -3.0, 0.0, 600.0, -600.0]
+    # -log sigmoid(m) = log(1 + exp(-m)); beyond 30 that is 0 or -m to every digit of a float64
+    terms = [math.log1p(math.exp(-m)) if abs(m) < 30 else max(-m, 0.0) for m in margins]
+    loss, metrics = pairwise_loss(chosen, rejected)
+    assert_close(loss, sum(terms))
+    loss.backward()
+    slope = [-1 / (1 + math.exp(min(m, 700.0))) for m in margins]
+    assert_close(chosen.grad, slope)
+    assert_close(rejected.grad, [-s for s in slope])
+    expected = {"correct": 2.5, "margin": -2.0, "chosen": -0.5, "rejected": 1.5, "pairs": 5.0}
+    check_metrics(metrics, expected)
+
+
+def test_pairwise_loss_of_no_pairs():
+    scores = torch.zeros(0, dtype=torch.bfloat16, requires_grad=True)
+    loss, metrics = pairwise_loss(scores, scores)
+    loss.backward()
+    assert loss.item() == 0.0
+    check_metrics(metrics, dict.fromkeys(metrics, 0.0))

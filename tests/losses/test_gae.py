@@ -1,0 +1,190 @@
+"""KL estimators, rewards, GAE, whitening and adaptive KL, against float64 NumPy loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from loss_rows import SEEDS, answer_lens, assert_close, mask_of, with_garbage
+
+from dschat import losses
+
+# ---- KL, rewards, advantages
+
+
+def test_kl_estimators_by_hand():
+    logprobs, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+    assert_close(losses.kl_penalty(logprobs, ref, "k1"), [0.5, -1.0, 0.0])
+    assert_close(losses.kl_penalty(logprobs, ref, "k2"), [0.125, 0.5, 0.0])
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1, 0.0]
+    assert_close(losses.kl_penalty(logprobs, ref, "k3"), k3)
+    assert_close(losses.kl_penalty(logprobs.bfloat16(), ref.bfloat16(), "k3"), k3)
+    with pytest.raises(AssertionError, match="k4"):
+        losses.kl_penalty(logprobs, ref, "k4")
+
+
+def test_kl_estimators_estimate_the_kl():
+    """Summed over a small alphabet with the policy's weights, k1 and k3 are KL(p || q)."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    log_p, log_q = torch.tensor(np.log(p)), torch.tensor(np.log(q))
+    for estimator in ("k1", "k3"):
+        estimate = (torch.tensor(p) * losses.kl_penalty(log_p, log_q, estimator)).sum()
+        assert float(estimate) == pytest.approx(exact, rel=1e-6)
+
+
+def naive_rewards(scores, kl, lens, kl_coef, clip):
+    out = np.zeros(kl.shape)
+    for b, n in enumerate(lens):
+        for t in range(n):
+            out[b, t] = -kl_coef * kl[b, t]
+        if n:
+            out[b, n - 1] += min(max(scores[b], -clip), clip)
+    return out
+
+
+def naive_gae(rewards, values, lens, gamma, lam):
+    """Eq. 16 as a sum: A_t = sum over l of (gamma lam)^l delta_{t+l}, no recursion."""
+    advantages = np.zeros(rewards.shape)
+    for b, n in enumerate(lens):
+        for t in range(n):
+            for k in range(t, n):
+                after = values[b, k + 1] if k + 1 < n else 0.0
+                delta = rewards[b, k] + gamma * after - values[b, k]
+                advantages[b, t] += (gamma * lam) ** (k - t) * delta
+    return advantages
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("all_truncated", [False, True])
+def test_rewards_and_gae(seed, all_truncated):
+    rng = np.random.default_rng(seed)
+    rows, width = 7, int(rng.integers(1, 9))
+    lens = [width] * rows if all_truncated else answer_lens(rng, rows, width)
+    mask = mask_of(lens, width)
+    scores, kl = rng.normal(0, 6, rows), rng.normal(0, 1, (rows, width))
+    values = rng.normal(0, 2, (rows, width))
+    gamma, lam = float(rng.choice([1.0, 0.9])), float(rng.choice([0.95, 0.0, 1.0]))
+
+    dirty_scores = torch.tensor(scores, dtype=torch.float32)
+    dirty_scores[[n == 0 for n in lens]] = float("nan")
+    clipped = losses.clip_scores(dirty_scores, 5.0)
+    rewards = losses.shape_rewards(clipped, with_garbage(kl, mask, rng), mask, 0.1)
+    expected = naive_rewards(scores, kl, lens, 0.1, 5.0)
+    assert_close(rewards, expected)
+
+    advantages, returns = losses.gae(
+        with_garbage(expected, mask, rng), with_garbage(values, mask, rng), mask, gamma, lam
+    )
+    expected_advantages = naive_gae(expected, values, lens, gamma, lam)
+    assert_close(advantages, expected_advantages, atol=2e-6)
+    expected_returns = np.where(mask.numpy(), expected_advantages + values, 0.0)
+    assert_close(returns, expected_returns, atol=2e-6)
+
+
+def test_rewards_and_gae_by_hand():
+    mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+    kl = torch.tensor([[0.5, -1.0, 9.0], [2.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    scores = losses.clip_scores(torch.tensor([7.0, -1.0, 3.0]), 5.0)
+    rewards = losses.shape_rewards(scores, kl, mask, 0.1)
+    assert_close(rewards, [[-0.05, 5.1, 0.0], [-1.2, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    values = torch.tensor([[1.0, 2.0, 9.0], [0.5, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    advantages, returns = losses.gae(rewards, values, mask, gamma=0.9, lam=0.5)
+    # row 0: delta_1 = 5.1 - 2 = 3.1; delta_0 = -0.05 + 0.9 * 2 - 1 = 0.75; A_0 = 0.75 + 0.45 * 3.1
+    assert_close(advantages, [[2.145, 3.1, 0.0], [-1.7, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert_close(returns, [[3.145, 5.1, 0.0], [-1.2, 0.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+def test_gae_of_lambda_one_is_return_minus_value():
+    """With gamma = lambda = 1 returns are the rewards still to come, whatever the critic says."""
+    rng = np.random.default_rng(5)
+    lens = [0, 1, 6, 4]
+    mask = mask_of(lens, 6)
+    rewards = rng.normal(size=(4, 6))
+    _, returns = losses.gae(
+        with_garbage(rewards, mask, rng), torch.randn(4, 6), mask, gamma=1.0, lam=1.0
+    )
+    expected = [[sum(rewards[b, t:n]) for t in range(6)] for b, n in enumerate(lens)]
+    assert_close(returns, np.where(mask.numpy(), expected, 0.0), atol=3e-6)
+
+
+def test_gae_refuses_a_mask_with_a_gap():
+    zeros = torch.zeros(1, 3)
+    with pytest.raises(AssertionError, match="gap"):
+        losses.gae(zeros, zeros, torch.tensor([[True, False, True]]), 1.0, 0.95)
+
+
+# ---- whitening
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whitening_over_two_ranks(seed):
+    rng = np.random.default_rng(seed)
+    width = 6
+    lens = answer_lens(rng, 6, width)
+    mask = mask_of(lens, width)
+    x = rng.normal(3, 2, (6, width)).astype(np.float32).astype(np.float64)
+    dirty = with_garbage(x, mask, rng)
+
+    kept = [x[b, t] for b, n in enumerate(lens) for t in range(n)]
+    mean = sum(kept) / len(kept)
+    variance = sum((v - mean) ** 2 for v in kept) / len(kept)
+    expected = np.where(mask.numpy(), (x - mean) / math.sqrt(variance + 1e-8), 0.0)
+
+    # Rank 0 holds the first row only, which has no action at all.
+    parts = [losses.masked_whiten_stats(dirty[s], mask[s]) for s in (slice(0, 1), slice(1, None))]
+    assert all(stat.dtype == torch.float64 for part in parts for stat in part)
+    stats = [a + b for a, b in zip(*parts, strict=True)]
+    assert float(stats[0]) == len(kept)
+    whitened = [losses.whiten(dirty[s], mask[s], *stats) for s in (slice(0, 1), slice(1, None))]
+    assert_close(torch.cat(whitened), expected)
+
+
+def test_whitening_far_from_zero_keeps_its_digits():
+    x = torch.tensor([[4096.0, 4096.5, 4097.0, 4097.5]])  # mean / std = 7,300; exact in fp32
+    mask = torch.ones_like(x, dtype=torch.bool)
+    whitened = losses.whiten(x, mask, *losses.masked_whiten_stats(x, mask))
+    sd = math.sqrt(0.3125 + 1e-8)
+    assert_close(whitened, [[-0.75 / sd, -0.25 / sd, 0.25 / sd, 0.75 / sd]])
+
+
+@pytest.mark.parametrize("kept", [[], [2.5], [2.5, 2.5, 2.5]])
+def test_whitening_without_spread_gives_zeros(kept):
+    x = torch.tensor([[*kept, float("nan")]])
+    mask = torch.tensor([[True] * len(kept) + [False]])
+    whitened = losses.whiten(x, mask, *losses.masked_whiten_stats(x, mask))
+    assert (whitened == 0).all()
+
+
+def test_whitening_one_element_of_a_population_of_one_shifts_only():
+    one = torch.tensor(1.0, dtype=torch.float64)
+    shifted = losses.whiten(torch.tensor([3.0]), torch.tensor([True]), one, one * 2.5, one * 2.5**2)
+    assert_close(shifted, [0.5])
+
+
+# ---- the KL coefficient
+
+
+def test_adaptive_kl_by_hand():
+    controller = losses.AdaptiveKL(init=0.1, target=6.0, horizon=100)
+    controller.update(kl=6.6, n=10)  # error 0.1: a factor of 1 + 0.1 * 10 / 100
+    assert controller.value == pytest.approx(0.1 * 1.01)
+    controller.update(kl=60.0, n=10)  # error clipped to 0.2
+    assert controller.value == pytest.approx(0.1 * 1.01 * 1.02)
+    controller.update(kl=-3.0, n=10)  # k1 may be negative; error clipped to -0.2
+    assert controller.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+
+
+def test_adaptive_kl_is_fixed_without_a_target_and_ignores_nan():
+    fixed = losses.AdaptiveKL(init=0.1, target=None, horizon=100)
+    fixed.update(kl=50.0, n=10)
+    assert fixed.value == 0.1
+    adaptive = losses.AdaptiveKL(init=0.1, target=6.0, horizon=100)
+    adaptive.update(kl=float("nan"), n=10)
+    assert adaptive.value == 0.1
+
+
+def test_adaptive_kl_never_turns_negative():
+    controller = losses.AdaptiveKL(init=0.1, target=6.0, horizon=1)
+    controller.update(kl=0.0, n=64)  # 1 - 0.2 * 64 would be -11.8
+    assert controller.value == pytest.approx(0.08)
