@@ -99,7 +99,7 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
             yield Change({"dtype": "bf16"}, 1.5)
 
 
-def _of_model(config: Any, prefix: str, several: bool) -> Iterator[Change]:
+def _of_model(config: CommonConfig, prefix: str, several: bool) -> Iterator[Change]:
     yield from _off(config, f"{prefix}gradient_checkpointing", 1.5)
     stage = getattr(config, f"{prefix}zero_stage")
     for other in (2, 3):
@@ -123,19 +123,19 @@ def _of_rollout(config: RLHFConfig, num_processes: int) -> Iterator[Change]:
         yield Change({"inference_tp_size": size}, 1.5)
 
 
-def _off(config: Any, name: str, cost: float) -> Iterator[Change]:
+def _off(config: CommonConfig, name: str, cost: float) -> Iterator[Change]:
     """Switch on a flag that is off."""
     if not getattr(config, name):
         yield Change({name: True}, cost)
 
 
-def _halves(config: Any, name: str, cost: float = 1) -> Iterator[Change]:
+def _halves(config: CommonConfig, name: str, cost: float = 1) -> Iterator[Change]:
     value = getattr(config, name)
     if value > 1:
         yield Change({name: value // 2}, cost)
 
 
-def _smaller_micro_batch(config: Any, name: str) -> Iterator[Change]:
+def _smaller_micro_batch(config: CommonConfig, name: str) -> Iterator[Change]:
     """A half and a quarter of the micro-batch, with the same batch per optimizer step."""
     size, times = getattr(config, name), config.gradient_accumulation_steps
     for cut in (2, 4):

@@ -7,7 +7,6 @@ written.
 import copy
 import logging
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,12 +21,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
 from dschat.estimate.activations import LARGE_BLOCK, Pass, Work, run_pass
-from dschat.models.config_files import build_from
+from dschat.models.config_files import build_from, muted
 from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.score_model import ScoreModel
@@ -172,9 +172,8 @@ class Models:
             with init_empty_weights(include_buffers=True):
                 return auto.from_config(config, **options)
 
-        with _quiet():
+        with muted(logging.WARNING):  # warnings of transformers and PEFT concern loaded weights
             module = build_from(config, build, use.name, use.flag)
-        with _quiet():
             module = prepare_for_training(
                 module,
                 use.gradient_checkpointing,
@@ -203,7 +202,7 @@ def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
     )
 
 
-def _language_model(module: nn.Module) -> Any:
+def _language_model(module: nn.Module) -> PreTrainedModel:
     module = module.model if isinstance(module, ScoreModel) else module
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
@@ -215,17 +214,3 @@ def _cut(config: PretrainedConfig, num_layers: int) -> None:
         if isinstance(value, (list, tuple)) and len(value) == depth:
             setattr(config, name, value[:num_layers])
     config.num_hidden_layers = num_layers
-
-
-class _quiet:
-    """Context that mutes warnings of transformers and PEFT, which concern loaded weights."""
-
-    def __enter__(self) -> None:
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *error: Any) -> None:
-        logging.disable(logging.NOTSET)
-        self._warnings.__exit__(*error)

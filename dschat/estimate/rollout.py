@@ -5,9 +5,9 @@ It repeats decisions of `dschat.hybrid.rollout_form` (form and layout) and of
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from dschat.config import RLHFConfig
 from dschat.estimate.device import GIB, Device
@@ -43,7 +43,7 @@ class RolloutBytes:
 
 def rollout_bytes(
     config: RLHFConfig,
-    model: Any,
+    model: PretrainedConfig,
     sizes: Sizes,
     num_adapters: int,
     dtype: torch.dtype,

@@ -137,7 +137,7 @@ def _attempt(
     flag: str,
 ) -> T:
     """``action(fields)``; a failure is a ``UserError`` naming the field that `culprit` finds."""
-    with _silence():
+    with muted(logging.ERROR):  # the error raised here says it in one line
         try:
             return action(fields)
         except UserError:
@@ -164,15 +164,16 @@ def culprit(action: Callable[[Mapping[str, Any]], Any], fields: Mapping[str, Any
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Mutes transformers' logs and warnings: the error raised here says it in one line."""
-    logging.disable(logging.ERROR)
+def muted(level: int) -> Iterator[None]:
+    """Context without Python warnings, and without log records up to ``level``."""
+    before = logging.root.manager.disable
+    logging.disable(max(level, before))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def _raw_faults(raw: Mapping[str, Any]) -> Iterator[Fault]:

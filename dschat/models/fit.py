@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from dschat.config import UserError
-from dschat.models.config_files import build_from, read_generation_config
+from dschat.models.config_files import build_from, muted, read_generation_config
 from dschat.models.lora import check_rank
 from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
 
@@ -110,12 +110,12 @@ def _meta_model(
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
 
-    logging.disable(logging.WARNING)  # its advice concerns models that compute
     try:
-        model = build_from(config, build, name_or_path, flag)
-        if not attn_implementation:
-            return model
-        return build(config, attn_implementation=attn_implementation)
+        with muted(logging.WARNING):  # its advice concerns models that compute
+            model = build_from(config, build, name_or_path, flag)
+            if not attn_implementation:
+                return model
+            return build(config, attn_implementation=attn_implementation)
     except (ValueError, ImportError) as error:
         if isinstance(error, UserError):
             raise
@@ -124,8 +124,6 @@ def _meta_model(
             f"--attn_implementation {attn_implementation}: {name_or_path} cannot use it here "
             f"({reason}); sdpa and eager always work"
         ) from error
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _differences(

@@ -160,7 +160,7 @@ def _drop_invalid_pad(config: PretrainedConfig) -> int | None:
 
 
 def _from_pretrained(
-    auto_class: Any,
+    auto_class: type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification],
     name_or_path: str,
     flag: str,
     config: PretrainedConfig,

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class MetricsLog:
     """
 
     def __init__(self, output_dir: str | None, config: CommonConfig) -> None:
-        self._file: Any = None
+        self._file: FileIO | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._end = 0  # bytes in the file
