@@ -1,0 +1,108 @@
+"""Activations: by hand, extrapolated from few layers, of every family."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from estimates import estimated
+from torch import nn
+
+from dschat.estimate.activations import run_pass
+from dschat.estimate.models import Models, Use
+
+BF16 = torch.bfloat16
+FP32 = torch.float32
+
+
+class TwoLayers(nn.Module):
+    """Embedding (10, 4), 4 -> 16, ReLU, 16 -> 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(10, 4), nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, input_ids):
+        return self.down(self.up(self.embed(input_ids)).relu()).squeeze(-1)
+
+
+def test_activations_by_hand():
+    """3 x 5 tokens, fp32: 15 x 4 embedded, 15 x 16 hidden, 15 scores, squares and their sum."""
+    with torch.device("meta"):
+        module = TwoLayers()
+    run = run_pass(module, "value", 3, 5, train=True, vocab_size=0)
+    tokens = 3 * 5 * 4  # bytes of one number per token
+    # Forward: ReLU reads the hidden state and writes another, then the first is freed.
+    forward = tokens * (4 + 16 + 16)
+    # Backward: saved tensors (embedded, hidden, scores, loss) and the gradients of ReLU's output
+    # and input; the gradients of the scores and of the last layer are already freed.
+    backward = tokens * (4 + 16 + 16 + 16)
+    activations, logits, gradients = run.peak(0, False, None)
+    assert logits == gradients == 0
+    assert forward <= backward <= activations <= backward + 2 * tokens + 16 * 4
+    num_trained = 10 * 4 + 4 * 16 + 16 + 16 + 1
+    assert run.phases[-1].num_done == num_trained
+    assert run.peak(4, True, None)[2] == 4 * num_trained
+    assert run.peak(0, False, retained=10**6)[0] == 10**6  # from other passes
+    forward_only = run_pass(module, "value", 3, 5, train=False, vocab_size=0)
+    assert forward_only.peak(0, False, None)[0] == tokens * (16 + 16)  # the embeddings are freed
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch):
+    config = json.loads(Path(opt("350m"), "config.json").read_text())
+    config |= {"num_hidden_layers": 9, "hidden_size": 64, "ffn_dim": 256, "vocab_size": 4096}
+    folder = Path(opt("350m")).parent / "nine"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 32}))
+    use = Use(str(folder), "--x", "lm", FP32, gradient_checkpointing=checkpointing)
+    quick = Models().run(use, "policy", 4, 64, train=True)
+    monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
+    whole = Models().run(use, "policy", 4, 64, train=True)
+    assert len(quick.phases) < len(whole.phases)
+    for per_gradient in (0, 2, 4):
+        for retained in (None, 0):
+            args = (per_gradient, False, retained)
+            assert quick.peak(*args) == whole.peak(*args)
+    assert quick.small == whole.small
+
+
+def test_attention_memory_is_linear_in_the_length(opt):
+    """Twice the length, twice the activations: no (T, T) matrix."""
+    use = Use(opt("350m"), "--x", "lm", BF16)
+    short, long = (
+        Models().run(use, "sft", 1, length, train=True).phases[0] for length in (512, 1024)
+    )
+    head = 512 * 50272 * 2  # bytes of its gradient, independent of the length
+    assert long.live - head == pytest.approx(2 * (short.live - head), rel=0.01)
+    assert long.logits == 2 * 1024 * 50272 * 2  # and their gradient
+
+
+FAMILIES = ("llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_estimated(tiny, family):
+    name = tiny(family)
+    fields = {
+        "actor_model_name_or_path": name,
+        "reward_model_name_or_path": name,
+        "actor_gradient_checkpointing": True,
+        "max_prompt_seq_len": 16,
+        "max_answer_seq_len": 16,
+        "critic_lora_dim": 4,
+    }
+    done, _ = estimated(fields)
+    with torch.device("meta"):
+        import tiny_models
+
+        actor = tiny_models.CONFIGS[family]()
+        size = sum(p.numel() for p in torch.nn.Module.parameters(_meta_lm(actor)))
+    assert done.peak.items["actor weights"] == 2 * size
+    assert done.fits
+
+
+def _meta_lm(config):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config)

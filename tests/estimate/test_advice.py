@@ -1,0 +1,82 @@
+"""The suggested changes save what they state; host memory counts."""
+
+from dataclasses import replace
+
+import pytest
+from estimates import estimated, pairs_estimate
+
+from dschat.config import RewardConfig, SFTConfig
+from dschat.estimate import report
+from dschat.estimate.advice import _changes, advise
+from dschat.estimate.device import GIB, Device
+
+
+def not_fitting(fields: dict, number: int):
+    """An estimate for a GPU with 0.8 of the needed memory, and the function that made it."""
+    roomy, _ = estimated(fields, number)
+    before, make = estimated(fields, number, gib=0.8 * roomy.peak.total / GIB)
+    assert not before.fits
+    return before, make
+
+
+def check_advice(before, make):
+    """The advice, after a check that each change saves the stated bytes."""
+    advice = advise(before, make)
+    assert 1 <= len(advice) <= 3
+    after = make(replace(before.config, **advice[0].change.fields))
+    assert advice[0].saved == before.peak.total - after.peak.total > 0
+    saved = sum(entry.saved for entry in advice)
+    assert advice[-1].after.peak.total == before.peak.total - saved
+    return advice
+
+
+@pytest.mark.slow
+def test_first_advice_saves_the_stated_bytes(opt):
+    fields = {
+        "actor_model_name_or_path": opt("small"),
+        "reward_model_name_or_path": opt("small"),
+        "max_prompt_seq_len": 64,
+        "max_answer_seq_len": 64,
+    }
+    before, make = not_fitting(fields, 3)
+    advice = check_advice(before, make)
+    text = report.table(before, "PPO", advice)
+    assert "DOES NOT FIT" in text
+    first = advice[0]
+    assert f"1. {first.change.flags(3)}: saves {first.saved / GIB:.3g} GiB" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "config"), [(1, SFTConfig), (2, RewardConfig)])
+def test_advice_of_the_other_steps(opt, number, config):
+    fields = {"model_name_or_path": opt("small"), "max_seq_len": 128}
+    before, make = not_fitting(fields, number)
+    assert isinstance(before.config, config)
+    assert f"--step{number}." in check_advice(before, make)[0].change.flags(number)
+
+
+def test_a_step_that_fits_has_no_advice(opt):
+    done, make = estimated({"model_name_or_path": opt("350m")}, number=1)
+    assert done.fits
+    assert advise(done, make) == []
+
+
+def test_host_memory_counts(opt):
+    fields = {"model_name_or_path": opt("1.3b"), "offload": True, "gradient_checkpointing": True}
+    done, _ = estimated(fields, number=1)
+    assert done.host["optimizer states"] == 12 * 1_315_758_080
+    assert "optimizer states" not in {k for k, v in done.peak.items.items() if v}
+    small = replace(done, device=Device("cuda", 80 * GIB, 8 * GIB, "a GPU"))
+    assert done.peak.total < small.device.memory
+    assert not small.fits
+    assert "fits on the device, not in host memory" in report.line(small, [])
+
+
+def test_advice_for_the_policy_on_pairs(tiny):
+    """Advises to precompute or offload a loaded reference, but not one that is not loaded."""
+    before, _ = pairs_estimate(tiny)
+    assert {"precompute_ref_logprobs": True} in [change.fields for change in _changes(before)]
+    done, _ = pairs_estimate(tiny, precompute_ref_logprobs=True)
+    assert {"precompute_ref_logprobs", "offload_reference_model"}.isdisjoint(
+        name for change in _changes(done) for name in change.fields
+    )

@@ -1,0 +1,91 @@
+"""The optional models of a step: critic, reference, reward model."""
+
+import pytest
+import torch
+from estimates import estimated, pairs_estimate
+
+from dschat import estimate
+from dschat.estimate.models import Models, Use
+
+
+def rlhf_estimate(tiny, **knobs):
+    fields = {
+        "actor_model_name_or_path": tiny("llama"),
+        "critic_model_name_or_path": tiny("llama"),
+        "max_prompt_seq_len": 16,
+        "max_answer_seq_len": 16,
+    }
+    return estimated(fields | knobs)[0]
+
+
+GRPO = {"advantage_estimator": "grpo", "num_samples_per_prompt": 4}
+PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "absent"),
+    [
+        ({}, set()),
+        (GRPO, {"critic"}),
+        (PROGRAM, {"reward"}),
+        ({"kl_coef": 0.0}, {"reference"}),
+        (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
+        # the actor without adapters is the reference
+        (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
+        # critic, reward model of another checkpoint, and a reward function
+        (PROGRAM | {"reward_model_name_or_path": "small"}, set()),
+    ],
+    ids=lambda value: "-".join(sorted(value)) or "none",  # the same in every process
+)
+def test_models_that_are_not_loaded_take_no_memory(tiny, knobs, absent):
+    if "reward_model_name_or_path" in knobs:
+        knobs = knobs | {"reward_model_name_or_path": tiny("llama")}
+    done = rlhf_estimate(tiny, **knobs)
+    for mode in done.modes:
+        loaded = {
+            name for name in ("critic", "reward", "reference") if f"{name} weights" in mode.items
+        }
+        assert loaded == {"critic", "reward", "reference"} - absent, mode.name
+    text = " ".join(done.models)
+    assert ("critic: " in text) == ("critic" not in absent)
+    assert ("reward model: none" in text) == ("reward" in absent)
+    needed = "kl_coef" not in knobs
+    assert ("reference: none" in text) == (not needed)
+
+
+def test_memory_of_a_critic(tiny):
+    """bf16 on one GPU: masters and moments take 12 bytes per parameter, weights 2."""
+    with_critic, without = rlhf_estimate(tiny), rlhf_estimate(tiny, **GRPO)
+    sizes = Models().sizes(Use(tiny("llama"), "--x", "score", torch.bfloat16))
+    pair = [
+        mode for done in (with_critic, without) for mode in done.modes if mode.name == "scoring"
+    ]
+    states = [mode.items["optimizer states"] for mode in pair]
+    assert states[0] - states[1] == 12 * sizes.total
+    assert pair[0].items["critic weights"] == 2 * sizes.total
+
+
+def test_the_policy_on_pairs_by_hand(tiny):
+    """Training takes the memory of SFT with twice the rows, plus a frozen copy if loaded."""
+    rows = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32}
+    sft = {"model_name_or_path": tiny("llama"), "max_seq_len": 32} | rows
+    plain, _ = estimated(sft, number=1)
+    live, _ = pairs_estimate(tiny)
+    before, _ = pairs_estimate(tiny, precompute_ref_logprobs=True)
+    weights = 2 * Models().sizes(Use(tiny("llama"), "--x", "lm", torch.bfloat16)).total
+    assert before.peak.total == plain.peak.total
+    assert live.peak.items["reference weights"] == weights == live.peak.items["model weights"]
+    assert live.peak.total == plain.peak.total + weights
+    assert not before.peak.items.get("reference weights")
+    away, _ = pairs_estimate(tiny, offload_reference_model=True)
+    assert away.host["reference weights"] == weights
+    lora, _ = pairs_estimate(tiny, lora_dim=8)
+    assert not lora.peak.items.get("reference weights")
+    lines = [done.models[1] for done in (live, before, lora)]
+    assert lines == [
+        "reference: a copy of the model",
+        "reference: its log-probs, computed before training",
+        "reference: the model without adapters",
+    ]
+    assert estimate.title_of(live.config) == "DPO"
+    assert live.number == 2

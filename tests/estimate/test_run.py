@@ -1,0 +1,105 @@
+"""Requests, log lines and ``train.py --plan``."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from estimates import estimated
+
+from dschat import estimate
+from dschat.config import RLHFConfig, UserError
+from dschat.estimate import Request
+from dschat.estimate.run import log_lines, make_estimator
+from dschat.launch import preflight_process
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_step_3_is_estimated_from_the_base_models(opt):
+    steps = {
+        1: {"model_name_or_path": opt("1.3b"), "output_dir": "OUT/step1_sft"},
+        2: {"model_name_or_path": "OUT/step1_sft", "output_dir": "OUT/step2_reward"},
+        3: {
+            "actor_model_name_or_path": "OUT/step1_sft",
+            "critic_model_name_or_path": "OUT/step2_reward",
+        },
+    }
+    request = Request(steps, 1, 1, 80.0)
+    assert Request.from_json(request.to_json()) == request
+    assert request.base_models == {opt("1.3b")}
+    done = make_estimator(request)(request.config(3))
+    assert isinstance(done.config, RLHFConfig)
+    assert done.models[0].startswith("actor: 1.316B parameters")
+    assert "reward model: 1.316B parameters" in done.models[2]
+
+
+def test_66b_on_64_devices(opt):
+    fields = {
+        "actor_model_name_or_path": opt("66b"),
+        "reward_model_name_or_path": opt("350m"),
+        "actor_zero_stage": 3,
+        "critic_zero_stage": 3,
+        "actor_gradient_checkpointing": True,
+        "critic_gradient_checkpointing": True,
+        "inference_tp_size": 8,
+        "per_device_generation_batch_size": 16,
+        "per_device_training_batch_size": 4,
+        "eval_batch_size": 4,
+    }
+    done, _ = estimated(fields, num_processes=64)
+    items = done.peak.items
+    total = 65_719_701_504  # parameters of transformers' OPT-66B
+    share = -(-total // 64)
+    assert items["actor weights"] == items["reference weights"] == 2 * share
+    critic = -(-331_196_928 // 64)
+    assert items["optimizer states"] == pytest.approx(12 * (share + critic), rel=1e-3)
+    assert items["rollout copy"] == pytest.approx(2 * total / 8, rel=1e-3)
+    assert done.fits
+
+
+def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
+    """A run continues without an estimate: of an architecture whose forward needs values, and of a
+    model that is not local.
+    """
+
+    def fail(*_):
+        raise RuntimeError("no meta kernel\nand more")
+
+    monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
+    request = Request({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
+    (line,) = log_lines(request)
+    assert line.startswith("no plan: step 1: --model_name_or_path")
+    assert line.endswith("cannot be planned: no meta kernel")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (line,) = preflight_process.log_lines(
+        Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
+    )
+    assert line.startswith("no plan:")
+    assert "nobody/nothing" in line
+    with pytest.raises(UserError, match="nobody/nothing: no such folder"):
+        estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+
+
+@pytest.mark.slow  # tests of wrong inputs run that process too
+def test_the_preflight_process_returns_the_line():
+    fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
+    (line,) = preflight_process.log_lines(Request({1: fields}, 1, 1, 0.9))
+    assert line.startswith("plan: step 1: training (")
+    assert " of 0.9 GiB: " in line
+
+
+def test_plan_command(tmp_path, monkeypatch, capsys):
+    """``train.py --plan``: a table, nothing written, 0 whether it fits or not."""
+    out = tmp_path / "out"
+    command = ["train.py", "--plan", "--output-dir", str(out), "--num-gpus", "1"]
+    command += ["--step", "1", "--device-memory-gib", "0.76"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command)
+    assert runpy.run_path(str(ROOT / "train.py"))["main"]() == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    assert "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB" in printed
+    assert "DOES NOT FIT" in printed
+    assert "change first, in this order:\n    1. --step1." in printed
+    assert list(tmp_path.iterdir()) == []
