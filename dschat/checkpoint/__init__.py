@@ -1,12 +1,11 @@
-"""What training leaves on disk: models for others (`export`), and everything a run needs to go on.
+"""Training checkpoints, and Hugging Face export of models.
 
-A checkpoint is a folder, complete or absent. ``manifest`` is how it is recognised, found and
-compared (no torch needed); ``files`` writes what a power cut leaves whole; ``snapshot`` copies
-state out of training's way; ``engines`` is DeepSpeed's part, ``randoms`` the generators';
-``writer`` writes in the background; ``run`` is all of it together. It must not know which step
-trains, nor what its counters mean.
+A checkpoint is a folder, complete or absent. `manifest` identifies and compares checkpoints (no
+torch needed), `atomic_files` writes files that survive a power cut, `snapshot` copies state to host
+memory, `deepspeed_state` and `rng_state` capture and restore state, `async_writer` writes in the
+background; `manager` combines them.
 
-The names below load on first use: whoever only looks for a checkpoint imports no torch.
+The names below load on first use: looking for a checkpoint imports no torch.
 """
 
 from importlib import import_module
@@ -16,7 +15,7 @@ _EXPORTS = {
     "MAX_FILE_BYTES": "dschat.checkpoint.hf_export",
     "export_adapter": "dschat.checkpoint.hf_export",
     "export_hf": "dschat.checkpoint.hf_export",
-    "Found": "dschat.checkpoint.manifest",
+    "CheckpointInfo": "dschat.checkpoint.manifest",
     "changed_settings": "dschat.checkpoint.manifest",
     "newest": "dschat.checkpoint.manifest",
     "step_name": "dschat.checkpoint.manifest",

@@ -1,10 +1,8 @@
-"""Writes one checkpoint in the background: every process its own files, the main one the rest.
+"""Writes a checkpoint in the background: every rank its own files, rank 0 the manifest.
 
-Contents and a staging folder come in; a whole checkpoint, or the reason why there is none, goes
-out. Processes speak through files alone, so that training waits for nobody: a process that has
-written its files leaves ``.done_00001.json`` in the staging folder, with their sizes and
-checksums; the main process waits for all of these, writes the manifest and renames. It must not
-know what the contents are.
+Ranks communicate through files only, so that training waits for no rank: a rank that has written
+its files leaves ``.done_00001.json`` in the staging folder, with their sizes and checksums. Rank 0
+waits for all of these, writes the manifest and renames the folder.
 """
 
 import json
@@ -20,8 +18,8 @@ from typing import Any
 from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manifest import (
     MANIFEST,
+    CheckpointInfo,
     Damaged,
-    Found,
     check_sizes,
     manifest_bytes,
     read_manifest,
@@ -29,19 +27,18 @@ from dschat.checkpoint.manifest import (
 
 logger = logging.getLogger("dschat")
 
-SHOWS_UP_S = 90.0  # how long a file that was written may take to be seen by another machine
+SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
 _POLL_S = 0.05
 
 
 class Failed(Exception):
-    """A checkpoint that could not be written, for a reason that lies outside of the program."""
+    """A checkpoint could not be written: a full disk, a removed folder."""
 
 
 class Writing:
-    """A checkpoint on its way to disk.
+    """A checkpoint that is being written.
 
-    ``problem``: why this process's part could not be written, once `join_own` returned; ``found``:
-    the whole checkpoint, on the main process, once `finish` returned.
+    ``problem``: why this rank's files could not be written, once `join_own` has returned.
     """
 
     def __init__(
@@ -51,11 +48,12 @@ class Writing:
         settings: Mapping[str, Any],
         rank: int,
         world_size: int,
-        finished: Callable[[Found | None, str], None],
+        finished: Callable[[CheckpointInfo | None, str], None],
         others: Sequence[Path] = (),
     ) -> None:
-        """``finished(found, problem)`` is called on rank 0, once, when it is whole or has failed;
-        perhaps from another thread. ``others``: files of rank 0 that are on disk before it is.
+        """``finished(checkpoint, problem)`` is called once on rank 0, when the checkpoint is
+        complete or has failed; perhaps from another thread. ``others``: files outside of it that
+        rank 0 syncs to disk before it is complete.
         """
         self.step = step
         self.problem = ""
@@ -71,25 +69,25 @@ class Writing:
         self._thread: threading.Thread | None = None
 
     def start(self, contents: Mapping[str, Any], in_background: bool) -> None:
-        """Write ``contents``, path below the folder -> what `files.write_file` takes."""
+        """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`."""
         if not in_background:
             self._write_own(contents)
         self._thread = threading.Thread(
             target=self._run,
             args=(contents if in_background else None,),
             name="checkpoint",
-            daemon=True,  # a run that ends without `join` has a checkpoint less, not a thread more
+            daemon=True,  # a run that ends without `join` loses this checkpoint
         )
         self._thread.start()
 
     def join_own(self) -> None:
-        """Wait until this process's files are written, or cannot be. Raises for a bug."""
+        """Wait until this rank's files are written or have failed. Raises for a bug."""
         self._own.wait()
         if self._bug is not None:
             raise self._bug
 
     def join(self, problem: str) -> None:
-        """Wait for the rest; every process's files are written, or there is this ``problem``."""
+        """Wait for the manifest; all ranks' files are written, or one has this ``problem``."""
         if problem:
             self.problem = self.problem or problem
             self._give_up.set()
@@ -115,7 +113,7 @@ class Writing:
             self._staging.mkdir(parents=True, exist_ok=True)
             for name, content in contents.items():
                 written[name] = atomic_files.write_file(self._staging / name, content)
-            self._tell(f".done_{self._rank:05d}.json", json.dumps(written))
+            self._write_note(f".done_{self._rank:05d}.json", json.dumps(written))
         except OSError as error:
             self.problem = _reason(error)
             self._drop(list(contents))
@@ -125,22 +123,22 @@ class Writing:
             self._own.set()
 
     def _drop(self, names: list[str]) -> None:
-        """Give the space back, and tell the main process if that can be written."""
+        """Delete this rank's files, and tell rank 0 that it failed."""
         try:
             for name in names:
                 (self._staging / name).unlink(missing_ok=True)
-            self._tell(f".failed_{self._rank:05d}.json", json.dumps(self.problem))
+            self._write_note(f".failed_{self._rank:05d}.json", json.dumps(self.problem))
         except OSError:
-            logger.debug("process %d cannot say in files that it failed", self._rank)
+            logger.debug("process %d cannot write that it failed", self._rank)
 
-    def _tell(self, name: str, text: str) -> None:
-        """A file that is there, whole, or not."""
+    def _write_note(self, name: str, text: str) -> None:
+        """Write a file that is complete or absent."""
         path = self._staging / f"{name}.new"
         path.write_text(text, encoding="utf-8")
         os.rename(path, self._staging / name)
 
     def _finish(self) -> None:
-        """Everybody's files are one checkpoint, or none."""
+        """Rank 0: complete the checkpoint from all ranks' files, or remove it."""
         try:
             if self.problem:
                 raise Failed(self.problem)
@@ -153,18 +151,18 @@ class Writing:
             text = manifest_bytes(self.step, self._world_size, self._settings, written)
             atomic_files.write_file(self._staging / MANIFEST, text)
             atomic_files.sync_folders(self._staging)
-            check_sizes(read_manifest(self._staging))  # somebody may have deleted some
+            check_sizes(read_manifest(self._staging))  # files may have been deleted meanwhile
             atomic_files.move_in(self._staging, self._target)
-            found = read_manifest(self._target)
+            checkpoint = read_manifest(self._target)
         except (OSError, Failed, Damaged) as error:
             self.problem = self.problem or _reason(error)
             shutil.rmtree(self._staging, ignore_errors=True)
             self._finished(None, self.problem)
         else:
-            self._finished(found, "")
+            self._finished(checkpoint, "")
 
     def _gathered(self) -> dict[str, tuple[int, str]]:
-        """What all processes wrote; waits for them."""
+        """The files of all ranks; waits for them."""
         written: dict[str, tuple[int, str]] = {}
         waiting = set(range(self._world_size))
         while waiting:

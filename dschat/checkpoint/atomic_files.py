@@ -1,8 +1,4 @@
-"""Files that a power cut leaves whole, and folders that are there or not.
-
-Contents come in; files on disk with their sizes and checksums, and renamed folders, go out. It must
-not know what is written, nor which process writes it.
-"""
+"""Writes files that survive a power cut, and folders that are complete or absent."""
 
 import hashlib
 import json
@@ -21,7 +17,7 @@ from dschat.checkpoint.manifest import MANIFEST, sha256_of
 
 logger = logging.getLogger("dschat")
 
-# Hidden folders beside the checkpoints, by what was going on when the process was killed.
+# Suffixes of hidden folders beside the checkpoints, by the operation that a kill interrupted.
 SAVING, REMOVED, REPLACED = ".saving", ".removed", ".replaced"
 
 # safetensors' names of dtypes (https://github.com/huggingface/safetensors, "Format")
@@ -40,14 +36,14 @@ _DTYPES = {
 
 
 class HashedFile:
-    """A new file that counts and hashes what is written to it; on disk at the end of the scope."""
+    """A new file that counts and hashes what is written to it; synced to disk on exit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(path, "wb")  # noqa: SIM115  closed by __exit__
         self._sha = hashlib.sha256()
         self.size = 0
-        self.error: OSError | None = None  # libraries that write to us may speak of another
+        self.error: OSError | None = None  # a library that writes here may raise another error
 
     def write(self, data: Any) -> int:
         try:
@@ -80,8 +76,9 @@ class HashedFile:
 
 
 def write_file(path: Path, content: Any) -> tuple[int, str]:
-    """Write ``content`` by the suffix of ``path``: tensors by name (safetensors), what JSON can say
-    (json), or anything (torch's own format). Returns size and sha256, once it is on disk.
+    """Write ``content`` in the format of ``path``'s suffix and sync it; returns size and sha256.
+
+    ``.safetensors``: tensors by name; ``.json``: a JSON value, or bytes; else ``torch.save``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(path) as file:
@@ -92,14 +89,14 @@ def write_file(path: Path, content: Any) -> tuple[int, str]:
                 file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
             else:
                 torch.save(content, file)
-        except RuntimeError:  # what torch makes of a write that failed
+        except RuntimeError:  # torch raises it for a failed write
             raise file.error or RuntimeError(f"{path} cannot be written") from file.error
     return file.entry
 
 
 def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
-    """The safetensors format, streamed: the library would hold a second copy of everything."""
-    # Largest elements first, so that each tensor lies aligned to its own.
+    """The safetensors format, streamed: the library would hold a second copy of all tensors."""
+    # Largest elements first, so that each tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header, offset = {}, 0
     for name, tensor in ordered:
@@ -119,13 +116,13 @@ def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Put the names in ``folder`` and in the folders below it on disk."""
+    """Sync the directory entries of ``folder`` and of the folders below it to disk."""
     for path, _, _ in os.walk(folder):
         sync_file(Path(path))
 
 
 def sync_file(path: Path) -> None:
-    """Put a file, or the names in a folder, on disk."""
+    """Sync a file, or a folder's directory entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -134,12 +131,12 @@ def sync_file(path: Path) -> None:
 
 
 def unclaimed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every file in ``folder`` that is not ``claimed``, synced; but hidden
-    ones.
+    """Sync all files in ``folder`` that are not in ``claimed``; returns their sizes and checksums.
 
-    So is what DeepSpeed copies by itself: optimizer states that live on a disk.
+    DeepSpeed copies such files itself: optimizer states that are offloaded to a disk. Hidden files
+    are skipped.
     """
-    found = {}
+    entries = {}
     for root, _, names in os.walk(folder):
         for path in (Path(root) / name for name in names if not name.startswith(".")):
             relative = path.relative_to(folder).as_posix()
@@ -147,14 +144,14 @@ def unclaimed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, tuple[int, 
                 continue
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-            found[relative] = (path.stat().st_size, sha256_of(path))
-    return found
+            entries[relative] = (path.stat().st_size, sha256_of(path))
+    return entries
 
 
 def move_in(staging: Path, target: Path) -> None:
-    """Rename ``staging`` to ``target``, in place of one that is there; on disk on return.
+    """Rename ``staging`` to ``target``, replacing an existing one; synced on return.
 
-    Killed between the two renames, `tidy` brings the old one back.
+    After a kill between the two renames `tidy` restores the old folder.
     """
     old = _aside(target, REPLACED)
     if target.exists():
@@ -166,11 +163,11 @@ def move_in(staging: Path, target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint: killed at any instant it is whole, or no checkpoint any more."""
+    """Remove a checkpoint; after a kill at any moment it is complete or gone."""
     hidden = _aside(target, REMOVED)
     try:
         os.rename(target, hidden)
-    except OSError as error:  # nothing is lost by one too many
+    except OSError as error:  # keeping one too many loses nothing
         logger.warning("%s cannot be removed: %s", target, error.strerror)
         return
     shutil.rmtree(hidden, ignore_errors=True)
@@ -181,19 +178,17 @@ def _aside(target: Path, suffix: str) -> Path:
 
 
 def staging_of(target: Path) -> Path:
-    """Where the files of ``target`` are written before it is whole."""
+    """The folder that the files of ``target`` are written into."""
     return _aside(target, SAVING)
 
 
 def tidy(folder: Path) -> None:
-    """Clear away what killed processes left in ``folder``; a checkpoint that was about to be
-    replaced comes back.
-    """
+    """Remove what killed processes left in ``folder``; restore a checkpoint being replaced."""
     for suffix in (SAVING, REMOVED, REPLACED):
         for path in folder.glob(f".step_*{suffix}"):
             target = path.with_name(path.name[1:].removesuffix(suffix))
             if suffix == REPLACED and not target.exists():
-                with suppress(OSError):  # a disk that cannot be written any more
+                with suppress(OSError):  # the disk cannot be written
                     os.rename(path, target)
             else:
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,10 +1,9 @@
-"""DeepSpeed's part of a checkpoint: the states of one engine, out of it and back in.
+"""Captures and restores the state of a DeepSpeed engine, also under another layout.
 
-An engine comes in, with a folder of its files; those files' contents go out, or the engine goes on
-where it was, with its own settings, and with any ZeRO stage, precision and number of processes.
-DeepSpeed decides what its state is and where it lies; what it would write is handed to whoever
-writes, and what it unpickles is confined to the few types that belong there. Frozen weights are not
-in it: they come from where they came at the start. It must not know what is trained.
+A restored engine keeps its own settings; its ZeRO stage, precision and number of processes may
+differ from those of the checkpoint. DeepSpeed chooses the files and their contents; they are
+captured instead of written, and unpickling is confined to the few types that they need. Frozen
+weights are left out: they are loaded from the base model again.
 """
 
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from dschat.models.training_engine import TrainingEngine
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class _InPlaceOfFiles:
-    """What DeepSpeed takes for the one that writes and reads its files."""
+class _CapturingCheckpointEngine:
+    """DeepSpeed's interface for writing and reading files; keeps the states in memory."""
 
     def __init__(self) -> None:
         self.states: dict[str, Any] = {}
@@ -35,10 +34,10 @@ class _InPlaceOfFiles:
         return load_file(Path(path), map_location)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Whoever writes has made them."""
+        """`async_writer` makes them."""
 
     def create(self, info: Any) -> None:
-        """There is nothing to announce to."""
+        """Nothing to prepare."""
 
     def commit(self, info: Any) -> bool:
         return True
@@ -51,8 +50,8 @@ class _InPlaceOfFiles:
 
 
 @contextmanager
-def _with(target: Any, **attributes: Any) -> Iterator[None]:
-    """A scope in which ``target`` has other attributes."""
+def _replaced(target: Any, **attributes: Any) -> Iterator[None]:
+    """A scope in which ``target`` has these ``attributes``."""
     before = {name: target.__dict__[name] for name in attributes if name in target.__dict__}
     for name, value in attributes.items():
         setattr(target, name, value)
@@ -66,15 +65,15 @@ def _with(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
-    """Collective. What DeepSpeed would write of ``engine`` on this process: path below ``folder``
-    -> state, live tensors and all. Optimizer states on a disk are copied there at once.
+    """Collective. The files that DeepSpeed would write for ``engine`` on this rank: path below
+    ``folder`` -> state, with live tensors. Copies optimizer states that are offloaded to a disk.
     """
-    files = _InPlaceOfFiles()
-    with _with(engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None):
+    files = _CapturingCheckpointEngine()
+    with _replaced(engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None):
         engine.save_checkpoint(
             str(folder),
             tag=name,
-            # DeepSpeed forgets the first; the second is for `reshard`.
+            # DeepSpeed does not save micro_steps; `reshard` needs the groups.
             client_state={"micro_steps": engine.micro_steps, "groups": _plain_groups(engine)},
             save_latest=False,
             exclude_frozen_parameters=True,
@@ -83,26 +82,26 @@ def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
 
 
 def _plain_groups(engine: TrainingEngine) -> list[list[str]]:
-    """Under ZeRO 0, the names of the parameters that torch's optimizer numbers, by group."""
+    """Under ZeRO 0, the names of the parameters in each group of torch's optimizer."""
     if engine.zero_optimization():
         return []
     return [[engine.param_names[p] for p in g["params"]] for g in engine.optimizer.param_groups]
 
 
 def restore(engine: TrainingEngine, folder: Path, name: str, world_size: int) -> None:
-    """Collective. Put ``engine`` where it was when ``folder / name`` was written by ``world_size``
-    processes. It must be new: DeepSpeed does not load into ZeRO-3 that has already saved.
+    """Collective. Restore ``engine`` from ``folder / name``, written by ``world_size`` processes.
 
-    State is what comes back: weights, moments, counts, place in the schedule, fp16's loss scale.
-    Settings stay those of ``engine``: learning rate, betas, decay, schedule, clipping, scaling.
+    Restored: weights, moments, counters, position in the schedule, fp16's loss scale. Kept from
+    ``engine``: learning rate, betas, decay, schedule, clipping, scaling. The engine must be new:
+    under ZeRO-3 DeepSpeed does not load into one that has saved.
 
-    Raises ``UserError`` for another model, and for states on a disk that would have to be cut anew.
+    Raises ``UserError`` for another model, and for states on a disk that need another layout.
     """
     saved = SavedEngine(folder / name, world_size)
     _check_fits(engine, saved)
-    as_it_lies = world_size == dist.world_size() or not engine.zero_optimization()
+    has_same_ranks = world_size == dist.world_size() or not engine.zero_optimization()
     with _own_settings(engine, saved):
-        if as_it_lies and _layout(saved.config) == _layout(engine.config):
+        if has_same_ranks and _layout(saved.config) == _layout(engine.config):
             _load_checkpoint(engine, folder, name)
         else:
             _check_in_memory(engine, saved)
@@ -111,13 +110,13 @@ def restore(engine: TrainingEngine, folder: Path, name: str, world_size: int) ->
 
 
 def _layout(config: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides how DeepSpeed's files are cut."""
+    """The settings that determine how DeepSpeed partitions its files."""
     enabled = [config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")]
     return config["zero_optimization"], *enabled
 
 
 def _check_fits(engine: TrainingEngine, saved: SavedEngine) -> None:
-    """``UserError`` where another set of weights was trained."""
+    """``UserError`` where other weights were trained."""
     then = saved.shapes()
     now = {
         name: tuple(getattr(p, "ds_shape", p.shape))
@@ -151,12 +150,12 @@ def _check_in_memory(engine: TrainingEngine, saved: SavedEngine) -> None:
 
 @contextmanager
 def _own_settings(engine: TrainingEngine, saved: SavedEngine) -> Iterator[None]:
-    """A scope in which ``engine`` is loaded, and keeps the settings that it has."""
+    """A scope for loading into ``engine``, after which it has its own settings again."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     base_rates = schedule.base_lrs
     names = ("clip_grad", "loss_scaler", "dynamic_loss_scale")  # of ZeRO's optimizers
-    kept = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    scaling = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
     yield
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
@@ -165,36 +164,36 @@ def _own_settings(engine: TrainingEngine, saved: SavedEngine) -> Iterator[None]:
     for group, rate, factor in rates:
         group["lr"] = rate * factor(schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
-    for name, value in kept.items():
+    for name, value in scaling.items():
         setattr(optimizer, name, value)
-    if "loss_scaler" in kept:
-        _take_up_scale(kept["loss_scaler"], engine.config, saved)
+    if "loss_scaler" in scaling:
+        _restore_loss_scale(scaling["loss_scaler"], engine.config, saved)
 
 
-def _take_up_scale(scaler: Any, config: dict[str, Any], saved: SavedEngine) -> None:
-    """fp16's dynamic loss scale as it was, unless it is now told to start elsewhere."""
-    before, asked = saved.loss_scaler(), ("loss_scale", "initial_scale_power")
+def _restore_loss_scale(scaler: Any, config: dict[str, Any], saved: SavedEngine) -> None:
+    """Restore fp16's dynamic loss scale, unless its initial value is set differently now."""
+    before, initial = saved.loss_scaler(), ("loss_scale", "initial_scale_power")
     then, now = (c.get("fp16", {}) for c in (saved.config, config))
     if not (scaler.dynamic and getattr(before, "dynamic", False)):
         return
-    if all(then.get(name) == now.get(name) for name in asked):
+    if all(then.get(name) == now.get(name) for name in initial):
         for name in _SCALE_STATE:
             setattr(scaler, name, getattr(before, name))
         scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
 
 
 def _load_checkpoint(engine: TrainingEngine, folder: Path, name: str) -> None:
-    """Collective. Into the layout that was saved."""
-    with _with(engine, checkpoint_engine=_InPlaceOfFiles()):
+    """Collective. Load into the same layout."""
+    with _replaced(engine, checkpoint_engine=_CapturingCheckpointEngine()):
         path, client_state = engine.load_checkpoint(
             str(folder), tag=name, custom_load_fn=_load_trained
         )
-    assert path is not None, f"{folder / name} holds nothing for DeepSpeed"
+    assert path is not None, f"{folder / name} has no files of DeepSpeed"
     engine.micro_steps = client_state["micro_steps"]
 
 
 def _reshard(engine: TrainingEngine, saved: SavedEngine) -> None:
-    """Collective. Into another layout."""
+    """Collective. Load into another layout."""
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_weights():
         optimizer.checkpoint_event_prologue()
@@ -207,7 +206,7 @@ def _reshard(engine: TrainingEngine, saved: SavedEngine) -> None:
 
 
 def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
-    """Every weight that is trained, and no other: frozen ones were left out."""
+    """Load exactly the trained weights: frozen ones were not saved."""
     result = dst.load_state_dict(src, strict=False)
     trained = {name for name, p in dst.named_parameters() if p.requires_grad}
     missing = trained & set(result.missing_keys)

@@ -1,8 +1,4 @@
-"""Whether the files that a flag names still hold what they held.
-
-Names come in as flags have them; a fingerprint of the local files behind them goes out. It must not
-know what is in a file.
-"""
+"""Fingerprints the local files that a flag names, to detect that they were edited."""
 
 import glob
 import os
@@ -10,20 +6,20 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Optional
 
-# What is read of a data folder: its own files, those of its train splits and of a hub clone's.
+# Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
 _OF_DATA = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
-_LIBRARYS_OWN = "cache-"  # what the datasets library writes beside the shards that it reads
+_CACHE_PREFIX = "cache-"  # files that the datasets library writes beside its shards
 _BLOCK = 1 << 16  # bytes
-_NUM_BLOCKS = 256  # of all files together: a fingerprint reads 16 MiB, of more than 128 files more
+_NUM_BLOCKS = 256  # of all files together, at least 2 each: 16 MiB for up to 128 files
 
 
 def fingerprint(names: Iterable[str]) -> Optional[str]:
-    """16 hexadecimal digits of the files that ``names`` stand for; None where none is local.
+    """16 hexadecimal digits for the files that ``names`` match; None where none is local.
 
     A name is a file, a folder, a glob, or one of these before colons (``PATH:WEIGHT``,
-    ``file.py:name``). Files may move, with their folder, but neither change nor be renamed. Of
-    small ones every byte counts; of larger ones the size and blocks spread over all of it.
+    ``file.py:name``). It covers the names of the files, not their folders; all bytes of small
+    files; the size of large files and blocks spread over them.
     """
     files = [path for name in names for path in _files(name)]
     digest = blake2b(digest_size=8)
@@ -32,12 +28,12 @@ def fingerprint(names: Iterable[str]) -> Optional[str]:
         try:
             _read(path, max(2, _NUM_BLOCKS // len(files)), digest.update)
         except OSError:
-            digest.update(b"unreadable")  # who needs it will say so
+            digest.update(b"unreadable")  # reading it later reports the error
     return digest.hexdigest() if files else None
 
 
 def _files(name: str) -> list[str]:
-    """The local files that ``name`` stands for, in an order that does not depend on the disk's."""
+    """The local files that ``name`` matches, sorted."""
     colon = ":"
     while name and colon:
         path = os.path.expanduser(name)
@@ -45,22 +41,22 @@ def _files(name: str) -> list[str]:
             return [path]
         if os.path.isdir(path):
             base = glob.escape(path)
-            found = [p for pattern in _IN_FOLDER for p in glob.glob(os.path.join(base, pattern))]
-            return sorted(set(filter(_is_data, found)))
-        if found := sorted(filter(_is_data, glob.glob(path, recursive=True))):
-            return found
+            matches = [p for pattern in _IN_FOLDER for p in glob.glob(os.path.join(base, pattern))]
+            return sorted(set(filter(_is_data, matches)))
+        if matches := sorted(filter(_is_data, glob.glob(path, recursive=True))):
+            return matches
         name, colon, _ = name.rpartition(":")
     return []
 
 
 def _is_data(path: str) -> bool:
     name = os.path.basename(path)
-    is_kind = name.lower().endswith(_OF_DATA) and not name.startswith(_LIBRARYS_OWN)
+    is_kind = name.lower().endswith(_OF_DATA) and not name.startswith(_CACHE_PREFIX)
     return is_kind and os.path.isfile(path)
 
 
 def _read(path: str, num_blocks: int, use: Callable[[bytes], None]) -> None:
-    """Hand ``use`` a file's size and up to ``num_blocks`` of its blocks, its first and last too."""
+    """Pass a file's size and up to ``num_blocks`` blocks, first and last included, to ``use``."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         use(b"%d\0" % size)

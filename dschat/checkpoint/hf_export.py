@@ -1,9 +1,6 @@
-"""Hugging Face export: a stream of weights onto disk as a plain checkpoint folder.
+"""Writes a stream of weights as a Hugging Face folder that ``AutoModel*.from_pretrained`` loads.
 
-A weight stream, a configuration and a tokenizer come in; a folder that
-``AutoModel*.from_pretrained`` loads
-goes out: sharded safetensors, complete or absent. No whole state dict is ever held. It must not
-know which step made the weights.
+The folder has sharded safetensors, and is complete or absent. No complete state dict is held.
 """
 
 import json
@@ -36,11 +33,11 @@ def export_hf(
     stop_ids: tuple[int, ...] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Collective. Write ``stream`` to ``folder``: every rank walks the stream, rank 0 writes.
+    """Collective. Write ``stream`` to ``folder``: every rank iterates, rank 0 writes.
 
-    ``architecture`` is the class name that config.json announces. ``stop_ids``: what ends an
-    answer, for the generation config; empty for reward models. Files are written beside ``folder``
-    first and moved in last. Raises ``UserError`` where the disk is full.
+    ``architecture``: the class name for config.json. ``stop_ids``: the ids that end an answer, for
+    the generation config; empty for reward models. Files are written beside ``folder`` and then
+    moved into it. Raises ``UserError`` where the disk is full.
     """
     folder = Path(folder)
     staging = folder.parent / f".{folder.name}.saving"
@@ -55,7 +52,7 @@ def export_hf(
             _write_index(staging, files)
             _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
             _move_in(staging, folder)
-    except BaseException as error:  # Ctrl-C, or a full disk: nothing half is left
+    except BaseException as error:  # Ctrl-C or a full disk: no partial model is left
         if main:
             shutil.rmtree(staging, ignore_errors=True)
         if is_full(error):
@@ -65,14 +62,14 @@ def export_hf(
 
 
 def _no_space(folder: Path, num_bytes: int) -> UserError:
-    """The error for a model that a full disk did not take; it names where the run can resume."""
-    found = next(filter(None, map(newest, (folder, *folder.parents[:2]))), None)
-    then = "train again"
-    if found:
-        then = f"resume from {found.folder} (--resume; train.py: the same command)"
+    """The error for a full disk; it names the checkpoint that the run can resume from."""
+    checkpoint = next(filter(None, map(newest, (folder, *folder.parents[:2]))), None)
+    remedy = "train again"
+    if checkpoint:
+        remedy = f"resume from {checkpoint.folder} (--resume; train.py: the same command)"
     return UserError(
         f"{folder} has no space for the model: {needed_and_free(num_bytes, folder)}; free some, "
-        f"then {then}"
+        f"then {remedy}"
     )
 
 
@@ -85,8 +82,8 @@ def _write_weights(
 ) -> torch.dtype | None:
     """Write the stream in files of at most ``max_file_bytes``; returns the dtype of the weights.
 
-    ``files`` is filled with the byte size of each tensor, per file. On a full disk the stream is
-    walked to its end all the same: all ranks do, and what is needed is known then.
+    Appends the byte size of each tensor to ``files``, per file. On a full disk it still iterates to
+    the end: the other ranks do, and the size of the model is known then.
     """
     dtype: torch.dtype | None = None
     waiting: dict[str, Tensor] = {}
@@ -116,7 +113,7 @@ def _write_weights(
         if waiting and used + size > max_file_bytes:
             flush()
             used = 0
-        # NOTE: the stream reuses its buffers, so what waits to be written is copied out of them.
+        # NOTE: the stream reuses its buffers, so pending tensors are copied.
         waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
         used += size
         del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
@@ -156,7 +153,7 @@ def _write_companions(
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
     if tokenizer.eos_token_id not in ends:  # --add_eot_token, or another --tokenizer_name_or_path
         saved.eos_token_id = tokenizer.eos_token_id
-    saved.dtype = dtype  # from_pretrained loads in it; the base's config may say another
+    saved.dtype = dtype  # from_pretrained loads in it; that of the base may differ
     saved.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
     if stop_ids:
@@ -169,7 +166,7 @@ def _write_companions(
 
 
 def _move_in(staging: Path, folder: Path) -> None:
-    """Move the finished files into ``folder``, which may hold metrics already; weights go last."""
+    """Move the finished files into ``folder``, which may hold metrics; weights go last."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
@@ -186,7 +183,7 @@ def _move_in(staging: Path, folder: Path) -> None:
 def export_adapter(
     folder: str | Path, stream: Iterable[tuple[str, Tensor]], wrapped: PeftModel
 ) -> None:
-    """Collective. Write a LoRA adapter in PEFT's format; ``stream`` carries adapters only."""
+    """Collective. Write a LoRA adapter in PEFT's format; ``stream`` has adapter weights only."""
     state = {}
     for name, tensor in stream:
         if dist.is_main_process():

@@ -1,19 +1,17 @@
-"""Everything a run needs to go on, saved and put back: engines, tensors, values, generators.
+"""Saves and restores the state of a training run: engines, tensors, values, random generators.
 
-A `RunState` comes in, at a step's boundary; a folder that is whole or absent goes out, and the same
-state again in another process, with as many processes or others. It must not know which step
-trains, nor what values and tensors mean.
+A `RunState` is saved after a step and restored in a new run, whose world size may differ.
 
 A checkpoint, ``OUT/<step>/checkpoints/step_000012``::
 
-    actor/*.pt, critic/*.pt      DeepSpeed's own, one or two for each process
-    rank_00000.safetensors       that process's tensors and random generators
-    values.json                  counters, positions, statistics: the same on all processes
+    actor/*.pt, critic/*.pt      DeepSpeed's files, one or two per rank
+    rank_00000.safetensors       that rank's tensors and random generators
+    values.json                  counters, positions, statistics: the same on all ranks
     manifest.json                step, settings, every file's size and checksum; written last
 
-All processes write into one folder, so with several machines the output folder is on a disk that
-they share. State is copied to host memory at the boundary (its size again, until it is written) and
-written while training goes on; without the memory for that, training waits.
+All ranks write into one folder, so several machines need a shared disk for the output folder.
+State is copied to host memory (its size again, until it is written) and written while training
+continues; without enough memory, training waits.
 """
 
 import json
@@ -33,8 +31,8 @@ from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
 from dschat.checkpoint.async_writer import Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
+    CheckpointInfo,
     Damaged,
-    Found,
     check_checksums,
     check_sizes,
     read_manifest,
@@ -47,18 +45,18 @@ from dschat.models.training_engine import TrainingEngine
 logger = logging.getLogger("dschat")
 
 _VALUES = "values.json"
-_RANDOM = "random"  # the generators' group of tensors
+_RANDOM = "random"  # the group name of the generators' states
 Tensors = dict[str, dict[str, Tensor]]
 
 
 @dataclass
 class RunState:
-    """What a step's loop holds that the next one depends on.
+    """The state after a step that the next step depends on.
 
-    ``engines``: DeepSpeed engines by name. ``tensors``: this process's own, by group and name.
-    ``values``: what JSON can say, the same on all processes. ``generators``: from
-    `randoms.read_generators`; None: as they are when it is saved. ``files``: those outside of the
-    checkpoint that ``values`` speak of; they are on disk before it is.
+    ``engines``: DeepSpeed engines by name. ``tensors``: this rank's, by group and name.
+    ``values``: JSON values, the same on all ranks. ``generators``: from
+    `rng_state.read_generators`; None: their states when it is saved. ``files``: files outside of
+    the checkpoint that ``values`` refer to; they are synced to disk before it is complete.
     """
 
     engines: dict[str, TrainingEngine] = field(default_factory=dict)
@@ -69,24 +67,24 @@ class RunState:
 
 
 class CheckpointManager:
-    """The checkpoints of one step's output folder. Every method is collective unless it says so."""
+    """The checkpoints of one step's output folder. All methods are collective."""
 
     def __init__(
         self, output_dir: str | Path, settings: Mapping[str, Any], total_limit: int | None = None
     ) -> None:
-        """Collective. Clear away what a killed process left half-written.
+        """Collective. Removes what killed processes left half-written.
 
-        ``settings``: what JSON can say of the run and must be equal to go on (`changed_settings`);
-        a ``seed`` among them seeds processes that a checkpoint does not know. ``total_limit``: how
-        many to keep, the newest; None: all.
+        ``settings``: JSON values that must be equal in a run that resumes (`changed_settings`); a
+        ``seed`` among them seeds ranks that are not in a checkpoint. ``total_limit``: number of
+        latest checkpoints to keep; None: all.
         """
         self._folder = Path(output_dir) / FOLDER
         self._settings = json.loads(json.dumps(settings))
         self._total_limit = total_limit
         self._writing: Writing | None = None
         self._damaged: set[Path] = set()
-        self._failing = False  # the last one could not be written, which is said once
-        self.last: Path | None = None  # the newest that is known to be whole; on the main process
+        self._failing = False  # the last one could not be written, which is logged once
+        self.last: Path | None = None  # the latest complete one, on rank 0
         hosts = dist.gather_objects(socket.gethostname())
         self._processes_here = hosts.count(socket.gethostname())
         self._tidy()
@@ -97,7 +95,7 @@ class CheckpointManager:
         dist.barrier()
 
     def clear(self) -> None:
-        """Collective. Remove every checkpoint: a new run begins in an old one's folder."""
+        """Collective. Remove all checkpoints, before a new run in the same folder."""
         if dist.is_main_process():
             for folder in step_folders(self._folder):
                 atomic_files.remove(folder)
@@ -107,16 +105,15 @@ class CheckpointManager:
     # -- Saving
 
     def save(self, step: int, state: RunState) -> None:
-        """Collective. Save ``state``, of the boundary after ``step``; returns when training may go
-        on, which is before the checkpoint is whole.
+        """Collective. Save ``state`` after ``step``; returns before the checkpoint is complete, as
+        soon as training may continue.
 
-        What cannot be written (no space, a folder removed) is said once in the log; the older
-        checkpoints stay.
+        A failed write (no space, a removed folder) is logged once; older checkpoints stay.
         """
         self.wait()
         self._tidy()
         target = self._folder / step_name(step)
-        problem = _made(atomic_files.staging_of(target), list(state.engines))
+        problem = _make_folders(atomic_files.staging_of(target), list(state.engines))
         if problem:
             if dist.is_main_process():
                 self._finished(None, problem)
@@ -139,8 +136,8 @@ class CheckpointManager:
         self._writing.start(contents, in_background)
 
     def _contents(self, staging: Path, state: RunState) -> dict[str, Any]:
-        """Collective. What this process writes, by path in the checkpoint."""
-        assert _RANDOM not in state.tensors, f"{_RANDOM} is a name of ours"
+        """Collective. What this rank writes, by path in the checkpoint."""
+        assert _RANDOM not in state.tensors, f"{_RANDOM} is a reserved name"
         contents: dict[str, Any] = {}
         for name, engine in state.engines.items():
             contents |= deepspeed_state.capture(engine, staging, name)
@@ -156,36 +153,36 @@ class CheckpointManager:
         return contents
 
     def wait(self) -> None:
-        """Collective. Until what is being written is whole, or has failed."""
+        """Collective. Wait until the current write is complete or has failed."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         writing.join_own()
         problems = dist.gather_objects(writing.problem)
-        named = [f"process {rank}: {p}" for rank, p in enumerate(problems) if p]
-        writing.join(named[0] if named else "")
+        failures = [f"process {rank}: {p}" for rank, p in enumerate(problems) if p]
+        writing.join(failures[0] if failures else "")
         dist.barrier()
 
-    def _finished(self, found: Found | None, problem: str) -> None:
-        """On the main process, from the writing thread."""
-        if found is None:
-            stays = f"{self.last} stays the last one" if self.last else "there is none yet"
+    def _finished(self, checkpoint: CheckpointInfo | None, problem: str) -> None:
+        """On rank 0, from the writing thread."""
+        if checkpoint is None:
+            latest = self.last or "none yet"
             logger.log(
                 logging.DEBUG if self._failing else logging.WARNING,
-                "a checkpoint could not be written (%s); training goes on, %s",
+                "a checkpoint could not be written (%s); training continues; latest checkpoint: %s",
                 problem,
-                stays,
+                latest,
             )
             self._failing = True
             return
         if self._failing:
             logger.warning("checkpoints are written again")
-        self._failing, self.last = False, found.folder
-        logger.info("checkpoint %s (%.2f GiB)", found.folder, found.num_bytes / 2**30)
-        self._prune(found)
+        self._failing, self.last = False, checkpoint.folder
+        logger.info("checkpoint %s (%.2f GiB)", checkpoint.folder, checkpoint.num_bytes / 2**30)
+        self._prune(checkpoint)
 
-    def _prune(self, newest: Found) -> None:
-        """Remove what is too many, and what is damaged."""
+    def _prune(self, newest: CheckpointInfo) -> None:
+        """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
         older = []
         for folder, step in step_folders(self._folder).items():
             if step < newest.step:
@@ -196,96 +193,96 @@ class CheckpointManager:
             for folder in older[max(0, self._total_limit - 1) :]:
                 atomic_files.remove(folder)
 
-    # -- Going on
+    # -- Resuming
 
-    def latest(self, path: str | Path | None = None) -> Found | None:
-        """Collective. The newest whole checkpoint, its checksums verified; None without any.
+    def latest(self, path: str | Path | None = None) -> CheckpointInfo | None:
+        """Collective. The latest complete checkpoint, or the one in ``path``, with verified
+        checksums; None without any.
 
-        A damaged one is named in a warning, and the one before it is taken.
+        A damaged checkpoint is logged as a warning, and the one before it is tried.
 
         Raises:
-            UserError: none of those that there are is whole; or ``path`` is not, which was asked
-                for.
+            UserError: all checkpoints are damaged, or the one in ``path`` is.
         """
         if path is not None:
-            found, problem = _verified(Path(path))
-            if found is None:
+            checkpoint, problem = _verified(Path(path))
+            if checkpoint is None:
                 raise UserError(
                     f"--resume {path}: {problem}; name a folder such as "
-                    f"{self._folder / step_name(100)}, or say --resume latest"
+                    f"{self._folder / step_name(100)}, or use --resume latest"
                 )
-            return self._taken(found)
+            return self._use(checkpoint)
         (folders, *_) = dist.gather_objects(list(step_folders(self._folder)))
         problem = ""
         for folder in folders:
-            found, problem = _verified(folder)
-            if found is not None:
-                return self._taken(found)
+            checkpoint, problem = _verified(folder)
+            if checkpoint is not None:
+                return self._use(checkpoint)
             self._damaged.add(folder)
             logger.warning(
                 "the checkpoint %s is damaged: %s; trying the one before", folder, problem
             )
         if folders:
             raise UserError(
-                f"--resume latest: no checkpoint in {self._folder} is whole ({problem}); put one "
-                "back, or begin anew with --overwrite_output_dir (train.py: --restart)"
+                f"--resume latest: no checkpoint in {self._folder} is complete ({problem}); "
+                "restore one, or restart with --overwrite_output_dir (train.py: --restart)"
             )
         return None
 
-    def _taken(self, found: Found) -> Found:
-        self.last = found.folder
-        return found
+    def _use(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
+        self.last = checkpoint.folder
+        return checkpoint
 
-    def load(self, found: Found, state: RunState) -> dict[str, Any]:
-        """Collective. Put everything back, into new engines and in place into ``state.tensors``;
-        returns the values. ``found``: from `latest`, which has verified it.
+    def load(self, checkpoint: CheckpointInfo, state: RunState) -> dict[str, Any]:
+        """Collective. Restore new engines, and in place ``state.tensors``; returns the values.
+        ``checkpoint``: from `latest`, which has verified it.
 
-        With another number of processes than the checkpoint was written by, a tensor is taken for
-        this process's equal part of a flat one, padded at the end, and cut anew to the length that
-        it has in ``state``; other tensors are the caller's to read, with `read_tensors`.
+        With another world size a tensor counts as this rank's equal part of a flat tensor, padded
+        at the end, and is partitioned again to its length in ``state``; the caller reads other
+        tensors with `read_tensors`.
 
         Raises:
-            UserError: something of ``state`` is not in the checkpoint, or cannot be converted.
+            UserError: a part of ``state`` is not in the checkpoint, or cannot be converted.
         """
         self.wait()
-        self._check_holds(found, state)
+        self._check_holds(checkpoint, state)
         for name, engine in state.engines.items():
-            deepspeed_state.restore(engine, found.folder, name, found.world_size)
+            deepspeed_state.restore(engine, checkpoint.folder, name, checkpoint.world_size)
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
-                _put_back(found, f"{group}/{name}", tensor)
-        if dist.rank() < found.world_size:
-            rng_state.write_generators(read_tensors(found, dist.rank(), _RANDOM))
+                _restore(checkpoint, f"{group}/{name}", tensor)
+        if dist.rank() < checkpoint.world_size:
+            rng_state.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
-            rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), found.step)
-        return json.loads((found.folder / _VALUES).read_bytes())
+            rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
+        return json.loads((checkpoint.folder / _VALUES).read_bytes())
 
-    def remove_later(self, found: Found) -> None:
-        """Collective. The run is taken up at ``found``: later checkpoints go, before anything that
-        they speak of is cut back. Damaged ones stay until the next one is whole.
+    def remove_later(self, checkpoint: CheckpointInfo) -> None:
+        """Collective. Remove checkpoints after the resumed one, before the files that they refer to
+        are truncated. Damaged ones stay until the next one is complete.
         """
         if dist.is_main_process():
             for folder, step in step_folders(self._folder).items():
-                if step > found.step and folder not in self._damaged:
+                if step > checkpoint.step and folder not in self._damaged:
                     atomic_files.remove(folder)
         dist.barrier()
 
-    def _check_holds(self, found: Found, state: RunState) -> None:
-        folders = {name.partition("/")[0] for name in found.files if "/" in name}
-        with safe_open(found.folder / _rank_file(0), "pt") as file:
+    def _check_holds(self, checkpoint: CheckpointInfo, state: RunState) -> None:
+        folders = {name.partition("/")[0] for name in checkpoint.files if "/" in name}
+        with safe_open(checkpoint.folder / _rank_file(0), "pt") as file:
             groups = {name.partition("/")[0] for name in file.keys()}  # noqa: SIM118  no mapping
         wanted = {group for group, tensors in state.tensors.items() if tensors}
         missing = sorted((state.engines.keys() - folders) | (wanted - groups))
         if missing:
             raise UserError(
-                f"--resume {found.folder}: it holds no {' and no '.join(missing)}; go on with the "
-                "settings it was made with, or begin anew with --restart"
+                f"--resume {checkpoint.folder}: it has no {' and no '.join(missing)}; resume with "
+                "the settings that it was saved with, or restart with --restart"
             )
 
 
-def _made(staging: Path, names: list[str]) -> str:
-    """Collective. Make the folders of a checkpoint, before anybody writes into them: what stands in
-    the way on any process.
+def _make_folders(staging: Path, names: list[str]) -> str:
+    """Collective. Make the folders of a checkpoint, before any rank writes into them; returns the
+    reason where that fails on a rank.
     """
     problem = ""
     try:
@@ -296,50 +293,51 @@ def _made(staging: Path, names: list[str]) -> str:
     return next(filter(None, dist.gather_objects(problem)), "")
 
 
-def _verified(folder: Path) -> tuple[Found | None, str]:
-    """Collective. The checkpoint in ``folder``, or what is wrong with it; each process reads its
-    share of the files.
+def _verified(folder: Path) -> tuple[CheckpointInfo | None, str]:
+    """Collective. The checkpoint in ``folder``, or the reason why it is damaged; each rank verifies
+    its share of the files.
     """
-    found, problem = None, ""
+    checkpoint, problem = None, ""
     try:
-        found = read_manifest(folder)
-        check_sizes(found)
-        check_checksums(found, sorted(found.files)[dist.rank() :: dist.world_size()])
+        checkpoint = read_manifest(folder)
+        check_sizes(checkpoint)
+        check_checksums(checkpoint, sorted(checkpoint.files)[dist.rank() :: dist.world_size()])
     except Damaged as error:
         problem = str(error)
     problems = [p for p in dist.gather_objects(problem) if p]
-    return (None, problems[0]) if problems else (found, "")
+    return (None, problems[0]) if problems else (checkpoint, "")
 
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def read_tensors(found: Found, rank: int, group: str) -> dict[str, Tensor]:
-    """The tensors of ``group`` that process ``rank`` of the checkpoint saved, by name; on the CPU.
-    No communication: any process reads any other's.
+def read_tensors(checkpoint: CheckpointInfo, rank: int, group: str) -> dict[str, Tensor]:
+    """The tensors of ``group`` that ``rank`` saved, by name; on the CPU.
+
+    No communication: any rank reads any other's.
     """
     start = f"{group}/"
-    with safe_open(found.folder / _rank_file(rank), "pt") as file:
+    with safe_open(checkpoint.folder / _rank_file(rank), "pt") as file:
         names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118
         return {name.removeprefix(start): file.get_tensor(name) for name in names}
 
 
-def _put_back(found: Found, name: str, tensor: Tensor) -> None:
-    """Fill ``tensor`` with what was saved under ``name``, cut anew where ranks are others."""
-    if found.world_size == dist.world_size():
-        with safe_open(found.folder / _rank_file(dist.rank()), "pt") as file:
+def _restore(checkpoint: CheckpointInfo, name: str, tensor: Tensor) -> None:
+    """Fill ``tensor`` from ``name`` in the checkpoint, repartitioned for another world size."""
+    if checkpoint.world_size == dist.world_size():
+        with safe_open(checkpoint.folder / _rank_file(dist.rank()), "pt") as file:
             saved = file.get_tensor(name)
         assert saved.shape == tensor.shape, f"{name}: {saved.shape}, not {tensor.shape}"
         tensor.detach().copy_(saved)
         return
-    whole = torch.cat([part.reshape(-1) for part in _parts(found, name)])
-    mine = whole[dist.rank() * tensor.numel() :][: tensor.numel()]
-    padded = torch.nn.functional.pad(mine, (0, tensor.numel() - mine.numel()))
+    whole = torch.cat([part.reshape(-1) for part in _parts(checkpoint, name)])
+    part = whole[dist.rank() * tensor.numel() :][: tensor.numel()]
+    padded = torch.nn.functional.pad(part, (0, tensor.numel() - part.numel()))
     tensor.detach().copy_(padded.view(tensor.shape))
 
 
-def _parts(found: Found, name: str) -> Iterator[Tensor]:
-    for rank in range(found.world_size):
-        with safe_open(found.folder / _rank_file(rank), "pt") as file:
+def _parts(checkpoint: CheckpointInfo, name: str) -> Iterator[Tensor]:
+    for rank in range(checkpoint.world_size):
+        with safe_open(checkpoint.folder / _rank_file(rank), "pt") as file:
             yield file.get_tensor(name)

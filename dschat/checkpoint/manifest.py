@@ -1,7 +1,6 @@
-"""How a checkpoint is recognised, found and compared: its manifest, and the names of its folders.
+"""Manifests of checkpoints: finds, verifies and compares checkpoints.
 
-A folder comes in; what stands in its manifest, or what is wrong with it, goes out. Standard library
-alone, so that ``train.py`` can look before anything loads. It must not know what the files hold.
+Standard library only, so that ``train.py`` can look for checkpoints before torch loads.
 
 ``OUT/<step>/checkpoints/step_000012/manifest.json`` is written last::
 
@@ -28,12 +27,12 @@ _BLOCK = 1 << 22  # bytes read at a time
 
 
 class Damaged(ValueError):
-    """A folder that is no whole checkpoint; the message names the file."""
+    """An incomplete or damaged checkpoint; the message names the file."""
 
 
 @dataclass
-class Found:
-    """A checkpoint on disk: what its manifest says. ``files``: path inside it -> (size, sha256)."""
+class CheckpointInfo:
+    """A checkpoint on disk, from its manifest. ``files``: path inside it -> (size, sha256)."""
 
     folder: Path
     step: int
@@ -51,7 +50,7 @@ def step_name(step: int) -> str:
 
 
 def step_folders(folder: Path) -> dict[Path, int]:
-    """The checkpoints in ``folder``, whole or not, newest first, and their steps."""
+    """The checkpoints in ``folder``, complete or not, and their steps; latest first."""
     numbered = [(_NAME.fullmatch(path.name), path) for path in _entries(folder)]
     steps = [(int(match[1]), path) for match, path in numbered if match and path.is_dir()]
     return {path: step for step, path in sorted(steps, reverse=True)}
@@ -60,14 +59,14 @@ def step_folders(folder: Path) -> dict[Path, int]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # not there yet, or gone
+    except OSError:  # not made yet, or removed
         return []
 
 
 def manifest_bytes(
     step: int, world_size: int, settings: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
 ) -> bytes:
-    """The manifest of a checkpoint as it stands on disk."""
+    """The contents of a manifest."""
     content = {
         "format": FORMAT,
         "dschat": __version__,
@@ -83,8 +82,8 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Found:
-    """What the manifest of ``folder`` says; ``Damaged`` where it is missing, broken or foreign."""
+def read_manifest(folder: Path) -> CheckpointInfo:
+    """Read the manifest of ``folder``; ``Damaged`` where it is missing or not of this format."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -98,35 +97,37 @@ def read_manifest(folder: Path) -> Found:
     if digest != _digest(content):
         raise Damaged(f"{path} has another checksum than it names")
     files = {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
-    return Found(folder, content["step"], content["world_size"], content["settings"], files)
+    return CheckpointInfo(
+        folder, content["step"], content["world_size"], content["settings"], files
+    )
 
 
-def check_sizes(found: Found) -> None:
-    """``Damaged`` where a file is missing or has another size than the manifest says, or one of
-    the kind that is unpickled is not in it: DeepSpeed takes all that it finds.
+def check_sizes(checkpoint: CheckpointInfo) -> None:
+    """``Damaged`` where a file is missing or has another size than in the manifest, or where a
+    ``.pt`` file is not in the manifest: DeepSpeed would unpickle it.
     """
-    for name, (size, _) in found.files.items():
-        path = found.folder / name
+    for name, (size, _) in checkpoint.files.items():
+        path = checkpoint.folder / name
         try:
             actual = path.stat().st_size
         except OSError:
             raise Damaged(f"{path} is missing") from None
         if actual != size:
             raise Damaged(f"{path} has {actual} bytes, the manifest says {size}")
-    for path in sorted(found.folder.rglob("*.pt")):
-        if path.relative_to(found.folder).as_posix() not in found.files:
+    for path in sorted(checkpoint.folder.rglob("*.pt")):
+        if path.relative_to(checkpoint.folder).as_posix() not in checkpoint.files:
             raise Damaged(f"{path} is not in the manifest")
 
 
-def check_checksums(found: Found, names: Iterable[str]) -> None:
-    """``Damaged`` where one of the files ``names`` does not hold what was written."""
+def check_checksums(checkpoint: CheckpointInfo, names: Iterable[str]) -> None:
+    """``Damaged`` where one of the files ``names`` has another checksum than in the manifest."""
     for name in names:
-        path = found.folder / name
+        path = checkpoint.folder / name
         try:
             sha = sha256_of(path)
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-        if sha != found.files[name][1]:
+        if sha != checkpoint.files[name][1]:
             raise Damaged(f"{path} has another checksum than the manifest says")
 
 
@@ -138,24 +139,26 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def newest(output_dir: str | Path) -> Found | None:
-    """The newest checkpoint of a step's output folder whose files are all there, in their sizes.
+def newest(output_dir: str | Path) -> CheckpointInfo | None:
+    """The latest checkpoint of a step's output folder whose files all exist, in their sizes.
 
-    Quick: no checksums; `Checkpoints.latest` verifies those before anything is loaded.
+    Reads no checksums; `CheckpointManager.latest` verifies them before anything is loaded.
     """
     for folder in step_folders(Path(output_dir) / FOLDER):
         try:
-            found = read_manifest(folder)
-            check_sizes(found)
+            checkpoint = read_manifest(folder)
+            check_sizes(checkpoint)
         except Damaged:
             continue
-        return found
+        return checkpoint
     return None
 
 
-def changed_settings(found: Found, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(name, old, new) of what the checkpoint's run had otherwise; None where there is no such."""
-    new = json.loads(json.dumps(settings))  # as JSON gives them back: lists for tuples
-    names = [*found.settings, *(name for name in new if name not in found.settings)]
-    pairs = [(name, found.settings.get(name), new.get(name)) for name in names]
+def changed_settings(
+    checkpoint: CheckpointInfo, settings: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """(name, old, new) of the settings that differ; None for one that is missing."""
+    new = json.loads(json.dumps(settings))  # as JSON stores them: lists for tuples
+    names = [*checkpoint.settings, *(name for name in new if name not in checkpoint.settings)]
+    pairs = [(name, checkpoint.settings.get(name), new.get(name)) for name in names]
     return [(name, old, now) for name, old, now in pairs if old != now]

@@ -1,9 +1,9 @@
-"""Reads DeepSpeed's files of one engine parameter by parameter, and fills any other engine of the
-same trained parameters: another ZeRO stage, precision, offload or number of processes.
+"""Loads DeepSpeed's files into an engine with another layout: ZeRO stage, precision, ranks.
 
-DeepSpeed's own universal checkpoint reads no ZeRO 0, writes everything to disk a second time,
+DeepSpeed's universal checkpoint does not read ZeRO 0, writes all states to disk a second time,
 unpickles without limits, and gives all parameter groups under ZeRO-3 the settings of the first one.
-Files are mapped into memory, not read whole; no communication but `fill`'s last line.
+Here files are mapped into memory and read parameter by parameter; only the last line of `fill`
+communicates.
 """
 
 import math
@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def load_file(path: Path, map_location: Any = None, mapped: bool = False) -> Any:
-    """One of DeepSpeed's files, read without running what a pickle may ask for."""
+    """Load one of DeepSpeed's files, unpickling only the types that it writes."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -36,18 +36,18 @@ def load_file(path: Path, map_location: Any = None, mapped: bool = False) -> Any
         with torch.serialization.safe_globals(known):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        asked = re.search(r"(?:GLOBAL|Unsupported global:) (\S+)", str(error))
-        what = asked[1] if asked else str(error).splitlines()[0]
+        match = re.search(r"(?:GLOBAL|Unsupported global:) (\S+)", str(error))
+        name = match[1] if match else str(error).splitlines()[0]
         raise UserError(
-            f"--resume {path.parents[1]}: {path} asks for {what}, which is no state that this "
+            f"--resume {path.parents[1]}: {path} asks for {name}, which is no state that this "
             "version of DeepSpeed writes; it is not loaded"
         ) from None
 
 
 @dataclass
 class Fragment:
-    """What one process saved of a parameter: flat fp32 weights and, once it has been updated,
-    Adam's moments; Adam's count of steps, 0-d.
+    """One rank's part of a parameter: flat fp32 weights and, after the first update, Adam's
+    moments; Adam's step counter, 0-d.
     """
 
     tensors: Tensors
@@ -58,7 +58,7 @@ class Fragment:
 class SavedEngine:
     """DeepSpeed's files of one engine, in ``folder``, written by ``world_size`` processes.
 
-    ``head``: what it says once for all processes; its weights are mapped.
+    ``head``: the part that all processes share; its weights are mapped into memory.
     """
 
     folder: Path
@@ -79,35 +79,33 @@ class SavedEngine:
         return self.config["zero_optimization"]["stage"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter that was trained, by name."""
+        """Shapes of the trained parameters, by name."""
         if self.stage == 0:
             module = self.head["module"]
             return {n: tuple(module[n].shape) for names in self.head["groups"] for n in names}
         return {n: tuple(s) for group in self.head["param_shapes"] for n, s in group.items()}
 
     def loss_scaler(self) -> Any:
-        """fp16's, with its state; None under ZeRO 0, which has none."""
+        """fp16's loss scaler with its state; None under ZeRO 0."""
         return self._shard(0)["loss_scaler"] if self.stage else None
 
     def parameters(self) -> dict[str, list[Fragment]]:
-        """Every trained parameter's fragments, in order; together they are all of it, and under
-        ZeRO-3 padding at the end.
-        """
+        """Every trained parameter's fragments in order; under ZeRO-3 with padding at the end."""
         if self.stage == 0:
             return {name: [fragment] for name, fragment in self._whole()}
-        found: dict[str, list[Fragment]] = {}
+        fragments: dict[str, list[Fragment]] = {}
         cut = self._sharded if self.stage == 3 else self._flattened
         for rank in range(self.world_size):
             for name, fragment in cut(self._shard(rank)):
-                found.setdefault(name, []).append(fragment)
-        return found
+                fragments.setdefault(name, []).append(fragment)
+        return fragments
 
     def _shard(self, rank: int) -> dict[str, Any]:
         (path,) = self.folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         return load_file(path, "cpu", mapped=True)["optimizer_state_dict"]
 
     def _whole(self) -> Iterator[tuple[str, Fragment]]:
-        """ZeRO 0: torch's own optimizer, whose states are numbered."""
+        """ZeRO 0: torch's optimizer, whose states are numbered."""
         module, optimizer = self.head["module"], self.head["optimizer"]
         for names, group in zip(self.head["groups"], optimizer["param_groups"], strict=True):
             for name, number in zip(names, group["params"], strict=True):
@@ -115,7 +113,7 @@ class SavedEngine:
                 yield name, _fragment(module[name], states, 0, module[name].numel())
 
     def _flattened(self, shard: dict[str, Any]) -> Iterator[tuple[str, Fragment]]:
-        """ZeRO 1 and 2: a group laid end to end, and cut into equal parts anywhere."""
+        """ZeRO 1 and 2: each group flattened, and partitioned regardless of parameters."""
         states = shard["base_optimizer_state"]["state"]
         for i, places in enumerate(shard["param_slice_mappings"]):
             weights = shard["single_partition_of_fp32_groups"][i]
@@ -123,7 +121,7 @@ class SavedEngine:
                 yield name, _fragment(weights, states.get(i, {}), at.start, at.numel)
 
     def _sharded(self, shard: dict[str, Any]) -> Iterator[tuple[str, Fragment]]:
-        """ZeRO-3: every parameter cut into equal parts."""
+        """ZeRO-3: every parameter partitioned equally."""
         states = shard["optimizer_state_dict"]["state"]
         for i, shapes in enumerate(self.head["param_shapes"]):
             start = 0
@@ -140,9 +138,9 @@ def _fragment(weights: Tensor, states: dict[str, Any], start: int, numel: int) -
 
 
 @dataclass
-class _Place:
-    """Where a part of a parameter lies in a flat tensor: its first element there is element
-    ``start`` of the parameter.
+class _Slice:
+    """A slice of a parameter in a flat tensor: elements [start, start + numel) of the parameter
+    are at [at, at + numel).
     """
 
     name: str
@@ -152,10 +150,10 @@ class _Place:
 
 
 def fill(engine: TrainingEngine, saved: SavedEngine) -> None:
-    """Collective. Weights and optimizer states of ``saved`` into a new ``engine``."""
+    """Collective. Load weights and optimizer states of ``saved`` into a new ``engine``."""
     parameters = saved.parameters()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for flat, places in _masters(engine):
+    for flat, places in _master_weights(engine):
         states: dict[str, Tensor] = {}
         for place in places:
             fragments = parameters[place.name]
@@ -170,14 +168,14 @@ def fill(engine: TrainingEngine, saved: SavedEngine) -> None:
                 )
             if fragments[0].step is not None:
                 states[_STEP] = fragments[0].step.to(flat.device, copy=True)
-        if states:  # else there has been no step
+        if states:  # none before the first step
             inner.state[flat] = states
-    _take_up_masters(engine)
+    _update_weights(engine)
 
 
 def _copy(parts: list[Tensor], start: int, target: Tensor) -> None:
-    """Fill ``target`` (flat) with the elements from ``start`` on of ``parts`` laid end to end; read
-    no others.
+    """Fill ``target`` (flat) with the elements of the concatenated ``parts`` from ``start``; reads
+    no other elements.
     """
     at = 0
     for part in parts:
@@ -187,14 +185,14 @@ def _copy(parts: list[Tensor], start: int, target: Tensor) -> None:
         at += len(part)
 
 
-def _masters(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Place]]]:
-    """The tensors that the optimizer of ``engine`` updates, and what lies where in them."""
+def _master_weights(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Slice]]]:
+    """The flat tensors that the optimizer of ``engine`` updates, and the slices in them."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     names = engine.param_names
     if stage == 0:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                yield p, [_Place(names[p], 0, 0, p.numel())]
+                yield p, [_Slice(names[p], 0, 0, p.numel())]
     elif stage == 3:
         rank = dist.rank()
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
@@ -203,7 +201,7 @@ def _masters(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Place]]]:
             for p in params:
                 size = -(-p.ds_numel // dist.world_size())
                 real = max(0, min(size, p.ds_numel - rank * size))
-                places.append(_Place(names[p], at, rank * size, real))
+                places.append(_Slice(names[p], at, rank * size, real))
                 at += size
             yield flat, places
     else:
@@ -213,7 +211,7 @@ def _masters(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Place]]]:
             yield (
                 flat,
                 [
-                    _Place(
+                    _Slice(
                         name,
                         m.hp_fragment_address.start,
                         m.lp_fragment_address.start,
@@ -224,8 +222,8 @@ def _masters(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Place]]]:
             )
 
 
-def _take_up_masters(engine: TrainingEngine) -> None:
-    """Collective. Compute with what the optimizer holds."""
+def _update_weights(engine: TrainingEngine) -> None:
+    """Collective. Update the model's weights from the optimizer's fp32 weights."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         for i in range(len(optimizer.fp16_groups)):

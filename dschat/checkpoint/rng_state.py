@@ -1,7 +1,6 @@
-"""The random generators of a process as tensors, and back: Python's, NumPy's, torch's.
+"""Saves and restores the random generators of a process as tensors: Python's, NumPy's, torch's.
 
-Nothing comes in but tensors. It must not know who draws from them. (Sampling draws from none of
-them: its numbers depend on seed, prompt and position alone.)
+Sampling of answers uses none of them: its numbers depend on seed, prompt and position only.
 """
 
 import random
@@ -15,10 +14,10 @@ import dschat.distributed as dist
 
 
 def read_generators() -> dict[str, Tensor]:
-    """The global generators of this process; on CUDA that of its own device too."""
+    """States of this process's global generators; on CUDA also of its device's."""
     version, words, gauss = random.getstate()
     kind, key, position, has_gauss, cached = np.random.get_state()
-    assert (version, kind) == (3, "MT19937"), "another generator than this module knows"
+    assert (version, kind) == (3, "MT19937"), "unknown generator"
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),  # (625,)
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
@@ -32,7 +31,7 @@ def read_generators() -> dict[str, Tensor]:
 
 
 def write_generators(tensors: Mapping[str, Tensor]) -> None:
-    """Put the generators where `read_generators` found them."""
+    """Restore the states from `read_generators`."""
     gauss = tensors["python_gauss"].tolist()
     random.setstate((3, tuple(tensors["python"].tolist()), gauss[0] if gauss else None))
     *key, position, has_gauss = tensors["numpy"].tolist()
@@ -46,9 +45,9 @@ def write_generators(tensors: Mapping[str, Tensor]) -> None:
 
 
 def seed_generators(seed: int, rank: int, step: int) -> None:
-    """Seed the generators of a process that the checkpoint of ``step`` does not know."""
+    """Seed the generators of a rank that is not in the checkpoint of ``step``."""
     sequence = np.random.SeedSequence([seed % 2**64, rank, step])
     first, second, third = sequence.generate_state(3, np.uint32).tolist()
     random.seed(first)
     np.random.seed(second)
-    torch.manual_seed(third)  # every device's too
+    torch.manual_seed(third)  # those of all devices too

@@ -1,8 +1,4 @@
-"""A copy of training state in host memory, which training then no longer touches.
-
-State comes in, nested as DeepSpeed nests it; its copy, or its size, goes out. It must not know what
-the state means, nor where it is written.
-"""
+"""Copies training state to host memory, so that training continues while the copy is written."""
 
 import copy
 from collections.abc import Iterator
@@ -13,15 +9,15 @@ from torch import Tensor
 
 from dschat.memory import available_memory
 
-# Of the memory that is free, what a snapshot leaves to everything else.
+# Fraction of the free memory that a snapshot leaves unused.
 _LEFT_FREE = 0.25
 
 
 def snapshot(state: Any) -> Any:
     """``state`` with every tensor copied to host memory, and every other object copied.
 
-    One tensor under several names (tied weights) stays one. A view is copied alone, without the
-    buffer it lies in.
+    A tensor under several names (tied weights) is copied once, a view without the rest of its
+    storage.
     """
     return _copied(state, {})
 
@@ -49,7 +45,7 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def num_bytes(state: Any) -> int:
-    """What `snapshot` will take."""
+    """Bytes that `snapshot` allocates."""
     return sum({_identity(tensor): tensor.nbytes for tensor in _tensors(state)}.values())
 
 
@@ -65,5 +61,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def fits(size: int, processes_here: int) -> bool:
-    """Whether each of ``processes_here`` may copy ``size`` bytes into this host's memory."""
+    """Whether each of ``processes_here`` processes can copy ``size`` bytes into host memory."""
     return size * processes_here <= (1 - _LEFT_FREE) * available_memory()

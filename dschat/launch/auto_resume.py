@@ -16,7 +16,7 @@ from dschat.checkpoint.compatibility import (
     check_weights,
     describe,
 )
-from dschat.checkpoint.manifest import FOLDER, MANIFEST, Found, newest, step_folders
+from dschat.checkpoint.manifest import FOLDER, MANIFEST, CheckpointInfo, newest, step_folders
 from dschat.config import UserError
 from dschat.launch.recipe import TrainingStep
 from dschat.runtime.output_dir import COMPLETE
@@ -88,7 +88,7 @@ def _confirm(step: TrainingStep, folder: str, changed: list[Change], ask: Option
 
 
 def _retrained(
-    checkpoint: Found, values: dict[str, Any], made_here: Collection[str]
+    checkpoint: CheckpointInfo, values: dict[str, Any], made_here: Collection[str]
 ) -> list[Change]:
     """The step's initial models that were trained again after the checkpoint."""
     saved_at = os.path.getmtime(checkpoint.folder / MANIFEST)

@@ -1,9 +1,4 @@
-"""Where a training loop begins, when it saves, and when it stops before its end.
-
-A step's configuration comes in, and at every boundary between two steps what the loop holds; a
-checkpoint now and then, and `Stopped` where somebody asked for it, go out. It must not know what a
-step computes.
-"""
+"""Resumes a training loop, saves checkpoints after its steps, and stops it on a signal."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,7 +16,7 @@ logger = logging.getLogger("dschat")
 
 
 class TrainingCheckpointer:
-    """What happens between the steps of one loop. Made by `boundaries`."""
+    """Checkpoints of one loop. Made by `training_checkpointer`."""
 
     def __init__(
         self,
@@ -32,44 +27,43 @@ class TrainingCheckpointer:
         self._config = config
         self._checkpoints = checkpoints
         self._request = request
-        self._last: tuple[int, RunState] | None = None  # at the boundary that was passed last
+        self._last: tuple[int, RunState] | None = None  # after the last step
 
     def begin(self, state: RunState) -> dict[str, Any] | None:
-        """Collective. Put back what the checkpoint to go on from holds, into ``state``'s engines
-        and tensors; returns its values. None where the run begins.
+        """Collective. Restore ``state``'s engines and tensors from the checkpoint of --resume;
+        returns its values. None where the run starts.
 
-        ``rows`` among ``state``'s values, how many the data has (None: nobody knows), must be as
-        many as then. Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or
-        does not fit.
+        ``rows`` among ``state``'s values, the size of the data (None: unknown), must be unchanged.
+        Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or does not fit.
         """
         config, checkpoints = self._config, self._checkpoints
         if checkpoints is None or not config.resume:
             return None
-        found = checkpoints.latest(None if config.resume == "latest" else config.resume)
-        if found is None:
-            logger.info("there is no checkpoint in %s yet: beginning", config.output_dir)
+        checkpoint = checkpoints.latest(None if config.resume == "latest" else config.resume)
+        if checkpoint is None:
+            logger.info("no checkpoint in %s yet: starting", config.output_dir)
             return None
-        check_step_size(found, config, dist.world_size())
-        changed = changes(found, config)
+        check_step_size(checkpoint, config, dist.world_size())
+        changed = changes(checkpoint, config)
         if changed:
-            logger.warning("going on with other settings: %s", describe(changed))
-        values = checkpoints.load(found, state)
+            logger.warning("resuming with other settings: %s", describe(changed))
+        values = checkpoints.load(checkpoint, state)
         then, now = values.get("rows"), state.values.get("rows")
         if then != now:
             raise UserError(
-                f"the data has {now} rows and had {then} when {found.folder} was made, so its "
-                "place in them is lost; put the data back, or begin anew with "
+                f"the data has {now} rows and had {then} when {checkpoint.folder} was made, so its "
+                "place in them is lost; put the data back, or restart with "
                 "--overwrite_output_dir (train.py: --restart)"
             )
-        checkpoints.remove_later(found)
-        logger.info("going on after step %d, from %s", found.step, found.folder)
+        checkpoints.remove_later(checkpoint)
+        logger.info("resuming after step %d, from %s", checkpoint.step, checkpoint.folder)
         return values
 
     def after(self, step: int, state: Callable[[], RunState], is_last: bool = False) -> None:
-        """Collective. Save after every ``save_steps`` steps, but the last, which only `save_last`
-        saves. Evaluations come after it: one that fails must not lose the step.
+        """Collective. Save after every ``save_steps`` steps, except the last one, which only
+        `save_last` saves. Called before evaluation, so that a failing one does not lose the step.
 
-        Raises ``TrainingStopped``, once all is saved, where any process was asked to stop.
+        Raises ``TrainingStopped`` after saving where any rank received a stop signal.
         """
         if self._checkpoints is None:
             return
@@ -88,12 +82,12 @@ class TrainingCheckpointer:
             raise stop_signals.TrainingStopped(step, last)
 
     def leave(self) -> None:
-        """Another step has changed weights: what was at the last boundary is gone."""
+        """The next step has changed weights: the state after the last one is lost."""
         self._last = None
 
     def save_last(self) -> None:
-        """Collective. Save what was at the last boundary, where a step failed before it changed
-        any weight: a reward function, say. What is being written becomes whole in any case.
+        """Collective. Save the state after the last step, where the next one failed before it
+        changed weights (in a reward function). Completes the current write in any case.
         """
         if self._checkpoints is None or not self._config.save_steps:
             return
@@ -107,17 +101,16 @@ class TrainingCheckpointer:
         logger.info("saved before the error: --resume latest resumes once its cause is fixed")
 
     def last_good(self) -> str:
-        """For the message of a run that fails: where it can go on from."""
+        """For error messages: the checkpoint that the run can resume from."""
         last = self._checkpoints.last if self._checkpoints is not None else None
         return f"; the last good checkpoint is {last}" if last else ""
 
 
 @contextmanager
 def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer]:
-    """Collective. A scope for one loop; at its end what is being written becomes whole.
+    """Collective. A scope for one loop; on exit it completes the current write.
 
-    Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process
-    as they do outside.
+    Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process.
     """
     if config.output_dir is None:
         yield TrainingCheckpointer(config, None, None)
@@ -131,7 +124,7 @@ def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer
         checkpointer = TrainingCheckpointer(config, checkpoints, request)
         try:
             yield checkpointer
-        except RewardError:  # on all processes alike; other mistakes may be of one alone
+        except RewardError:  # raised on all ranks; other errors may be of one rank only
             checkpointer.save_last()
             raise
         except FloatingPointError as error:

@@ -1,8 +1,6 @@
-"""DeepSpeed: the only writer of its configurations and the only caller of ``deepspeed.initialize``.
+"""Builds DeepSpeed engines: the only code that configures and initializes DeepSpeed.
 
-A module and a few knobs come in; an engine with an optimizer and schedule goes out. What a user's
-own file says goes into DeepSpeed's configuration by the rule of `dschat.config.deepspeed_json`. It
-must not know what is trained, nor how a step is taken.
+A user's JSON file is merged into the configuration by `dschat.config.deepspeed_json`.
 """
 
 import io
@@ -29,7 +27,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-import deepspeed  # noqa: E402  NOTE: it reads both of the above while it is imported
+import deepspeed  # noqa: E402  NOTE: its import reads both settings above
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
@@ -40,10 +38,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """``auto`` is bf16 on an accelerator and fp32 on a CPU, where bf16 products are several times
-    slower.
+    """The dtype of ``--dtype``; ``auto`` is bf16 on a GPU and fp32 on a CPU, where bf16 matrix
+    products are several times slower.
 
-    Raises ``UserError`` for fp16 where DeepSpeed does not train in it: on most CPUs.
+    Raises ``UserError`` for fp16 where DeepSpeed does not support it: on most CPUs.
     """
     if name == "auto":
         name = "bf16" if torch.cuda.is_available() else "fp32"
@@ -54,22 +52,22 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 @dataclass
 class ZeroSettings:
-    """How one model is laid out and computed."""
+    """ZeRO stage, precision and offloading of one model."""
 
     stage: int
     dtype: torch.dtype
     offload_optimizer: bool = False
     offload_parameters: bool = False
     max_grad_norm: float = 1.0
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # the user's, from `deepspeed_file`
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # from the user's JSON file
 
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
     def frozen(self, offload: bool) -> "ZeroSettings":
-        """The same for a model that is not trained. It is sharded only where its trained twin is,
-        or (``offload``) to live in CPU memory.
+        """Settings of a frozen model. It is sharded where its trained twin is, or where it is
+        offloaded to CPU memory (``offload``).
         """
         zero = {
             key: value
@@ -85,11 +83,11 @@ class ZeroSettings:
 
     @property
     def used_stage(self) -> int:
-        """The stage that DeepSpeed runs: the one asked for, or the lowest that can do the rest.
+        """The stage that DeepSpeed runs: ``stage``, or the lowest that supports the other settings.
 
-        16-bit weights need fp32 masters, and bf16 ones fp32 sums of gradients: over 256
-        micro-batches bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages 0 and 1
-        sum in bf16 or need another optimizer. Only ZeRO's optimizers can live in CPU memory.
+        16-bit weights need fp32 master weights, and bf16 weights need gradients summed in fp32:
+        over 256 micro-batches bf16 sums lose 0.4% of the norm. Stage 2 keeps both, sharded; stages
+        0 and 1 sum in bf16 or need another optimizer. Only ZeRO's optimizers can be offloaded.
         """
         lowest = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[self.dtype]
         return max(self.stage, lowest, 2 if self.offload_optimizer else 0)
@@ -97,24 +95,24 @@ class ZeroSettings:
     def describe(self) -> str:
         """``ZeRO-2 in place of 0, optimizer in CPU memory``."""
         raised = f" in place of {self.stage}" if self.used_stage != self.stage else ""
-        away = [
+        offloaded = [
             name
-            for name, is_away in (
+            for name, is_offloaded in (
                 ("optimizer", self.offload_optimizer),
                 ("parameters", self.offload_parameters),
             )
-            if is_away
+            if is_offloaded
         ]
         return f"ZeRO-{self.used_stage}{raised}" + (
-            f", {' and '.join(away)} in CPU memory" if away else ""
+            f", {' and '.join(offloaded)} in CPU memory" if offloaded else ""
         )
 
 
 def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
-    """How ``config`` lays out and computes one trained model: actor, critic, or the only one.
+    """Settings of one trained ``model``: "actor", "critic", or "" in steps 1 and 2.
 
-    Raises ``UserError`` for a precision that this device has not, and for a DeepSpeed file that
-    contradicts a flag or that DeepSpeed does not take; nothing needs to be loaded for that.
+    Raises ``UserError`` for a precision that this device does not support, and for a DeepSpeed file
+    that contradicts a flag or that DeepSpeed rejects; loads no model.
     """
     return _checked(
         ZeroSettings(
@@ -130,7 +128,7 @@ def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
 
 
 def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
-    """``zero``; or ``UserError`` with DeepSpeed's own reason for refusing the file's part of it."""
+    """``zero``; ``UserError`` with DeepSpeed's message where it rejects the user's file."""
     if not where:
         return zero
     try:
@@ -140,7 +138,7 @@ def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             fields = DeepSpeedZeroConfig.model_fields.items()
-            near = did_you_mean(name, {field.alias or own for own, field in fields})
+            near = did_you_mean(name, {field.alias or key for key, field in fields})
             raise UserError(f"{where}: DeepSpeed has no setting {name} there{near}") from None
         raise UserError(f"{where}: {name}: {first['msg']}") from None
     except (
@@ -152,7 +150,7 @@ def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
 
 
 def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
-    """The configuration DeepSpeed gets. It hears of one micro-batch: accumulation is `Step`'s."""
+    """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates."""
     in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     zero_section: dict[str, Any] = {"stage": zero.used_stage}
     if zero.offload_optimizer:
@@ -182,7 +180,7 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
 
 @contextmanager
 def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
-    """A scope in which ``from_pretrained`` loads straight into shards, if this is ZeRO-3."""
+    """A scope in which ``from_pretrained`` loads directly into shards under ZeRO-3."""
     if not zero.shards_parameters:
         yield
         return
@@ -196,21 +194,21 @@ def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
 
 
 def start_deepspeed() -> None:
-    """Collective. Join the process group and let DeepSpeed wrap it."""
+    """Collective. Join the process group and initialize DeepSpeed with it."""
     dist.init()
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
-    # DeepSpeed's shared-memory all-reduce for CPUs serves its own inference engines alone. Left in,
-    # it is compiled at the first start (a minute, with a C++ compiler and Python's headers), and
-    # every run leaves 66 MB a process behind in /dev/shm.
+    # DeepSpeed's shared-memory all-reduce for CPUs serves its inference engines only. Enabled, it
+    # is compiled at the first start (a minute, with a C++ compiler and Python's headers), and every
+    # run leaves 66 MB per process in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay matrices only: biases, norms and other vectors are left alone."""
+    """Weight decay on matrices only, not on biases, norms and other vectors."""
     trained = [p for p in module.parameters() if p.requires_grad]
     decayed = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     others = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
@@ -230,8 +228,7 @@ def initialize_training(
 ) -> TrainingEngine:
     """Collective. An engine with AdamW and a schedule over ``num_total_steps`` optimizer steps."""
     start_deepspeed()
-    # NOTE: torch's fused AdamW needs no compilation and runs on CUDA and on offloaded CPU shards
-    # alike.
+    # Torch's fused AdamW needs no compilation and runs both on CUDA and on offloaded CPU shards.
     optimizer = torch.optim.AdamW(
         _parameter_groups(module, weight_decay), lr=learning_rate, betas=tuple(betas), fused=True
     )
@@ -246,13 +243,13 @@ def initialize_training(
     )
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None:
-        # Who gives up on a model that never has a finite gradient is `SkippedSteps`.
+        # `SkippedSteps` ends a run whose gradients are never finite.
         scaler.raise_error_at_min_scale = False
     return engine
 
 
 def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
-    """Collective. A frozen model for scoring: sharded under ZeRO-3, else whole on the device."""
+    """Collective. A frozen model for scoring: sharded under ZeRO-3, else on the device."""
     module.requires_grad_(False).eval()
     if not zero.shards_parameters:
         return module.to(device=dist.device(), dtype=zero.dtype)
@@ -260,15 +257,10 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     engine, *_ = deepspeed.initialize(
         model=module, config=deepspeed_config(zero), dist_init_required=False
     )
-    engine.eval()  # NOTE: DeepSpeed's returns None, not the engine
+    engine.eval()  # NOTE: DeepSpeed's eval() returns None, not the engine
     return engine
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside an engine, or the module itself."""
     return model.module if isinstance(model, deepspeed.DeepSpeedEngine) else model
-
-
-def parameter_shards_are_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 owns this parameter and keeps this rank's part in ``ds_tensor``."""
-    return hasattr(parameter, "ds_tensor")

@@ -72,19 +72,19 @@ def sample_gold(
     first ``max_prompts`` held-out prompts, one answer each at temperature 1.
     """
     prompts = [row["prompt"] for row in builtin_rows()["eval"][:max_prompts]]
-    mine = dist.my_share(list(range(len(prompts))))
-    texts = [prompts[i] for i in mine]
+    share = dist.my_share(list(range(len(prompts))))
+    texts = [prompts[i] for i in share]
     ids = [prompt_text_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=EVAL_SEED)
-    rollout = generator.generate(ids, sampling, mine)
+    rollout = generator.generate(ids, sampling, share)
     sums = {"gold": 0.0, "answer_length": 0.0, "eos_share": 0.0}
-    if mine:
+    if share:
         answers = tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
         lengths = [len(answer) for answer in rollout.token_ids]
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
         means = answer_metrics(texts, answers, lengths, stopped, gold=True)
-        sums = {name: means[name] * len(mine) for name in sums}
-    *totals, count = dist.sum_floats([*sums.values(), float(len(mine))])
+        sums = {name: means[name] * len(share) for name in sums}
+    *totals, count = dist.sum_floats([*sums.values(), float(len(share))])
     return {
         f"eval/{name}": value / max(count, 1.0) for name, value in zip(sums, totals, strict=True)
     }

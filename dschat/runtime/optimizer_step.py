@@ -1,8 +1,7 @@
-"""One optimizer step, cut into micro-batches any way; and the steps that were none.
+"""Accumulates micro-batches into one optimizer step; skips non-finite steps on all ranks.
 
-A DeepSpeed engine and sums of losses come in; an update goes out that is "sum over tokens / tokens
-of the whole step" under every ZeRO stage, or none at all, on all ranks alike. It must not know what
-is trained.
+The gradient is that of "sum over tokens / tokens of the whole step" under every ZeRO stage and any
+division into micro-batches.
 """
 
 import logging
@@ -20,14 +19,13 @@ from dschat.models.training_engine import TrainingEngine
 logger = logging.getLogger("dschat")
 
 # overflow: fp16's dynamic loss scale was too high and has been lowered, as happens at the start.
-# aligned: another model's was not finite. bad: this one's loss or gradient, and no loss scale
-# explains it.
+# aligned: skipped with the other model's step. bad: the loss or gradient is not finite, and no loss
+# scale explains it.
 Outcome = Literal["applied", "overflow", "aligned", "bad"]
 
 
 class OptimizerStep:
-    """One optimizer step, cut into micro-batches any way: sum of losses / ``denominator`` over all
-    ranks.
+    """One optimizer step on (sum of losses over all micro-batches and ranks) / ``denominator``.
 
     DeepSpeed averages gradients over ranks, hence the factor of the world size. Use::
 
@@ -36,8 +34,8 @@ class OptimizerStep:
             step.backward(loss_sum(batch))   # exactly k times, after one forward each
         applied = step.finish()
 
-    `finish` is False where a loss or the gradient was not finite on any rank: all then skipped the
-    step together, and ``outcome`` says why.
+    `finish` returns False where a loss or the gradient is not finite on any rank: all ranks skip
+    the step then, and ``outcome`` is the reason.
     """
 
     def __init__(self, engine: TrainingEngine, num_micro_batches: int, denominator: float):
@@ -45,7 +43,7 @@ class OptimizerStep:
         self._engine = engine
         self._remaining = num_micro_batches
         self._scale = dist.world_size() / max(denominator, 1.0)
-        self._losses_finite: Tensor | None = None  # this rank's so far, 0-d bool
+        self._losses_finite: Tensor | None = None  # on this rank so far, 0-d bool
         self.grad_norm = 0.0
         self.outcome: Outcome | None = None
 
@@ -67,7 +65,7 @@ class OptimizerStep:
             return False
         stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
         if stage == 0:
-            return math.isfinite(self._plain_norm())
+            return math.isfinite(self._stage_0_norm())
         norms = optimizer._get_norm_groups() if stage == 3 else [optimizer.scaled_global_norm()]
         return all(0 <= float(norm) < math.inf for norm in norms)  # DeepSpeed's -1: not finite
 
@@ -77,20 +75,19 @@ class OptimizerStep:
         return dist.max_int(not bool(self._losses_finite)) == 0
 
     def finish(self, skip: bool = False) -> bool:
-        """Collective. Clip, update, advance the schedule; or, if a loss or the gradient is not
-        finite or it is told to ``skip``, leave weights, optimizer and schedule as they are, on all
-        ranks.
+        """Collective. Clip, update, advance the schedule; returns whether the step was applied.
 
-        A dynamic loss scale falls where this gradient overflowed; not where the loss, which is not
-        scaled, did, nor where it is told to skip.
+        With ``skip``, or where a loss or the gradient is not finite, weights, optimizer and
+        schedule stay unchanged on all ranks. A dynamic loss scale falls where this gradient
+        overflowed; not where the unscaled loss did, nor with ``skip``.
         """
         has_finite_losses = self._has_finite_losses()
-        told_to, skip = skip, skip or not has_finite_losses
+        requested, skip = skip, skip or not has_finite_losses
         if self._engine.zero_optimization_stage() == 0:
-            applied = self._finish_plainly(skip)
+            applied = self._finish_stage_0(skip)
         else:
             may_fall = _scale_may_fall(self._engine)
-            with _told_to_skip(self._engine.optimizer, skip):
+            with _forced_skip(self._engine.optimizer, skip):
                 self._engine.step()
             self.grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
             applied = bool(self._engine.was_step_applied())
@@ -99,50 +96,51 @@ class OptimizerStep:
         if applied:
             self.outcome = "applied"
         elif skip:
-            self.outcome = "aligned" if told_to and has_finite_losses else "bad"
+            self.outcome = "aligned" if requested and has_finite_losses else "bad"
         else:
             stage = self._engine.zero_optimization_stage()
             self.outcome = "overflow" if stage > 0 and may_fall else "bad"
         return applied
 
-    def _finish_plainly(self, skip: bool) -> bool:
-        """`finish` under ZeRO 0, where plain torch steps, and would write NaN into every weight."""
-        self.grad_norm = self._plain_norm()
+    def _finish_stage_0(self, skip: bool) -> bool:
+        """`finish` under ZeRO 0, where torch's optimizer would write NaN into every weight."""
+        self.grad_norm = self._stage_0_norm()
         if skip or not math.isfinite(self.grad_norm):
             self._engine.optimizer.zero_grad()
             return False
         self._engine.step()
         return True
 
-    def _plain_norm(self) -> float:
+    def _stage_0_norm(self) -> float:
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(gradients))
 
 
 def finish_together(steps: list[OptimizerStep]) -> list[bool]:
-    """Collective. `Step.finish` of each; where one is not finite, none is applied."""
+    """Collective. Finish all ``steps``; where one is not finite, none is applied."""
     if len(steps) == 1:
         return [steps[0].finish()]
     finite = [step.is_finite() for step in steps]
     return [
-        step.finish(skip=own and not all(finite)) for step, own in zip(steps, finite, strict=True)
+        step.finish(skip=is_finite and not all(finite))
+        for step, is_finite in zip(steps, finite, strict=True)
     ]
 
 
 class SkippedSteps:
-    """Counts the steps of one model that were not finite, and ends a run that has no others.
+    """Counts the skipped steps of one model, and ends the run after too many in a row.
 
-    fp16's overflows are no part of it while the loss scale can still fall.
+    fp16's overflows do not count while the loss scale can fall.
     """
 
     def __init__(self, limit: int, of: str = "") -> None:
-        """``of``: "actor" or "critic", for messages; ``limit``: as many in a row are too many."""
+        """``limit``: skipped steps in a row; ``of``: "actor" or "critic", for messages."""
         self._limit = limit
         self._of = f" of the {of}" if of else ""
         self.in_a_row = 0
 
     def take(self, step: OptimizerStep, when: str) -> None:
-        """Count a finished ``step``; ``when`` opens its message.
+        """Count a finished ``step``; ``when`` begins its log line.
 
         Raises ``FloatingPointError`` at the limit.
         """
@@ -157,32 +155,32 @@ class SkippedSteps:
             self.count(f"{when}{self._of}", "its loss or gradient is not finite")
 
     def require_some(self, any_applied: bool) -> None:
-        """For the end of a run. Raises ``FloatingPointError`` where all its steps were skipped."""
+        """At the end of a run. Raises ``FloatingPointError`` where all steps were skipped."""
         if self.in_a_row and not any_applied:
             raise FloatingPointError(
                 f"no step{self._of} was applied: all {self.in_a_row} were skipped, because a loss, "
-                "a gradient or what they are made of is not finite; nothing is saved as trained. "
+                "a gradient or an input of them is not finite; no trained model is saved. "
                 "Check the models' weights, lower the learning rate, or raise the precision"
             )
 
-    def count(self, what: str, why: str) -> None:
-        """``what`` was skipped. Raises ``FloatingPointError`` at the limit."""
+    def count(self, name: str, reason: str) -> None:
+        """The step ``name`` was skipped. Raises ``FloatingPointError`` at the limit."""
         self.in_a_row += 1
-        logger.warning("%s skipped: %s (%d in a row)", what, why, self.in_a_row)
+        logger.warning("%s skipped: %s (%d in a row)", name, reason, self.in_a_row)
         if self.in_a_row >= self._limit:
             raise FloatingPointError(
                 f"{self.in_a_row} steps{self._of} in a row were skipped (--max_bad_steps), the "
-                f"last because {why}; lower the learning rate, or raise the precision"
+                f"last because {reason}; lower the learning rate, or raise the precision"
             )
 
 
 def loss_scale(engine: TrainingEngine) -> float:
-    """What fp16's losses are multiplied by before their backward; 1 in other precisions."""
+    """The factor of fp16's losses before backward; 1 in other precisions."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def learning_rate(engine: TrainingEngine) -> float:
-    """The rate the next step will use."""
+    """Learning rate of the next step."""
     return float(engine.get_lr()[0])
 
 
@@ -192,10 +190,10 @@ def _scale_may_fall(engine: TrainingEngine) -> bool:
 
 
 def _forget_gradients(optimizer: Any) -> None:
-    """Drop what ZeRO 1 and 2 summed for a skipped step.
+    """Drop the gradients that ZeRO 1 and 2 summed for a skipped step.
 
-    NOTE: with the optimizer offloaded in bf16, DeepSpeed 0.19 keeps that sum, and adds the next
-    step's gradients to its NaN: no later step would ever be applied.
+    NOTE: with the optimizer offloaded in bf16, DeepSpeed 0.19 keeps that sum and adds the next
+    step's gradients to its NaN: no later step would be applied.
     """
     sums = getattr(optimizer, "averaged_gradients", {})
     for group in sums:
@@ -203,11 +201,11 @@ def _forget_gradients(optimizer: Any) -> None:
 
 
 @contextmanager
-def _told_to_skip(optimizer: Any, skip: bool) -> Iterator[None]:
-    """A scope in which a ZeRO optimizer's ``step`` finds an overflow, without blaming its scale.
+def _forced_skip(optimizer: Any, skip: bool) -> Iterator[None]:
+    """A scope in which a ZeRO optimizer's ``step`` detects an overflow and keeps its loss scale.
 
-    NOTE: DeepSpeed has no call for that. Its own clean-up runs, which knows about offloaded
-    gradients.
+    NOTE: DeepSpeed has no call for skipping a step. This way its own clean-up runs, which handles
+    offloaded gradients.
     """
     if not skip:
         yield

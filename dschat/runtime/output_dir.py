@@ -1,8 +1,7 @@
-"""The folder a step writes into: checked before anything loads, claimed once training begins.
+"""Output folder of a step: checked before anything loads, claimed when training begins.
 
-A path comes in; a folder to write into, and at the end the mark of a finished step, go out. Between
-the check and the claim nothing is left on disk, so that a mistake found meanwhile (a damaged
-checkpoint) costs nobody a finished model. It must not know what is written.
+Until it is claimed nothing in it changes, so that a mistake found meanwhile (a damaged checkpoint)
+does not cost a finished model.
 """
 
 import errno
@@ -24,20 +23,20 @@ from dschat.disk_space import free_bytes, needed_and_free
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
 _LOCK = ".lock"
-_PRODUCTS = ("actor", "actor_best", "actor_ema", "critic")  # folders in it that a step fills
+_PRODUCTS = ("actor", "actor_best", "actor_ema", "critic")  # subfolders that a step writes
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
 _WEIGHT = re.compile(r":[0-9.]+(e[+-]?\d+)?$")  # PATH:WEIGHT
 _claims: dict[str, IO[str]] = {}  # by folder
-_records: dict[str, str] = {}  # what its mark will say, by folder
+_records: dict[str, str] = {}  # contents of the future mark, by folder
 
 
 def check_output_dir(
     output_dir: str | Path, overwrite: bool, fields: Mapping[str, Any] | None = None
 ) -> None:
-    """``UserError`` where the folder holds a finished step, cannot be written or is one that the
-    step's ``fields`` read; leaves no trace.
+    """``UserError`` where the folder holds a finished step, cannot be written, or is an input of
+    the step (named by its ``fields``); changes nothing on disk.
 
-    Only the main process tries to write.
+    Only rank 0 tries to write.
     """
     folder = Path(output_dir)
     check_apart(folder, fields or {})
@@ -51,18 +50,18 @@ def check_output_dir(
 
 
 def check_apart(output_dir: str | Path, fields: Mapping[str, Any]) -> None:
-    """``UserError`` where the folder is, or lies in, that of a model or of data which ``fields``
-    name; or where a model is one of those that the step would write.
+    """``UserError`` where the folder is, or is inside, the folder of a model or data set in
+    ``fields``; or where an input model is one that the step would overwrite.
     """
-    own = Path(os.path.realpath(output_dir))
-    written = {own / name for name in _PRODUCTS}
+    output = Path(os.path.realpath(output_dir))
+    written = {output / name for name in _PRODUCTS}
     for key, given in fields.items():
         is_model = key.endswith("name_or_path")
         if not given or not (is_model or key in _DATA):
             continue
         for name in [given] if isinstance(given, str) else given:
             read = {Path(os.path.realpath(folder)) for folder in _folders(name)}
-            if read & {own, *own.parents} or (is_model and read & written):
+            if read & {output, *output.parents} or (is_model and read & written):
                 raise UserError(
                     f"--output_dir {output_dir} would be written among the files of --{key} "
                     f"{name}; choose another folder"
@@ -70,25 +69,25 @@ def check_apart(output_dir: str | Path, fields: Mapping[str, Any]) -> None:
 
 
 def _folders(name: str) -> list[str]:
-    """The local folder that ``name`` stands for; those of the files that match, for a pattern."""
+    """The local folder ``name``, or the folders of the files that match it as a pattern."""
     path = os.path.expanduser(_WEIGHT.sub("", name))
     if os.path.isdir(path):
         return [path]
-    found = glob.glob(path, recursive=True) if glob.has_magic(path) else []
-    return [os.path.dirname(file) for file in found]
+    files = glob.glob(path, recursive=True) if glob.has_magic(path) else []
+    return [os.path.dirname(file) for file in files]
 
 
 def check_writable(folder: Path) -> None:
-    """``UserError`` where no file can be made in ``folder``, which need not exist yet.
+    """``UserError`` where no file can be created in ``folder``, which need not exist yet.
 
-    It is tried, not asked: permissions do not tell of full disks, or of what root may not do.
+    Creates a temporary file: permissions do not show full disks, or limits that apply to root.
     """
     _check_name(folder)
     made: list[Path] = []
     try:
         for path in reversed([folder, *folder.parents]):
             if not os.path.exists(path):
-                with suppress(FileExistsError):  # another machine's process was faster
+                with suppress(FileExistsError):  # another machine has made it
                     path.mkdir()
                     made.append(path)
         with tempfile.TemporaryFile(dir=folder):
@@ -100,17 +99,17 @@ def check_writable(folder: Path) -> None:
         ) from None
     finally:
         for path in reversed(made):
-            with suppress(OSError):  # another machine's process writes there already
+            with suppress(OSError):  # another machine already writes there
                 path.rmdir()
 
 
 def _check_name(folder: Path) -> None:
-    """What writes tokenizers and TensorBoard's events takes no other names than UTF-8's."""
+    """``UserError`` where the name is not UTF-8: writers of tokenizers and events require it."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
         shown, remedy = os.fsencode(folder).decode(errors="backslashreplace"), "choose another name"
-        if shown.encode() == os.fsencode(folder):  # it is UTF-8, and Python was told not to read it
+        if shown.encode() == os.fsencode(folder):  # it is UTF-8, but Python decodes it otherwise
             remedy = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
         raise UserError(f"--output_dir {shown} is not read as UTF-8 here; {remedy}") from None
 
@@ -118,12 +117,12 @@ def _check_name(folder: Path) -> None:
 def check_room(folder: str | Path, sizes: Sequence[int]) -> None:
     """``UserError`` where models of ``sizes`` bytes cannot all be written into ``folder``.
 
-    What is there already may have to make room for them, but for the one being written.
+    They replace the files in it, but only one by one: the largest needs free space.
     """
     if not dist.is_main_process():
         return
-    there = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    needed = max(*sizes, sum(sizes) - there)
+    replaced = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    needed = max(*sizes, sum(sizes) - replaced)
     if needed > free_bytes(folder):
         raise UserError(
             f"--output_dir {folder} has no space for the model: {needed_and_free(needed, folder)}; "
@@ -135,10 +134,11 @@ def _is_blocked(folder: Path) -> bool:
     return any(os.path.lexists(p) and not os.path.isdir(p) for p in (folder, *folder.parents))
 
 
-def claim_output_dir(output_dir: str | Path, goes_on: bool = False, record: str = "") -> None:
-    """Collective. Make the folder, and take the mark of an earlier run away: what is there now is
-    no longer what it says. Unless the run ``goes_on``, first its checkpoints: without the mark they
-    would be those of an unfinished one. ``record``: what the new mark is to say.
+def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str = "") -> None:
+    """Collective. Make the folder and remove the mark of an earlier finished run.
+
+    Unless the run ``resumes``, removes the earlier checkpoints first: without the mark they would
+    be those of an unfinished run. ``record``: contents of the new mark.
     """
     if dist.is_main_process():
         folder = Path(output_dir)
@@ -147,7 +147,7 @@ def claim_output_dir(output_dir: str | Path, goes_on: bool = False, record: str 
         except OSError as error:
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
         _claim(folder)
-        if not goes_on:
+        if not resumes:
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
         (folder / COMPLETE).unlink(missing_ok=True)
         _records[str(folder)] = record
@@ -155,14 +155,16 @@ def claim_output_dir(output_dir: str | Path, goes_on: bool = False, record: str 
 
 
 def _claim(folder: Path) -> None:
-    """``UserError`` where another process writes into ``folder``: one that lost its train.py while
-    it loads or saves a model, say. The claim ends with this process.
+    """Lock ``folder`` until this process ends; ``UserError`` where another one has the lock.
+
+    That may be a step that lost its train.py while it loads or saves a model.
     """
     if held := _claims.pop(str(folder), None):
         held.close()
     file = (folder / _LOCK).open("w")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # NOTE of this process, not of its forks
+        # NOTE: lockf, not flock: held by this process, not by its forks.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -180,7 +182,7 @@ def _release(folder: Path) -> None:
 
 
 def mark_complete(output_dir: str | Path) -> None:
-    """Collective. Leave the mark by which ``train.py`` knows that this step is done."""
+    """Collective. Write the file that marks this step as finished, for ``train.py``."""
     dist.barrier()
     if dist.is_main_process():
         record = _records.pop(str(Path(output_dir)), "")

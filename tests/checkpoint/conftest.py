@@ -1,4 +1,4 @@
-"""Runs that are saved and taken up, by this process and by two others."""
+"""Runs that are saved and resumed, by this process and by two others."""
 
 import sys
 from pathlib import Path

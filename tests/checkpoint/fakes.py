@@ -1,4 +1,4 @@
-"""An engine that saves as DeepSpeed's do, and a run of it: for tests of what happens on disk."""
+"""A fake engine that saves as DeepSpeed's do, and a run of it, for tests of the files on disk."""
 
 from types import SimpleNamespace
 

@@ -1,8 +1,7 @@
-"""A small training run that can be saved and taken up: what the tests of checkpoints train.
+"""A small training run that can be saved and resumed, for tests of checkpoints.
 
-A `Spec` comes in; the losses of its steps go out, the same whatever the ZeRO stage and the number
-of processes, as far as rounding goes. The state beside the engine is of every kind that a
-checkpoint holds: sharded tensors, counters, random generators.
+Apart from rounding its losses do not depend on ZeRO stage and world size. Beside the engine it has
+every kind of state that a checkpoint holds: sharded tensors, counters, random generators.
 """
 
 import gc

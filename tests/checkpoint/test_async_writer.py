@@ -40,7 +40,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_whole_when_both_have_written_without_a_word_from_training(tmp_path):
+def test_complete_when_both_have_written_without_calls_from_training(tmp_path):
     two = TwoWriters(tmp_path)
     two.start(0, a=b"1", c=b"2")
     two.pair[0].join_own()
@@ -66,7 +66,7 @@ def test_one_cannot_write(can_tell, tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic_files, "write_file", failing)
     if not can_tell:
-        monkeypatch.setattr(two.pair[1], "_tell", failing_tell)
+        monkeypatch.setattr(two.pair[1], "_write_note", failing_tell)
     two.start(0, a=b"1")
     two.start(1, b=b"2")
     if can_tell:

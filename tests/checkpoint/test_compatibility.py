@@ -1,4 +1,4 @@
-"""Which settings a run must keep to go on from its checkpoints."""
+"""The settings that a run must keep to resume from its checkpoints."""
 
 import dataclasses
 import json
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from dschat.checkpoint import compatibility
-from dschat.checkpoint.manifest import Found, manifest_bytes
+from dschat.checkpoint.manifest import CheckpointInfo, manifest_bytes
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
 
 
-def found(settings: dict) -> Found:
-    return Found(Path("out/checkpoints/step_000012"), 12, 1, settings, {})
+def found(settings: dict) -> CheckpointInfo:
+    return CheckpointInfo(Path("out/checkpoints/step_000012"), 12, 1, settings, {})
 
 
 def test_what_is_free_exists():
@@ -133,7 +133,7 @@ def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
     config = SFTConfig(output_dir=str(tmp_path))
     compatibility.check_start(config)
     (tmp_path / "checkpoints" / "step_000012").mkdir(parents=True)
-    with pytest.raises(UserError, match="checkpoints/step_000012; go on from there with --resume"):
+    with pytest.raises(UserError, match="checkpoints/step_000012; resume it with --resume"):
         compatibility.check_start(config)
     compatibility.check_start(dataclasses.replace(config, resume="latest"))
     compatibility.check_start(dataclasses.replace(config, overwrite_output_dir=True))

@@ -1,4 +1,4 @@
-"""A full disk is one line: what lacks how much where, and what to resume from."""
+"""A full disk is one line: what needs how much space where, and what to resume from."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Whether a change of a file is seen, whatever way a flag names it."""
+"""A changed file changes the fingerprint, in every way that a flag can name it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Runs of DeepSpeed engines that are saved and taken up: to the bit, or by other processes."""
+"""Runs of DeepSpeed engines that are saved and resumed: bit-equal, or with other world sizes."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_two_go_on_with_one_s(spec, two):
 
 @pytest.mark.dist
 @specs(QUICK, SLOW)
-def test_one_goes_on_with_two_s(spec, two, here):
+def test_one_process_resumes_from_two(spec, two, here):
     two(spec)
     folder, rows = here(spec)
     assert_close(resumed(spec, folder, 2), rows[SAVED_AT:], spec.dtype)

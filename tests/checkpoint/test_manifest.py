@@ -1,4 +1,4 @@
-"""Damaged checkpoints are recognised, foreign ones refused; settings are compared."""
+"""Damaged checkpoints and other formats are refused; settings are compared."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_any_byte_of_the_manifest(tmp_path, caplog):
     for text in (b"", b"null", b"[1]", good[:-40]):
         path.write_bytes(text)
         caplog.clear()
-        with pytest.raises(UserError, match="no checkpoint in .* is whole .*; put one back, or "):
+        with pytest.raises(UserError, match="no checkpoint in .* is complete .*; restore one, or "):
             CheckpointManager(tmp_path, {}).latest()
         assert f"{path} is broken" in caplog.text
     content = json.loads(good) | {"format": 99}
@@ -90,7 +90,7 @@ def test_a_path_is_taken_though_there_are_newer_ones_which_then_go(tmp_path):
     assert names(tmp_path) == ["step_000001", "step_000003"]
 
 
-def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
+def test_a_file_outside_of_the_manifest_is_not_unpickled(tmp_path, caplog):
     """DeepSpeed takes every file of its pattern."""
     checkpoints = CheckpointManager(tmp_path, {})
     save(checkpoints, 1, 2)
@@ -99,7 +99,7 @@ def test_a_file_that_nobody_vouches_for_is_not_unpickled(tmp_path, caplog):
     assert step_loaded(checkpoints) == 1
     assert f"{stray} is not in the manifest" in caplog.text
     checkpoints.remove_later(checkpoints.latest())
-    assert names(tmp_path) == ["step_000001", "step_000002"]  # somebody may repair it yet
+    assert names(tmp_path) == ["step_000001", "step_000002"]  # it may be repaired
     save(checkpoints, 2)
     assert step_loaded(checkpoints) == 2
 

@@ -1,4 +1,4 @@
-"""What is saved is the state of its step, and comes back."""
+"""A checkpoint holds the state of its step, and restores it."""
 
 import random
 import threading
@@ -17,11 +17,11 @@ from dschat.checkpoint import (
     snapshot,
 )
 from dschat.checkpoint import manager as run_module
-from dschat.checkpoint.manifest import Found
+from dschat.checkpoint.manifest import CheckpointInfo
 from dschat.config import UserError
 
 
-def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_it_is_written(tmp_path, monkeypatch):
     gate, write, state = threading.Event(), atomic_files.write_file, state_at(3)
 
     def waiting(path, content):
@@ -51,7 +51,7 @@ def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, cap
     assert step_loaded(checkpoints) == 3
 
 
-def test_every_generator_goes_on(tmp_path):
+def test_every_generator_is_restored(tmp_path):
     def draw():
         return [
             *(random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn())),
@@ -69,7 +69,7 @@ def test_every_generator_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (3, 2), (2, 2)])
-def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
+def test_tensors_are_repartitioned(then, now, tmp_path, monkeypatch):
     """A flat tensor of ten, padded at the end, in ``then`` equal parts."""
     whole = torch.arange(1.0, 11.0)
     folder = tmp_path / "step_000001"
@@ -82,12 +82,12 @@ def test_shards_are_cut_anew(then, now, tmp_path, monkeypatch):
     for rank in range(then):
         groups = {"ema/w": part(rank, then), "pending/x": torch.tensor([rank])}
         atomic_files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
-    found = Found(folder, 1, then, {}, {})
+    found = CheckpointInfo(folder, 1, then, {}, {})
     monkeypatch.setattr("dschat.distributed.world_size", lambda: now)
     for rank in range(now):
         monkeypatch.setattr("dschat.distributed.rank", lambda rank=rank: rank)
         tensor = torch.full_like(part(rank, now), -1)
-        run_module._put_back(found, "ema/w", tensor)
+        run_module._restore(found, "ema/w", tensor)
         assert tensor.tolist() == part(rank, now).tolist()
     others = [read_tensors(found, rank, "pending")["x"].item() for rank in range(then)]
     assert others == list(range(then))
@@ -97,7 +97,7 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
     checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(1, RunState({"actor": FakeEngine()}))
     checkpoints.wait()
-    with pytest.raises(UserError, match=r"step_000001: it holds no critic and no ema; .*--restart"):
+    with pytest.raises(UserError, match=r"step_000001: it has no critic and no ema; .*--restart"):
         checkpoints.load(checkpoints.latest(), state_at(1))
 
 

@@ -1,4 +1,4 @@
-"""What is killed: commands of all three steps, and how often each in `make faults`."""
+"""The commands that are killed, of all three steps, and how often in `make faults`."""
 
 from runs import Case
 

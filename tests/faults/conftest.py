@@ -1,4 +1,4 @@
-"""What tests of troubles share: models, runs to which nothing happens, and small disks."""
+"""Fixtures: models, undisturbed runs, small disks."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs a step's script as it is, but for one fault, and says at any instant what it is doing.
+"""Runs a step's script with one fault, and records its current phase.
 
     FAULT='nan_loss 3 1' PHASES=folder python driver.py step1_sft/main.py FLAGS
 

@@ -1,4 +1,4 @@
-"""train.py alone is killed, as for lack of memory, and the same command is started at once."""
+"""Kills train.py alone, as for lack of memory, and starts the same command at once."""
 
 import random
 import sys
@@ -60,7 +60,7 @@ def survive_alone(command: list[str], whole: Path, seconds: float, kills: int, s
 
 
 def run_whole(command: list[str]) -> float:
-    """Seconds that it takes where nobody kills anything."""
+    """Seconds that it takes without a kill."""
     log, began = Path(command[-1]).with_suffix(".log"), time.monotonic()
     assert finish(command, log) == 0, log.read_text()[-3000:]
     return time.monotonic() - began

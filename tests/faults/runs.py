@@ -1,8 +1,7 @@
-"""Real training processes that are killed, and what they leave: commands, kills, comparisons.
+"""Kills real training processes and compares what they leave.
 
-A `Case` is a step's command in small. It is run whole once, then again and again with a kill at
-some instant, and gone on with until it ends; both must have recorded the same and saved the same
-weights. Plain functions: tests and `make faults` use them.
+A `Case` is a step's command in small. It runs undisturbed once; then it is killed at random
+moments and resumed until it finishes. Both must have the same metrics and weights.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ DRIVER = Path(__file__).with_name("driver.py")
 TIMEOUT_S = 600
 # What a clock or a neighbour decides.
 NOT_COMPARED = ("time/", "throughput/", "memory/")
-# What a kill interrupts, besides the `driver`'s phases.
+# What a kill interrupts, in addition to the `driver`'s phases.
 WRITING, RENAMING = "a checkpoint's files", "a checkpoint's rename"
 KINDS = (*PHASES, WRITING, RENAMING)
 
@@ -161,7 +160,7 @@ def processes_of(out: Path) -> list[int]:
 
 
 def going_on(command: list[str]) -> list[str]:
-    """The same command, which goes on where it has something to go on from."""
+    """The same command, which resumes where it has a checkpoint."""
     return command + ["--resume"] * (output_of(command) / "checkpoints").is_dir()
 
 
@@ -212,10 +211,10 @@ def phase(folder: Path) -> str:
 
 
 def kill_once(case: Case, models: Path, out: Path, whole: int, rng: random.Random) -> str:
-    """Start ``case``, or go on with it, and kill it at a random instant; one of `KINDS`, or "" if
+    """Start or resume ``case`` and kill it at a random instant; one of `KINDS`, or "" if
     it was faster.
 
-    ``whole``: rows of a run that nobody kills. In half of the cases the process ends itself, at a
+    ``whole``: rows of an undisturbed run. In half of the cases the process ends itself, at a
     change that it is about to make to a checkpoint's folder; else all processes are ended after a
     random number of rows and a random pause.
     """
@@ -247,7 +246,7 @@ def kill_once(case: Case, models: Path, out: Path, whole: int, rng: random.Rando
 def survive(
     case: Case, models: Path, out: Path, whole: Path, kills: int, seed: str
 ) -> Counter[str]:
-    """Kill ``case`` up to ``kills`` times, go on to its end, and compare with the run in ``whole``;
+    """Kill ``case`` up to ``kills`` times, resume it to its end, compare with the run in ``whole``;
     the kills that there were, by kind.
     """
     rng, done = random.Random(seed), Counter()
@@ -265,7 +264,7 @@ def survive(
 
 
 def ran(case, models, out, *flags, code=0, **variables) -> str:
-    """Run ``case``, or go on with it; what it said. FAULT: see `driver`."""
+    """Run or resume ``case``; returns its output. FAULT: see `driver`."""
     command, log = case.command(models, out), out.with_suffix(".log")
     log.unlink(missing_ok=True)
     found = finish([*going_on(command), *flags], log, **variables)

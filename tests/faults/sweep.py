@@ -1,12 +1,12 @@
-"""Kills real runs at random instants, a hundred times and more, and tells what became of them.
+"""Kills real runs at random moments, a hundred times and more, and reports the outcomes.
 
     make faults
     python tests/faults/sweep.py --kills 20 --seed 7
 
-Every case of `cases` is run whole, then killed again and again, each time gone on with, until it
-has been killed often enough; each time that it comes to its end, its metrics and its weights must
-equal those of the whole run to the bit. Before that, train.py alone is killed, each time followed
-at once by the same command (`orphans`). Exits with 1 where one does not.
+Every case of `cases` runs undisturbed once; then it is killed and resumed until it has been killed
+often enough. Each time it finishes, its metrics and weights must equal those of the undisturbed run
+bit by bit. Before that, train.py alone is killed, followed at once by the same command (`orphans`).
+Exits with 1 where one differs.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def sweep_train_py(models: Path, folder: Path, share: float, seed: str) -> bool:
-    """Kill train.py alone; whether all its runs came to their end as those that nobody killed."""
+    """Kill train.py alone; whether all its runs equal the undisturbed ones."""
     kills, runs, good = 0, 0, True
     for (steps, ranks), number in orphans.SWEEP.items():
         whole = folder / f"whole{ranks}"
@@ -82,7 +82,7 @@ def sweep_train_py(models: Path, folder: Path, share: float, seed: str) -> bool:
     waits = sum(log.read_text().count("waiting: ") for log in folder.glob("killed*.log"))
     print(
         f"killed train.py alone {kills} times in {runs} runs; {waits} times the same command had "
-        f"to wait; {'all' if good else 'NOT ALL'} ended as runs that nobody killed, to the bit"
+        f"to wait; {'all' if good else 'NOT ALL'} equal the undisturbed runs, bit by bit"
     )
     return good
 

@@ -1,4 +1,4 @@
-"""A step that is killed at any instant, and gone on with, records what one that is not records."""
+"""A step that is killed at any moment and resumed records the same as an undisturbed one."""
 
 import pytest
 from cases import QUICK, SLOW
@@ -9,7 +9,7 @@ from runs import finish, rows, survive
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=lambda c: c.name
 )
-def test_killed_and_gone_on_with(case, models, tmp_path):
+def test_killed_and_resumed(case, models, tmp_path):
     whole = tmp_path / "whole"
     command, log = case.command(models, whole), tmp_path / "whole.log"
     assert finish(command, log) == 0, log.read_text()[-3000:]

@@ -1,6 +1,4 @@
-"""A disk with room for some of what a run writes: said in one line, and resumed from once there is
-more.
-"""
+"""A disk that is too small for a run: one line, and the run resumes once there is more space."""
 
 import os
 import re

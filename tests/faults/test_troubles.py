@@ -1,7 +1,6 @@
-"""What may befall a real run besides a kill: signals, a full disk, NaN, a dead rank, rotten files.
+"""Faults of a real run: signals, a full disk, NaN, a dead rank, damaged files.
 
-After each of them the run goes on, or is gone on with, and records what one records to which
-nothing happens.
+After each of them the run continues or resumes, and records the same as an undisturbed one.
 """
 
 import os
@@ -88,21 +87,23 @@ def test_the_checkpoint_before_a_damaged_one(
     damage(largest if name == LARGEST else newest / name)
     told = ran(STEP1, models, out)
     assert re.search(rf"step_000006.*{said}", told), told
-    assert "going on after step 4" in told
+    assert "resuming after step 4" in told
     check_same(out, whole(STEP1))
 
 
 @slow
-def test_no_checkpoint_is_whole(cut_short, whole, models, tmp_path):
-    """The run is not begun anew behind anybody's back."""
+def test_no_checkpoint_is_complete(cut_short, whole, models, tmp_path):
+    """The step does not restart without --overwrite_output_dir."""
     out = tmp_path / "run"
     shutil.copytree(cut_short, out)
     for folder in (out / "checkpoints").iterdir():
         flipped(folder / MANIFEST)
     line = ran(STEP1, models, out, code=2).splitlines()[-1]
-    assert re.search(r"error: --resume latest: no checkpoint in .* is whole .*begin anew", line)
-    anew = [*STEP1.command(models, out), "--overwrite_output_dir"]
-    assert finish(anew, tmp_path / "anew.log") == 0
+    assert re.search(
+        r"error: --resume latest: no checkpoint in .* is complete .*restart with", line
+    )
+    restart = [*STEP1.command(models, out), "--overwrite_output_dir"]
+    assert finish(restart, tmp_path / "restart.log") == 0
     check_same(out, whole(STEP1))
 
 
@@ -126,11 +127,11 @@ def test_a_disk_that_is_too_small_for_checkpoints(whole, models, tmp_path):
 
 @slow
 def test_a_full_disk_that_is_emptied(whole, models, tmp_path):
-    """The checkpoint before stays, is said to, and is what is gone on from."""
+    """The log names the checkpoint before; checkpoints are written again later."""
     out = tmp_path / "run"
     said = ran(STEP1, models, out, FAULT="no_space 2")
     assert said.count("could not be written (No space left on device") == 1, said
-    assert "step_000002 stays the last one" in said
+    assert re.search(r"latest checkpoint: \S+/step_000002", said)
     assert said.count("checkpoints are written again") == 1
     check_same(out, whole(STEP1))
 
@@ -245,7 +246,7 @@ def test_a_rank_that_is_killed(zero, whole, models, tmp_path):
         pytest.param(signal.SIGINT, 2, marks=pytest.mark.dist),
     ],
 )
-def test_train_py_stops_and_goes_on(signum, ranks, models, tmp_path):
+def test_train_py_stops_and_resumes(signum, ranks, models, tmp_path):
     """SIGTERM to train.py, as a scheduler sends it; Ctrl-C to all that the terminal runs."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""What a loop loses where a reward function fails, or numbers do: nothing that was learned."""
+"""A loop in which a reward function fails, or a loss is NaN, loses no trained step."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def rows(out):
 
 
 def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
-    """In that after iteration 2, and in the last; each is made anew, once."""
+    """In that after iteration 2, and in the last; each resumes once."""
     held_out = HeldOutPrompts(
         rollout_collector.PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False
     )
@@ -183,7 +183,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
 
 
 @pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), (None, False)])
-def test_data_that_has_changed_is_not_gone_on_with(now, fits, models_folder, tmp_path):
+def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
 
     def state(rows):

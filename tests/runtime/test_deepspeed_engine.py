@@ -244,7 +244,7 @@ def backward_only(engine, batches, factor=1.0):
 
 @by_layout
 def test_an_aligned_step_changes_nothing(stage, offload):
-    """The good one waits for the bad one, and goes on as if there had been neither."""
+    """The finite step is skipped with the other; the next ones are as without both."""
     batches = inputs(3)
     good, calm, bad = (engine_of(net(), stage, clip=0.1, offload=offload) for _ in range(3))
     for engine in (good, calm, bad):

@@ -1,4 +1,4 @@
-"""A step's folder: refused before anything loads, and without a trace; claimed; marked."""
+"""A step's folder: refused before anything loads, unchanged; claimed; marked."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def test_a_name_that_is_not_utf_8(tmp_path, monkeypatch, name, line):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that root cannot write")
-def test_a_folder_that_nobody_can_write():
+def test_a_folder_that_cannot_be_written():
     with pytest.raises(UserError, match="--output_dir /proc/x/out cannot be written: .*choose"):
         check_output_dir("/proc/x/out", overwrite=True)
 
@@ -74,13 +74,13 @@ def test_a_dangling_link_is_in_the_way(tmp_path):
         check_output_dir(tmp_path / "link", overwrite=True)
 
 
-def test_old_checkpoints_go_before_the_mark_and_stay_with_a_run_that_goes_on(tmp_path, monkeypatch):
+def test_old_checkpoints_go_before_the_mark_and_stay_where_a_run_resumes(tmp_path, monkeypatch):
     def made():
         (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
         (tmp_path / COMPLETE).write_text("")
 
     made()
-    claim_output_dir(tmp_path, goes_on=True)
+    claim_output_dir(tmp_path, resumes=True)
     assert (tmp_path / "checkpoints/step_000002").is_dir()
     assert not (tmp_path / COMPLETE).exists()
     made_again = tmp_path / COMPLETE
