@@ -47,7 +47,7 @@ class MetricsLog:
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._folder = folder
-        # A resumed run keeps the rows up to the position passed to `go_on_from`.
+        # A resumed run keeps the rows up to the position passed to `resume_from`.
         mode = "ab" if config.resume else "wb"
         self._file = (folder / "metrics.jsonl").open(mode, buffering=0)
         self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
@@ -84,7 +84,7 @@ class MetricsLog:
         self._write_out()
         return {"bytes": self._end, "rows": self._unwritten.decode()}
 
-    def go_on_from(self, position: dict[str, Any], step: int) -> None:
+    def resume_from(self, position: dict[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
 
         Raises:

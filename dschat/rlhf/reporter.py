@@ -99,7 +99,7 @@ class Reporter:
         self._trainer.load_run_state(values)
         if values["best_metric"] == self._args.best_metric:
             self._best = values["best"]
-        self._log.go_on_from(values["log"], self._trainer.iteration)
+        self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 

@@ -96,7 +96,7 @@ def train(
             _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
         else:
             steps.taken, skipped.in_a_row = values["step"], values["bad"]
-            metrics_log.go_on_from(values["log"], values["step"])
+            metrics_log.resume_from(values["log"], values["step"])
         engine.train()
         bar = progress(total, "training", config.disable_tqdm, steps.taken)
         while steps.taken < total:

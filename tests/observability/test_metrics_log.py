@@ -32,7 +32,7 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path, tensorboard):
     log.write(3, {"loss": 0.5})  # and the process is killed here
     log = log_of(tmp_path, "latest", tensorboard)
     log.write(0, {"eval/gold": 0.0})  # before the checkpoint is chosen
-    log.go_on_from(position, 2)
+    log.resume_from(position, 2)
     assert log.position() == position
     log.write(3, {"loss": 0.25})
     log.close()
@@ -56,7 +56,7 @@ def test_a_truncated_log_is_an_error(tmp_path):
     log_of(tmp_path).close()
     log = log_of(tmp_path, "latest")
     with pytest.raises(UserError, match="metrics.jsonl is shorter than when the checkpoint"):
-        log.go_on_from({"bytes": 100, "rows": ""}, 2)
+        log.resume_from({"bytes": 100, "rows": ""}, 2)
     log.close()
 
 
@@ -95,7 +95,7 @@ def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
     assert caplog.text.count("is writable again") == 1
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
     log = log_of(tmp_path / "killed", "latest")
-    log.go_on_from(position, 3)
+    log.resume_from(position, 3)
     log.write(4, {"loss": 0.5})
     log.close()
     assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (
@@ -112,7 +112,7 @@ def test_rows_of_this_process_do_not_make_a_short_file_long(tmp_path):
     log = log_of(tmp_path, "latest")
     log.write(0, {"eval/gold": 0.0, "eval/more": 0.0})
     with pytest.raises(UserError, match="metrics.jsonl is shorter"):
-        log.go_on_from(position, 2)
+        log.resume_from(position, 2)
     log.close()
 
 
