@@ -17,8 +17,8 @@ from dschat.runtime.deepspeed_engine import (
     unwrap,
 )
 from dschat.runtime.optimizer_step import (
+    OptimizerStep,
     SkippedSteps,
-    Step,
     finish_together,
     learning_rate,
     loss_scale,
@@ -58,7 +58,7 @@ def engine_of(
 
 
 def take_step(engine, batches, bad=None, scale=1.0):
-    step = Step(engine, len(batches), denominator=3.0 * len(batches))
+    step = OptimizerStep(engine, len(batches), denominator=3.0 * len(batches))
     for number, x in enumerate(batches):
         loss = engine(x).float().square().sum() * scale
         step.backward(loss * float("nan") if number == bad else loss)
@@ -182,7 +182,7 @@ def test_the_schedule_advances_by_optimizer_steps(stage):
 
 def test_micro_batches_must_be_those_announced():
     engine = engine_of(net(), 0)
-    step = Step(engine, 2, denominator=1.0)
+    step = OptimizerStep(engine, 2, denominator=1.0)
     step.backward(engine(inputs(1)[0]).sum())
     with pytest.raises(AssertionError, match="fewer"):
         step.finish()
@@ -236,7 +236,7 @@ def test_a_user_s_settings_reach_the_engine():
 
 
 def backward_only(engine, batches, factor=1.0):
-    step = Step(engine, len(batches), denominator=3.0 * len(batches))
+    step = OptimizerStep(engine, len(batches), denominator=3.0 * len(batches))
     for x in batches:
         step.backward(engine(x).float().square().sum() * factor)
     return step
@@ -329,7 +329,7 @@ def test_nan_under_a_loss_scale_still_ends_the_run(stage, spoil, overflows, fp16
     def train():
         while len(outcomes) < 20:
             (x,) = inputs(1, FP16)
-            step = Step(engine, 1, denominator=3.0)
+            step = OptimizerStep(engine, 1, denominator=3.0)
             step.backward(spoil(engine(x).float().square().sum()))
             step.finish()
             outcomes.append(step.outcome)
