@@ -65,7 +65,7 @@ class DataConfig:
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
         try:
-            parts = self.split_weights
+            parts: tuple[float, ...] = self.split_weights
         except ValueError:
             parts = ()
         require(

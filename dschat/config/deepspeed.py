@@ -6,14 +6,14 @@ answers before either loads.
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
 from dschat.config.fields import flag
 
 # --lr_scheduler_type -> DeepSpeed's name of the same schedule.
-_SCHEDULES = {
+_SCHEDULES: dict[str, tuple[str, ...]] = {
     "cosine": ("WarmupCosineLR",),
     "linear": ("WarmupDecayLR",),
     "constant_with_warmup": ("WarmupLR",),
@@ -57,8 +57,20 @@ class DeepSpeedConfig:
         None, "fp16: steps without overflow before the loss scale doubles; default: 100."
     )
 
-    # Flag prefixes of the models that this step trains. Not annotated, so not a dataclass field.
-    deepspeed_models = ("",)
+    if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
+
+        @property
+        def dtype(self) -> str: ...
+
+        @property
+        def lr_scheduler_type(self) -> str: ...
+
+        def global_batch_size(self, world_size: int) -> int: ...
+
+        def mini_batch_size(self, world_size: int) -> int: ...
+
+    # Flag prefixes of the models that this step trains.
+    deepspeed_models: ClassVar[tuple[str, ...]] = ("",)
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
         """Settings that override dschat's for ``model``: those of its file, and loss scaling.
@@ -89,10 +101,8 @@ class DeepSpeedConfig:
         """``dtype``; if that is auto, the precision of the DeepSpeed files, else auto."""
         if self.dtype != "auto":
             return self.dtype
-        precisions = {
-            deepspeed_json.precision(self.deepspeed_overrides(m)) for m in self.deepspeed_models
-        }
-        precisions.discard(None)
+        overrides = (self.deepspeed_overrides(m) for m in self.deepspeed_models)
+        precisions = {p for p in map(deepspeed_json.precision, overrides) if p is not None}
         require(
             len(precisions) < 2,
             f"the DeepSpeed files ask for {' and '.join(sorted(map(str, precisions)))}; all models "
@@ -175,7 +185,7 @@ class DeepSpeedConfig:
             "fp16.loss_scale_window": "loss_scale_window",
         }
         given = {key: (name, getattr(self, name)) for key, name in flags.items()}
-        decided = {
+        decided: dict[str, tuple[str, tuple[Any, ...]]] = {
             key: (f"--{name} {value}", (value,))
             for key, (name, value) in given.items()
             if value is not None

@@ -27,7 +27,8 @@ def require_types(config: Any, prefix: str = "--") -> None:
     The command line converts types; Python code and YAML files do not. Integers must fit in
     64 bits, floats lie within +-``LARGEST``.
     """
-    hints = _hints(type(config))
+    config_class: type = type(config)
+    hints = _hints(config_class)
     for f in fields(config):
         value = getattr(config, f.name)
         problem = _type_problem(value, hints[f.name])
@@ -54,13 +55,13 @@ def _type_problem(value: Any, hint: Any) -> str:
     if hint is int:
         if not isinstance(value, Integral) or isinstance(value, bool):
             return "is not a whole number"
-        return "" if -(2**63) <= value < 2**63 else "is too large a number"
+        return "" if -(2**63) <= int(value) < 2**63 else "is too large a number"
     if hint is float:
         if not isinstance(value, Real) or isinstance(value, bool):
             return "is not a number"
         if not _is_finite(value):
             return "is not a finite number"
-        if abs(value) > LARGEST:
+        if value < -LARGEST or not value <= LARGEST:
             return f"is out of range; it must be between -{LARGEST:.0f} and {LARGEST:.0f}"
         # Read back from a flag it would be a float, and a different number.
         is_exact = not isinstance(value, Integral) or float(value) == value

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, Optional, TypeVar, get_type_hints
+from typing import Any, NoReturn, Optional, Protocol, TypeVar, get_type_hints
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
@@ -18,7 +18,12 @@ from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.text_file import read_text
 
-Config = TypeVar("Config")
+
+class _Validated(Protocol):
+    def validate(self) -> None: ...
+
+
+Config = TypeVar("Config", bound=_Validated)
 # argparse's message -> ours, after the name of the flag.
 _REWORDINGS = (
     (r"invalid int value: (.*)", r"\1 is not a whole number"),

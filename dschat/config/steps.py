@@ -4,16 +4,18 @@ Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
-from dschat.config.errors import require
+from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, require_types
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
+
+Config = TypeVar("Config", bound="CommonConfig")
 
 
 @dataclass
@@ -142,7 +144,7 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         return self.eot_token if self.add_eot_token else None
 
     @classmethod
-    def from_namespace(cls, args: Any):
+    def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
 
         Raises:
@@ -150,7 +152,8 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         """
         if not isinstance(args, cls):
             given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
-            require(given is not None, f"args {args!r} is not a {cls.__name__}, dict or namespace")
+            if given is None:
+                raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         require_types(args)
         return args
