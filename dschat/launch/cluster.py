@@ -79,9 +79,11 @@ class ClusterConfig:
             require(
                 value is None or 1 <= value <= 65533, f"--{name} {value} must be from 1 to 65533"
             )
-        by_hand = self.node_rank is not None
-        require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
-        if by_hand:
+        require(
+            self.node_rank is not None or not self.no_ssh,
+            "--no_ssh needs --node_rank: the rank of this machine",
+        )
+        if self.node_rank is not None:
             require(self.node_rank >= 0, f"--node_rank {self.node_rank} must not be negative")
             require(
                 bool(self.master_addr),
@@ -129,7 +131,8 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
             continue
         match = re.match(r"(\S+)\s+slots=(\d+)", line)
         where = f"--hostfile {path}:{number}"
-        require(bool(match), f"{where}: {line!r} is not of the form NAME slots=GPUS")
+        if match is None:
+            raise UserError(f"{where}: {line!r} is not of the form NAME slots=GPUS")
         name, slots = match[1], int(match[2])
         require(slots > 0, f"{where}: {name} has no slots; give it one per GPU or leave it out")
         require(name not in hosts, f"{where}: duplicate machine {name}; give it one line")
@@ -208,7 +211,7 @@ class Cluster:
         world: dict[str, list[Any]] = {host: list(range(n)) for host, n in self.hosts.items()}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if self.gpus_here and visible != [""]:
-            world[list(world)[self.config.node_rank]] = visible[: self.processes_here]
+            world[list(world)[self.number_here]] = visible[: self.processes_here]
         info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
         return [
             *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),

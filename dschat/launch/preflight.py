@@ -35,6 +35,7 @@ def check(request: Request) -> None:
             if isinstance(config, RLHFConfig):
                 _check_rlhf(config)
             else:
+                assert isinstance(config, SupervisedConfig)
                 _check_base(config, request)
         except UserError as error:
             raise UserError(f"step {number}: {error}") from error

@@ -38,8 +38,12 @@ def watched(ranks: ProcessRegistry, environment: Mapping[str, str]) -> Iterator[
         start_new_session=True,
     )
     os.close(reader)
+
+    def announce() -> None:
+        os.write(writer, b"%d" % os.getpid())
+
     try:
-        yield lambda: os.write(writer, b"%d" % os.getpid()) and None
+        yield announce
     finally:
         dog.kill()
         dog.wait()
