@@ -63,7 +63,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         dist.shutdown()
         code = stop_signals.EXIT_CODE
     except SystemExit as error:  # --help
-        code = error.code or 0
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
         code = _print_signal(signal.SIGINT)
     except _Terminated:
@@ -71,7 +71,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except Exception as error:
         shortage = host_checks.shortage(error)
         if shortage is None and is_full(error):
-            where = f": {error.filename}" if getattr(error, "filename", None) else ""
+            name = getattr(error, "filename", None)
+            where = f": {name}" if name else ""
             _refuse(f"no space left on the disk{where}; free some, then run the same command again")
             code = 2
         elif shortage is None and dist.world_size() == 1:

@@ -104,9 +104,12 @@ class FailureDetector:
                         _keep_alive(connection)
                         self._connections[connection] = _Peer()
                         selector.register(connection, selectors.EVENT_READ)
-                    elif not self._read(key.fileobj):
-                        selector.unregister(key.fileobj)
-                        del self._connections[key.fileobj]
+                        continue
+                    peer = key.fileobj
+                    assert isinstance(peer, socket.socket)
+                    if not self._read(peer):
+                        selector.unregister(peer)
+                        del self._connections[peer]
         for connection in self._connections:
             _send(connection, f"failed {self._failure.rank} {self._failure.code}")
         self._exit()
