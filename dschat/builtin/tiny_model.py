@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
-from dschat.disk_space import is_full, needed_and_free
+from dschat.distributed.disk_space import is_full, needed_and_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,7 +19,7 @@ import dschat.distributed as dist
 from dschat.checkpoint.atomic_files import sync_file
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
-from dschat.disk_space import is_full, needed_and_free
+from dschat.distributed.disk_space import is_full, needed_and_free
 
 MAX_FILE_BYTES = 4 * 2**30
 

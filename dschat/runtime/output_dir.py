@@ -19,7 +19,7 @@ from typing import IO, Any
 import dschat.distributed as dist
 from dschat.checkpoint import manifest
 from dschat.config import UserError
-from dschat.disk_space import free_bytes, needed_and_free
+from dschat.distributed.disk_space import free_bytes, needed_and_free
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
 _LOCK = ".lock"

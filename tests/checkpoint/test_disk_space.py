@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from dschat.builtin import tiny_model
 from dschat.checkpoint import CheckpointManager, export_hf, hf_export
 from dschat.config import UserError
-from dschat.disk_space import free_bytes, is_full, needed_and_free
+from dschat.distributed.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.lora import prepare_for_training
 from dschat.runtime import output_dir
