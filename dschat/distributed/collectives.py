@@ -51,6 +51,15 @@ def max_int(value: int) -> int:
     return int(tensor.item())
 
 
+def _all_gather(gathered: "torch.Tensor", shard: "torch.Tensor", group: Any = None) -> None:
+    """Collective. Flat ``shard`` (n,) of every rank of the group into ``gathered`` (ranks * n,)."""
+    import torch.distributed as torch_dist
+
+    # torch 2.13 deprecates the older name
+    gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+    gather(gathered, shard, group=group)
+
+
 def all_gather_shards(
     sizes: list[int], parts: "list[torch.Tensor]", device: "torch.device"
 ) -> "Iterator[torch.Tensor]":
@@ -72,7 +81,7 @@ def all_gather_shards(
         local = joined[rank()]  # NCCL gathers in place
         for part, offset, size in zip(parts, offsets, sizes, strict=True):
             local[offset : offset + size].copy_(part)
-        torch_dist.all_gather_into_tensor(joined.view(-1), local)
+        _all_gather(joined.view(-1), local)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
     dtype = parts[0].dtype
     shared = _buffers().next(world * total * dtype.itemsize)
@@ -173,10 +182,9 @@ class Group:
         """Collective. Every member's ``tensor`` (...) in rank order: (size, ...)."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        import torch.distributed as torch_dist
 
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        torch_dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self._handle)
+        _all_gather(gathered.view(-1), tensor.reshape(-1), self._handle)
         return gathered
 
     def broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":

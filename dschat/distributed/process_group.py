@@ -122,15 +122,14 @@ def shutdown() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit, also while this process is still in a process group.
+    """Exit; one of several ranks without tearing down its interpreter.
 
     NOTE: a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
-    the interpreter is being torn down by then, the thread aborts the process (SIGABRT). Leaving the
-    group would join that thread, but waits for collectives that the others never enter. So the exit
-    handlers run, and the teardown is skipped.
+    the interpreter is being torn down by then, the thread aborts the process (SIGABRT), even after
+    `shutdown` where something still refers to the group. So the exit handlers run and the output
+    is flushed, but the teardown is skipped.
     """
-    torch_dist = sys.modules.get("torch.distributed")
-    if world_size() == 1 or torch_dist is None or not torch_dist.is_initialized():
+    if world_size() == 1 or "torch.distributed" not in sys.modules:
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -224,6 +224,7 @@ def main(out: str, jobs: str) -> None:
         (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.shutdown()
+    dist.exit_process(0)
 
 
 if __name__ == "__main__":

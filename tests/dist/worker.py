@@ -24,6 +24,7 @@ def main(models: str, out: str, cases_file: str) -> None:
     (Path(out) / f"results_{dist.rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.shutdown()
+    dist.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -337,6 +337,7 @@ total, _ = combine(programs.finish(programs.start(samples(mine))), config, scale
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()
+dist.exit_process(0)
 """
 
 
