@@ -89,6 +89,7 @@ class InferenceEngine:
         self.num_tokens = min(num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = self.spec.max_positions
         if self.spec.rotary:
+            assert bound is not None, "rotary models declare their maximum length"
             bound = rotary_limit(config, bound)
         self.max_seq_len = min(x for x in (max_seq_len or bound or 2048, bound) if x is not None)
         self.max_num_seqs = max_num_seqs
@@ -257,12 +258,13 @@ class InferenceEngine:
                 raise UserError(problem)
         entries = [entry for _, part in pooled for entry in part]
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
-        done: dict[int, list[Sequence]] = {id(p): [None] * sampling.n for p in queue}
+        done: dict[tuple[int, int], Sequence] = {}
         for sequence, _, finished in self._steps(queue, sampling):
             if finished:
-                done[id(sequence.prompt)][sequence.sample] = sequence
+                done[id(sequence.prompt), sequence.sample] = sequence
         first = sum(len(part) for _, part in pooled[: self.group.rank])
-        answers = [s for p in queue[first : first + len(local)] for s in done[id(p)]]
+        local_queue = queue[first : first + len(local)]
+        answers = [done[id(p), i] for p in local_queue for i in range(sampling.n)]
         return Rollout(
             [s.answer for s in answers],
             [s.logprobs for s in answers],

@@ -15,18 +15,28 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from dschat.config import UserError
-from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
+from dschat.inference.protocol import (
+    Answer,
+    FinishReason,
+    Rollout,
+    SamplingParams,
+    prompt_problem,
+)
 from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
 from dschat.memory import free_bytes
 from dschat.models.eval_mode import evaluating
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = logging.getLogger("dschat")
 
@@ -61,7 +71,7 @@ class HuggingFaceGenerator:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: "PreTrainedModel | PeftModel",
         stop_ids: tuple[int, ...],
         pad_id: int,
         max_num_seqs: int = 256,
@@ -122,7 +132,7 @@ class HuggingFaceGenerator:
         self, prompts: list[list[int]], sampling: SamplingParams, indices: list[int]
     ) -> Rollout:
         end_ids = sampling.end_ids(self._stop_ids)
-        answers: dict[int, tuple[list[int], list[float], str]] = {}
+        answers: dict[int, Answer] = {}
         with evaluating(self.module):
             for batch in self._batches(prompts, sampling.n):
                 rows = [(p, s) for p in batch for s in range(sampling.n)]
@@ -133,10 +143,14 @@ class HuggingFaceGenerator:
                         ids[row].append(token)
                         logprobs[row].append(value)
                 for (p, s), row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
-                    reason = "stop" if row_ids[-1] in end_ids else "length"
-                    answers[p * sampling.n + s] = (row_ids, row_logprobs, reason)
+                    reason: FinishReason = "stop" if row_ids[-1] in end_ids else "length"
+                    answers[p * sampling.n + s] = Answer(row_ids, row_logprobs, reason)
         ordered = [answers[key] for key in range(len(prompts) * sampling.n)]
-        return Rollout(*([answer[i] for answer in ordered] for i in range(3)))
+        return Rollout(
+            [answer.token_ids for answer in ordered],
+            [answer.logprobs for answer in ordered],
+            [answer.finish_reason for answer in ordered],
+        )
 
     @torch.no_grad()
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:

@@ -7,7 +7,7 @@ them.
 
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
 from dschat.config.fields import require_types
@@ -71,7 +71,7 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
-def prompt_problem(number: int, ids: Any) -> str | None:
+def prompt_problem(number: int, ids: object) -> str | None:
     """One line that says why ``ids`` is not a prompt; None if it is one."""
     if isinstance(ids, (list, tuple)) and all(issubclass(k, Integral) for k in set(map(type, ids))):
         return None if ids else f"prompt {number} is empty; a prompt needs at least one token"

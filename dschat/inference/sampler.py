@@ -51,8 +51,8 @@ class Sampler:
             too_short = [len(s.answer) < sampling.min_new_tokens for s in sequences]
             if any(too_short):
                 forbidden = (torch.tensor(too_short, device=self._device), self._stops)
-        if self._kernel_applies(logits, forbidden):
-            kernels = cpu.load()
+        kernels = cpu.load() if self._kernel_applies(logits, forbidden) else None
+        if kernels is not None and uniform is not None:
             tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self._num_tokens)
         else:
             tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)

@@ -205,10 +205,12 @@ def sample(
     cdf = _coarse_cdf(weights.exp_())
     if params.temperature == 0:
         ids = allowed.argmax(-1, keepdim=True)
-    elif params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-        ids = inverse_cdf(truncate(weights, params), uniform).unsqueeze(-1)
     else:
-        ids = _draw(weights, cdf, uniform)
+        assert uniform is not None, "drawing needs random numbers"
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            ids = inverse_cdf(truncate(weights, params), uniform).unsqueeze(-1)
+        else:
+            ids = _draw(weights, cdf, uniform)
 
     def scores(ids: Tensor) -> Tensor:  # (logit - best) / T, float64
         return (logits.gather(-1, ids).double() - best) / temperature

@@ -57,25 +57,26 @@ class StepRunner:
             if end == len(s):
                 last_rows.append(len(tokens) - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
-        if not chunks and self._graphs_work():
-            logits = self._replay(schedule.decodes, packed)
+        graphs = None if chunks else self._fitting_graphs()
+        if graphs is not None:
+            logits = self._replay(graphs, schedule.decodes, packed)
             if logits is not None:
                 return logits
-        packed = packed.to(self._device)
-        decodes = self._decodes(schedule.decodes, packed[1]) if schedule.decodes else None
-        if not chunks and self._decoder.weights.has_panels:
-            logits = self._fused_step().logits(*packed, decodes)
+        tokens_T, positions_T, slots_T = packed.to(self._device).unbind()
+        decodes = self._decodes(schedule.decodes, positions_T) if schedule.decodes else None
+        if decodes is not None and not chunks and self._decoder.weights.has_panels:
+            logits = self._fused_step().logits(tokens_T, positions_T, slots_T, decodes)
             if logits is not None:
                 return logits
         attention = Attention(
             self._decoder.spec,
             cache,
-            packed[2],
+            slots_T,
             decodes,
             chunks,
             self._decoder.slopes,
         )
-        hidden = self._decoder.hidden(packed[0], packed[1], attention)
+        hidden = self._decoder.hidden(tokens_T, positions_T, attention)
         if chunks:
             rows = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
             hidden = hidden.index_select(0, rows.to(self._device))
@@ -86,23 +87,25 @@ class StepRunner:
             self._fused = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
         return self._fused
 
-    def _graphs_work(self) -> bool:
-        """Whether decode steps use graphs; drops captured graphs that no longer fit."""
+    def _fitting_graphs(self) -> DecodeGraphs | None:
+        """Graphs for decode steps, recaptured if they no longer fit; None without graphs."""
         if not self._use_graphs or (self._graphs is not None and self._graphs.failed):
-            return False
+            return None
         if self._graphs is None or not self._graphs.fits(self._decoder, self._cache):
             if self._graphs is not None:
                 logger.info("weights or cache were reallocated: capturing decode graphs again")
             self._graphs = DecodeGraphs(
                 self._decoder, self._cache, self._max_num_seqs, self._max_seq_len
             )
-        return True
+        return self._graphs
 
-    def _replay(self, sequences: list[Sequence], packed: Tensor) -> Tensor | None:
+    def _replay(
+        self, graphs: DecodeGraphs, sequences: list[Sequence], packed: Tensor
+    ) -> Tensor | None:
         pages = [s.pages for s in sequences]
         longest = max(s.computed for s in sequences) + 1
         in_order = self._cache.page_size >= self._max_seq_len and _in_order(pages)
-        return self._graphs.logits(packed, longest, pages, in_order)
+        return graphs.logits(packed, longest, pages, in_order)
 
     def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
         lengths = [s.computed + 1 for s in sequences]

@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -111,8 +112,13 @@ class Kernels:
         `dschat.inference.model.rotary.Rotary`.
         """
         rows, all_heads, head_size = heads_THD.shape
-        q_weight, k_weight, eps = norms or (None, None, 0.0)
-        positions, cos, sin = rotary or (None, None, None)
+        q_weight = k_weight = positions = cos = sin = None
+        eps, rotary_dim = 0.0, 0
+        if norms is not None:
+            q_weight, k_weight, eps = norms[0].data_ptr(), norms[1].data_ptr(), norms[2]
+        if rotary is not None:
+            positions, cos, sin = rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[2].data_ptr()
+            rotary_dim = rotary[1].shape[1]
         self._norm_and_rotate(
             heads_THD.data_ptr(),
             rows,
@@ -120,13 +126,13 @@ class Kernels:
             num_heads,
             num_kv_heads,
             head_size,
-            None if norms is None else q_weight.data_ptr(),
-            None if norms is None else k_weight.data_ptr(),
+            q_weight,
+            k_weight,
             eps,
-            None if rotary is None else positions.data_ptr(),
-            None if rotary is None else cos.data_ptr(),
-            None if rotary is None else sin.data_ptr(),
-            0 if rotary is None else cos.shape[1],
+            positions,
+            cos,
+            sin,
+            rotary_dim,
         )
 
     def draw(
@@ -175,7 +181,7 @@ class DecodeAttention:
 
     def __init__(
         self,
-        function: ctypes._CFuncPtr,
+        function: Callable[..., None],
         lengths: Tensor,
         slot_mapping: Tensor | None,
         block_table: Tensor | None,

@@ -75,6 +75,9 @@ class FusedDecode:
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._version = decoder.weights.version
+        kernels = cpu.load()
+        assert kernels is not None, "`suits` requires the kernels"
+        self._kernels = kernels
         self._tensors: list[Tensor] = []  # kept alive: the structures point to them
         self._available = self._describe()
         spec, weights = decoder.spec, decoder.weights
@@ -103,7 +106,7 @@ class FusedDecode:
         """
         if not self._available:
             return None
-        kernels = cpu.load()
+        kernels = self._kernels
         step = kernels.decode_attention(
             decodes.lengths,
             slot_mapping,
@@ -168,6 +171,8 @@ class FusedDecode:
 
     def _linear(self, name: str) -> _Linear:
         linear = self._decoder.weights.linears[name]
+        assert isinstance(linear, Linear)
+        assert linear.panels is not None
         bias = None if linear.bias is None else self._hold(linear.bias)
         return _Linear(self._hold(linear.panels), bias, linear.shape[1], linear.shape[0])
 

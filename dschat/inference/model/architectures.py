@@ -6,6 +6,7 @@ the decoder weight that each checkpoint tensor fills. A new family is a new row 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
@@ -122,10 +123,20 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     return spec
 
 
-def _both(name: str, target: str, bias: bool = True, **layout: bool | str) -> list[WeightSource]:
+def _both(
+    name: str,
+    target: str,
+    bias: bool = True,
+    part: str = "",
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> list[WeightSource]:
     """The weight of a linear layer or norm, and its bias if it has one."""
     suffixes = ("weight", "bias") if bias else ("weight",)
-    return [WeightSource(f"{name}.{s}", f"{target}.{s}", **layout) for s in suffixes]
+    return [
+        WeightSource(f"{name}.{s}", f"{target}.{s}", part, transposed, interleaved)
+        for s in suffixes
+    ]
 
 
 def _embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
@@ -134,7 +145,17 @@ def _embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
     return [WeightSource(weight, "embed.weight"), WeightSource(head, "head.weight")]
 
 
-def _sizes(c: PretrainedConfig) -> dict[str, int]:
+class _Sizes(TypedDict):
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied: bool
+
+
+def _sizes(c: PretrainedConfig) -> _Sizes:
     """Config fields shared by the families with as many key-value heads as query heads."""
     return {
         "num_layers": c.num_hidden_layers,

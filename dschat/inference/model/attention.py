@@ -66,14 +66,14 @@ class Attention:
     decodes: Decodes | None
     chunks: list[Chunk]
     slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
-    _biases: dict = field(default_factory=dict)
+    _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     _dense: list[_Dense] = field(default_factory=list)
     _later: list[Chunk] = field(default_factory=list)
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
-        if self.decodes is not None and self._kernel_is_faster():
-            self._kernel = self._prepared()
+        if self.decodes is not None and self._kernel_is_faster(self.decodes):
+            self._kernel = self._prepared(self.decodes)
         fresh = [c for c in self.chunks if c.prefix == 0]
         self._later = [c for c in self.chunks if c.prefix > 0]
         group: list[Chunk] = []
@@ -91,17 +91,18 @@ class Attention:
         rows, keys, values = self.cache.layers[layer]
         num_kv_heads = keys.shape[2]
         num_heads = heads_THD.shape[1] - 2 * num_kv_heads
-        if self._kernel is not None and not self.chunks:
-            return self._decode_by_kernel(layer, heads_THD, rows)
+        kernel, decodes = self._kernel, self.decodes
+        if kernel is not None and not self.chunks:
+            return self._decode_by_kernel(kernel, layer, heads_THD, rows)
         rows.index_copy_(0, self.slot_mapping, heads_THD[:, num_heads:])
-        if not self.chunks:
-            return self._decode(layer, heads_THD[:, :num_heads], keys, values)
+        if decodes is not None and not self.chunks:
+            return self._decode(decodes, layer, heads_THD[:, :num_heads], keys, values)
         q_THD, k_TKD, v_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         outputs = []
-        if self._kernel is not None:
-            outputs.append(self._decode_by_kernel(layer, heads_THD, rows))
-        elif self.decodes is not None:
-            outputs.append(self._decode(layer, q_THD[: self.decodes.count], keys, values))
+        if kernel is not None:
+            outputs.append(self._decode_by_kernel(kernel, layer, heads_THD, rows))
+        elif decodes is not None:
+            outputs.append(self._decode(decodes, layer, q_THD[: decodes.count], keys, values))
         for dense in self._dense:
             end = dense.first + dense.num_tokens
             part = slice(dense.first, end)
@@ -113,38 +114,42 @@ class Attention:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _kernel_is_faster(self) -> bool:
+    def _kernel_is_faster(self, d: Decodes) -> bool:
         """Whether one core reads the step's keys and values faster than torch's threads do."""
-        pairs, d = self.cache.pairs, self.decodes
+        pairs = self.cache.pairs
         if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
             return False
         num_bytes = d.count * d.max_length * pairs.stride(2) * pairs.itemsize
         torch_s = _TORCH_START_S + num_bytes / (_TORCH_BYTES_PER_S * torch.get_num_threads())
         return num_bytes / _KERNEL_BYTES_PER_S < torch_s
 
-    def _prepared(self) -> cpu.DecodeAttention:
-        d = self.decodes
+    def _prepared(self, d: Decodes) -> cpu.DecodeAttention:
+        kernels = cpu.load()
+        assert kernels is not None
         assert d.lengths.is_contiguous()
         assert self.cache.pairs.is_contiguous()
         assert d.block_table is None or d.block_table.stride(1) == 1
         # NOTE: in a step with chunks, keys and values of all tokens are stored before the kernel.
         slot_mapping = None if self.chunks else self.slot_mapping
         assert slot_mapping is None or slot_mapping.is_contiguous()
-        return cpu.load().decode_attention(
+        return kernels.decode_attention(
             d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
         )
 
-    def _decode_by_kernel(self, layer: int, heads_THD: Tensor, rows: Tensor) -> Tensor:
+    def _decode_by_kernel(
+        self, kernel: cpu.DecodeAttention, layer: int, heads_THD: Tensor, rows: Tensor
+    ) -> Tensor:
         spec = self.spec
-        return self._kernel(heads_THD, rows, spec.window(layer), spec.attention_scale(layer))
+        return kernel(heads_THD, rows, spec.window(layer), spec.attention_scale(layer))
 
-    def _decode(self, layer: int, q_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        d = self.decodes
+    def _decode(
+        self, d: Decodes, layer: int, q_BHD: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
         # Query heads that share a key head become query positions, so no key is repeated.
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
-        bias = self._decode_bias(layer, q, k.shape[1])
+        bias = self._decode_bias(d, layer, q, k.shape[1])
         out = F.scaled_dot_product_attention(
             q,
             k.transpose(1, 2),
@@ -163,9 +168,9 @@ class Attention:
             return cached[:, : d.max_length].index_select(0, d.block_table[:, 0])
         return cached[d.block_table].flatten(1, 2)
 
-    def _decode_bias(self, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
+    def _decode_bias(self, d: Decodes, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
         """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window."""
-        d, window = self.decodes, self.spec.window(layer)
+        window = self.spec.window(layer)
         if window is not None and window >= num_keys:
             window = None
         if not d.ragged and window is None and self.slopes is None and num_keys == d.max_length:

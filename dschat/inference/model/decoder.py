@@ -27,7 +27,7 @@ Attend = Callable[[int, Tensor], Tensor]  # layer, heads (T, H + 2 K, D) -> (T, 
 
 # torch's fused versions of activations that transformers composes of small operations.
 _TANH_GELU = partial(F.gelu, approximate="tanh")
-_FUSED = {
+_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu_,
     "silu": F.silu,
     "swish": F.silu,
@@ -118,25 +118,33 @@ class Decoder:
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
         if rotary is None:
-            return _Step(attend, kernels, None)
+            return _Step(attend, kernels)
         if kernels is None:
-            return _Step(attend, None, rotary.rows(positions))
-        return _Step(attend, kernels, (positions, rotary.cos, rotary.sin))
+            return _Step(attend, rotate=partial(rotary.rotate_, rows=rotary.rows(positions)))
+        return _Step(attend, kernels, rotary=(positions, rotary.cos, rotary.sin))
 
     def _look_up(self) -> None:
         """Collect each layer's weights, so that a step does not look them up by name."""
         weights = self.weights
         tensors, linears = weights.tensors, weights.linears
 
-        def norm(name: str) -> _Norm | None:
-            if f"{name}.weight" not in tensors:
-                return None
+        def norm(name: str) -> _Norm:
             return _Norm(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
-        self._embed_norm, self._final_norm = norm("embed_norm"), norm("final_norm")
+        def optional_norm(name: str) -> _Norm | None:
+            return norm(name) if f"{name}.weight" in tensors else None
+
+        def qk_norms(layer: str) -> tuple[_Norm, _Norm] | None:
+            q_norm, k_norm = optional_norm(f"{layer}.q_norm"), optional_norm(f"{layer}.k_norm")
+            return None if q_norm is None or k_norm is None else (q_norm, k_norm)
+
+        self._embed_norm = optional_norm("embed_norm")
+        self._final_norm = optional_norm("final_norm")
         self._layers = [
             _Layer(
-                *(norm(f"layers.{i}.{n}") for n in ("norm1", "norm2", "q_norm", "k_norm")),
+                norm(f"layers.{i}.norm1"),
+                norm(f"layers.{i}.norm2"),
+                qk_norms(f"layers.{i}"),
                 *(linears[f"layers.{i}.{n}"] for n in ("qkv", "out", "up", "down")),
             )
             for i in range(self.spec.num_layers)
@@ -144,7 +152,8 @@ class Decoder:
         self._version = weights.version
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
             self._kernels = cpu.load()
-        for n in (self._embed_norm, self._final_norm, *(n for w in self._layers for n in w[:4])):
+        layers = (n for w in self._layers for n in (w.norm1, w.norm2, *(w.qk_norms or ())))
+        for n in (self._embed_norm, self._final_norm, *layers):
             assert n is None or (n.weight.is_contiguous() and n.weight.dtype == weights.dtype)
 
     def _layer(
@@ -170,19 +179,21 @@ class Decoder:
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
         if step.kernels is not None:
-            if w.q_norm is not None or step.rotary is not None:
+            if w.qk_norms is not None or step.rotary is not None:
                 norms = None
-                if w.q_norm is not None:
-                    norms = (w.q_norm.weight, w.k_norm.weight, self.spec.norm_eps)
+                if w.qk_norms is not None:
+                    q_norm, k_norm = w.qk_norms
+                    norms = (q_norm.weight, k_norm.weight, self.spec.norm_eps)
                 step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, step.rotary)
             return heads
         q_and_k = heads[:, : num_heads + num_kv_heads]
-        if w.q_norm is not None:
+        if w.qk_norms is not None:
+            q_norm, k_norm = w.qk_norms
             q, k = q_and_k.split([num_heads, num_kv_heads], dim=1)
-            q.copy_(self._norm(w.q_norm, q))
-            k.copy_(self._norm(w.k_norm, k))
-        if step.rotary is not None:
-            self.rotary.rotate_(q_and_k, step.rotary)
+            q.copy_(self._norm(q_norm, q))
+            k.copy_(self._norm(k_norm, k))
+        if step.rotate is not None:
+            step.rotate(q_and_k)
         return heads
 
     def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:
@@ -225,9 +236,10 @@ class _Step(NamedTuple):
     """State that the layers of one step share."""
 
     attend: Attend
-    kernels: cpu.Kernels | None  # None: torch's operations (GPUs, large steps)
-    # With kernels: positions (T,), then cos and sin of all positions. Else: cos and sin per token.
-    rotary: tuple[Tensor, ...] | None
+    kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
+    # With kernels: positions (T,), then cos and sin of all positions.
+    rotary: tuple[Tensor, Tensor, Tensor] | None = None
+    rotate: Callable[[Tensor], None] | None = None  # without kernels: rotates heads in place
 
 
 class _Norm(NamedTuple):
@@ -240,8 +252,7 @@ class _Layer(NamedTuple):
 
     norm1: _Norm
     norm2: _Norm
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    qk_norms: tuple[_Norm, _Norm] | None
     qkv: AnyLinear
     out: AnyLinear
     up: AnyLinear

@@ -5,6 +5,7 @@ else oneDNN's) and its plain form is freed. Elsewhere a weight keeps its address
 that captured graphs stay valid. LoRA factors can be added as a side product.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +75,7 @@ class Linear:
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
         # The overload is bound here: looking it up takes a sixth of a small product's time.
-        self._product = None
+        self._product: Callable[..., Tensor]
         if backend == "mkl":
             self._product = torch.ops.mkl._mkl_linear.default
         elif backend == "onednn":
@@ -100,7 +101,9 @@ class Linear:
     def seal(self) -> None:
         """Pack the weight, all pieces of which are written."""
         if self.packs:
-            self.pack(self._plain if self._shared is None else self._shared)
+            weight = self._plain if self._shared is None else self._shared
+            assert weight is not None, "sealed before it was opened"
+            self.pack(weight)
 
     def pack(self, weight: Tensor) -> None:
         """Pack the whole ``weight`` (out, in); no reference to it is kept."""
@@ -124,7 +127,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
-        if self._packed is None:
+        if self._plain is not None:
             y = F.linear(x, self._plain, self.bias)
         elif self._backend == "mkl":
             y = self._product(x, self._packed, self._shape_only, self.bias, x.shape[0])

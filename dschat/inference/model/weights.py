@@ -198,13 +198,20 @@ class Weights:
         """Whether the checkpoint's tensor is the whole target: nothing to slice or fuse."""
         return self.group.size == 1 and not source.part and not source.interleaved
 
+    def _owned(self, base: str) -> Linear | None:
+        """The linear layer ``base``; None if it is another kind of tensor."""
+        linear = self.linears.get(base)
+        assert not isinstance(linear, BorrowedLinear)
+        return linear
+
     def _write(self, source: WeightSource, full: Tensor) -> None:
         base, _, suffix = source.target.rpartition(".")
         kind = base.rpartition(".")[2]
-        linear = self.linears.get(base)
+        linear = self._owned(base)
         if linear is None:
             target = self.tensors[source.target]
         elif suffix == "bias":
+            assert linear.bias is not None
             target = linear.bias
         else:
             target = linear.open()
@@ -243,7 +250,7 @@ class Weights:
             for source in self._by_name[name]:
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
-                linear = self.linears.get(base) if suffix == "weight" else None
+                linear = self._owned(base) if suffix == "weight" else None
                 if linear is not None and self._head_is_shared(base):
                     linear.seal()
                 elif linear is not None and linear.packs and self._is_whole(source):
@@ -335,7 +342,9 @@ class Weights:
             if linear.side is not None:
                 linear.side.b.zero_()
         for base, items in factors.items():
-            self._set_side(self.linears[base], self._linear_shape(base), items)
+            shape = self._linear_shape(base)
+            assert shape is not None
+            self._set_side(self.linears[base], shape, items)
 
     def _set_side(
         self,
@@ -347,9 +356,9 @@ class Weights:
         rank = sum(a.shape[0] for _, a, _ in items)
         if linear.side is None:
             self.version += 1
-            options = {"dtype": self.dtype, "device": self.device}
             linear.side = SideProduct(
-                torch.zeros(rank, shape[1], **options), torch.zeros(shape[0], rank, **options)
+                torch.zeros(rank, shape[1], dtype=self.dtype, device=self.device),
+                torch.zeros(shape[0], rank, dtype=self.dtype, device=self.device),
             )
         assert linear.side.a.shape[0] == rank, "the rank of adapters cannot change"
         first = 0
@@ -367,6 +376,7 @@ class Weights:
         if self._borrowed:
             return
         for linear in self.linears.values():  # NOTE: a decoder still holds the objects
+            assert isinstance(linear, Linear)
             linear.drop()
         self.tensors.clear()
         self.linears.clear()
