@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dschat.distributed as dist
 from dschat.models.lora import LoraAdapter, adapters, merge, unwrapped_name
+from dschat.models.training_engine import full_shape
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -50,7 +51,7 @@ def module_shards(module: nn.Module) -> list[Shard]:
     shards = []
     for name, p in module.named_parameters():
         if hasattr(p, "ds_tensor"):
-            shards.append(Shard(name, torch.Size(p.ds_shape), p.ds_tensor.data, partitioned=True))
+            shards.append(Shard(name, full_shape(p), p.ds_tensor.data, partitioned=True))
         else:
             shards.append(Shard(name, p.shape, p.data, partitioned=False))
     saved = module.state_dict(keep_vars=True).keys()
@@ -77,7 +78,8 @@ def whole_tensors(
     """
     buckets = buckets or Buckets()
     bucket: list[Shard] = []
-    used, layers = 0, set()
+    used = 0
+    layers: set[int] = set()
     for shard in shards:
         if not shard.partitioned:
             continue
@@ -138,9 +140,10 @@ def weight_stream(
     shards = [replace.get(shard.name, shard) for shard in own_shards]
     by_target = adapters(module) if merged else {}
     factors = _factors(shards, by_target, device, buckets)
-    rest = [shard for shard in shards if unwrapped_name(shard.name) is not None]
+    targets = {s.name: t for s in shards if (t := unwrapped_name(s.name)) is not None}
+    rest = [shard for shard in shards if shard.name in targets]
     for name, tensor in whole_tensors(rest, device, buckets):
-        target = unwrapped_name(name)
+        target = targets[name]
         adapter: LoraAdapter | None = by_target.get(target)
         if adapter is not None:
             tensor = merge(tensor, factors[adapter.a_name], factors[adapter.b_name], adapter)

@@ -7,7 +7,13 @@ DeepSpeed. What belongs to one ZeRO stage's optimizer stays untyped: its attribu
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Shape of the whole parameter: under ZeRO-3 its ``ds_shape``, as a rank holds only a shard."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class TrainingEngine(Protocol):
