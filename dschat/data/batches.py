@@ -97,7 +97,8 @@ class StepBatches:
         if isinstance(self.dataset, RowStream):
             yield from self._stream(self.dataset, first_step)
             return
-        num_rows = len(self.dataset)
+        dataset = self.dataset
+        num_rows = len(dataset)
         order = np.arange(num_rows)
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(num_rows)
@@ -105,7 +106,8 @@ class StepBatches:
             start = step * self.global_batch_size
             indices = order[start : start + self.global_batch_size]
             share = _share(indices, self.rank, self.world_size).tolist()
-            yield [self._rows(part) for part in self._micro_batches(share, len(indices))]
+            parts = self._micro_batches(share, len(indices))
+            yield [[dataset[i] for i in part] for part in parts]
 
     def _stream(self, stream: RowStream, first_step: int) -> Iterator[list[Rows]]:
         examples = stream.examples()
@@ -122,9 +124,6 @@ class StepBatches:
         num_micro_batches = -(-largest_share // self.micro_batch_size)
         starts = range(0, num_micro_batches * self.micro_batch_size, self.micro_batch_size)
         return [share[i : i + self.micro_batch_size] for i in starts]
-
-    def _rows(self, indices: list[int]) -> Rows:
-        return [self.dataset[i] for i in indices]
 
 
 class TokenizedPrompts(list):
@@ -234,9 +233,10 @@ class PromptBatches:
 
     def _from(self, taken: int) -> Iterator[TokenizedPrompts]:
         batches = self._batches
-        if self._rollouts is None:
+        if not isinstance(batches.dataset, RowStream):
             for (rows,) in _steps(batches, taken):
                 yield prompts_of(rows, self._columns)
+            return
         rollouts = _full_rollouts(batches.dataset, batches.global_batch_size)
         for rows in islice(rollouts, taken, None):
             yield prompts_of(_share(rows, *self._place), self._columns)
@@ -263,6 +263,8 @@ def prompt_columns(dataset: Union[Sequence[Any], RowStream]) -> set[str]:
     """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
     of their source except the prompt.
     """
+    if isinstance(dataset, RowStream):
+        return unpacked_names(dataset.column_names)
     names = getattr(dataset, "column_names", None)
     if names is None:
         names = dataset[0] if len(dataset) else ()

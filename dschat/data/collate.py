@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@dataclass
 class _OnDevice:
     """Adds ``to`` to a dataclass of tensors."""
 

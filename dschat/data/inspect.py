@@ -105,8 +105,9 @@ def _step_lines(
             )
             logger.info("%s", report)
     for record in captured.records:
-        if record.args and isinstance(record.args[0], DataReport):
-            yield from _lengths(record.args[0])
+        first = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        if isinstance(first, DataReport):
+            yield from _lengths(first)
         else:
             yield from _wrapped(record.getMessage(), indent=2)
     if purpose == "rlhf":
@@ -122,13 +123,13 @@ def _tables(
     """The tables that the step would train on."""
     shared = {name: value for name, value in vars(config).items() if name in _DATA_FLAGS}
     if purpose == "sft":
-        step_config = SFTConfig(max_seq_len=config.max_seq_len, **shared)
-        return sft_dataset(step_config, tokenizer, "both")
+        sft_config = SFTConfig(max_seq_len=config.max_seq_len, **shared)
+        return sft_dataset(sft_config, tokenizer, "both")
     if purpose == "reward":
-        step_config = RewardConfig(max_seq_len=config.max_seq_len, **shared)
-        return preference_dataset(step_config, tokenizer, "both")
-    step_config = RLHFConfig(max_prompt_seq_len=config.max_prompt_seq_len, **shared)
-    return prompt_dataset(step_config, tokenizer, "both")
+        reward_config = RewardConfig(max_seq_len=config.max_seq_len, **shared)
+        return preference_dataset(reward_config, tokenizer, "both")
+    rlhf_config = RLHFConfig(max_prompt_seq_len=config.max_prompt_seq_len, **shared)
+    return prompt_dataset(rlhf_config, tokenizer, "both")
 
 
 def _lengths(report: DataReport) -> Iterator[str]:

@@ -17,8 +17,8 @@ class DataReport:
 
     name: str
     rows: int
-    dropped: Counter = field(default_factory=Counter)
-    cut: Counter = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
     mean_len: float = 0.0
     max_len: int = 0
     p50_len: int = 0
@@ -40,7 +40,9 @@ def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport,
     optional. Columns are read one batch at a time.
     """
     notes = [column for column in ("problem", "cut") if column in table.column_names]
-    dropped, cut, lengths, kept = Counter(), Counter(), [], []
+    dropped: Counter[str] = Counter()
+    cut: Counter[str] = Counter()
+    lengths, kept = [], []
     batches = table.select_columns([ids_column, *notes]).with_format("arrow").iter(1000)
     for batch in batches if len(table) else ():
         problems, cuts = (
@@ -57,10 +59,13 @@ def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport,
         )
         lengths.append(pyarrow.compute.list_value_length(batch[ids_column]).to_numpy()[keep])
         kept.append(keep)
-    return _report(name, lengths, dropped, cut), np.flatnonzero(np.concatenate(kept or [[]]))
+    kept_rows = np.concatenate(kept or [np.zeros(0, dtype=bool)])
+    return _report(name, lengths, dropped, cut), np.flatnonzero(kept_rows)
 
 
-def _report(name: str, lengths: list[np.ndarray], dropped: Counter, cut: Counter) -> DataReport:
+def _report(
+    name: str, lengths: list[np.ndarray], dropped: Counter[str], cut: Counter[str]
+) -> DataReport:
     all_lengths = np.concatenate(lengths or [np.zeros(0, dtype=int)])
     report = DataReport(name, len(all_lengths), dropped, cut)
     if len(all_lengths):

@@ -110,6 +110,7 @@ def answer_segment(tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: 
     """The answer's segment: its text, or the text that the template adds to the prompt for it."""
     if isinstance(answer, str):
         return Segment(answer, is_answer=True)
+    assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True)
     answered = render_chat(tokenizer, [*prompt, *answer])
     if answered.startswith(asked):

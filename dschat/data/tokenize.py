@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union, overload
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -23,7 +23,7 @@ from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.columns import is_packed
 from dschat.data.sources.splits import key_hash, load_examples
-from dschat.data.sources.stream import ExampleStream, Tally
+from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
 from dschat.data.sources.table_cache import mapped
 
 __all__ = [
@@ -37,13 +37,26 @@ __all__ = [
 
 logger = logging.getLogger("dschat")
 
-Split = Literal["train", "eval", "both"]
+OneSplit = Literal["train", "eval"]
+Split = Union[OneSplit, Literal["both"]]
 Table = Union[Dataset, RowStream]
 Tables = Union[Table, tuple[Table, Dataset]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
+
+
+@overload
+def sft_dataset(
+    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
+) -> tuple[Table, Dataset]: ...
+
+
+@overload
+def sft_dataset(
+    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
+) -> Table: ...
 
 
 def sft_dataset(
@@ -72,6 +85,18 @@ def sft_dataset(
     return _tables(config, "sft", split, make, {"input_ids": _IDS, "loss_mask": _MASK})
 
 
+@overload
+def preference_dataset(
+    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
+) -> tuple[Table, Dataset]: ...
+
+
+@overload
+def preference_dataset(
+    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
+) -> Table: ...
+
+
 def preference_dataset(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -90,9 +115,21 @@ def preference_dataset(
     tables = _tables(config, "reward", split, make, columns)
     if not config.shuffle_labels or split == "eval":
         return tables
-    if split == "train":
-        return _shuffled_labels(tables, config.seed)
-    return _shuffled_labels(tables[0], config.seed), tables[1]
+    if isinstance(tables, tuple):
+        return _shuffled_labels(tables[0], config.seed), tables[1]
+    return _shuffled_labels(tables, config.seed)
+
+
+@overload
+def prompt_dataset(
+    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
+) -> tuple[Table, Dataset]: ...
+
+
+@overload
+def prompt_dataset(
+    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
+) -> Table: ...
 
 
 def prompt_dataset(
@@ -194,7 +231,7 @@ def _stream(
 
 
 def _encode(
-    examples: list[tuple[int, dict[str, str]]], make_rows: Callable, tally: Tally
+    examples: list[tuple[int, ExampleRow]], make_rows: Callable, tally: Tally
 ) -> list[dict[str, Any]]:
     """Numbered examples as rows; unusable ones are counted and left out."""
     if not examples:

@@ -7,7 +7,7 @@ names use the first row of ``GENERIC`` that fits. All functions are pure.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
@@ -117,8 +117,7 @@ def normalise(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     usable prompt.
     """
     prompt, chosen, rejected, demonstration = _read_row(row, adapter)
-    key = "" if isinstance(prompt, Unusable) or not prompt else _opening(prompt)
-    if not key:
+    if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
         problem = "no usable prompt" + _because(prompt)
         return {**Example("").to_row(), "key": "", "problem": problem}
     problem = ""
@@ -163,7 +162,7 @@ def _because(content: Parsed) -> str:
     return f" ({content.why})" if isinstance(content, Unusable) else ""
 
 
-def _is_answer(content: Parsed) -> bool:
+def _is_answer(content: Parsed) -> TypeGuard[Content]:
     return bool(content) and not isinstance(content, Unusable)
 
 
@@ -180,25 +179,31 @@ def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Parsed, Pars
     if isinstance(prompt, Unusable):
         return prompt, None, None, None
     if adapter.prompt is None:
-        prompts, answers = zip(*(_split_answer(answer) for answer in answers), strict=True)
-        return _same_prompt(prompts, answers)
+        prompts, parts = zip(*(_split_answer(answer) for answer in answers), strict=True)
+        return _same_prompt(prompts, parts)
     turns = any(isinstance(answer, list) for answer in answers)
     if isinstance(prompt, str) and (adapter.as_chat or turns):
         prompt = _as_turns(row, adapter, prompt)
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
-        return prompt, *map(_filled, answers)
-    prompts, answers = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
-    return _same_prompt((*prompts, prompt), answers)
+        chosen, rejected, demonstration = map(_filled, answers)
+        return prompt, chosen, rejected, demonstration
+    prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
+    return _same_prompt((*prompts, prompt), parts)
 
 
-def _same_prompt(prompts: Sequence[Parsed], answers: Sequence[Parsed]) -> tuple[Parsed, ...]:
+def _same_prompt(
+    prompts: Sequence[Parsed], answers: Sequence[Parsed]
+) -> tuple[Parsed, Parsed, Parsed, Parsed]:
     """The first non-empty prompt and the answers; those to another prompt become unusable."""
     prompt = next((p for p in prompts if p), None)
     other = Unusable("it answers another prompt than the chosen one")
     pairs = zip(prompts, answers, strict=False)
-    return prompt, *(other if _is_answer(a) and p != prompt else a for p, a in pairs)
+    chosen, rejected, demonstration = (
+        other if _is_answer(a) and p != prompt else a for p, a in pairs
+    )
+    return prompt, chosen, rejected, demonstration
 
 
 def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
@@ -214,7 +219,7 @@ def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optio
     return turns
 
 
-def _filled(answer: Parsed) -> Parsed:
+def _filled(answer: Parsed) -> Union[str, Unusable, None]:
     """A text answer, None if it is blank."""
     if isinstance(answer, str):
         return answer if answer.strip() else None
@@ -230,16 +235,22 @@ def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
             return Unusable(why), None
         return parts[0], _filled(parts[1])
     if isinstance(dialogue, list) and dialogue[-1]["role"] == "assistant":
-        return dialogue[:-1], dialogue[-1:] if dialogue[-1]["content"].strip() else None
+        return _without_answer(dialogue)
     return dialogue, None
+
+
+def _without_answer(dialogue: list[Turn]) -> tuple[list[Turn], Optional[list[Turn]]]:
+    """The turns before the last one, and the last one by itself, None if it is blank."""
+    return dialogue[:-1], dialogue[-1:] if dialogue[-1]["content"].strip() else None
 
 
 def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
     """Prompt and answer turn, where ``answer`` is text, further turns or a whole dialogue."""
     if isinstance(answer, list):
         return _split_answer(prompt + answer if answer[0]["role"] == "assistant" else answer)
-    if _is_answer(_filled(answer)):
-        answer = [{"role": "assistant", "content": answer}]
+    filled = _filled(answer)
+    if isinstance(filled, str):
+        return prompt, [{"role": "assistant", "content": filled}]
     return prompt, answer or None
 
 
@@ -253,7 +264,7 @@ def _demonstration(
     if not answer and isinstance(prompt, list):
         ends = [i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i]
         if ends:
-            return _split_answer(prompt[: ends[-1] + 1])
+            return _without_answer(prompt[: ends[-1] + 1])
     return prompt, answer
 
 

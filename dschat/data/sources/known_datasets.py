@@ -46,7 +46,7 @@ class ColumnAdapter:
     def match_case(self, columns: Sequence[str]) -> "ColumnAdapter":
         """A copy with the spelling of ``columns``: matching ignores case."""
         by_lower = {column.lower(): column for column in columns}
-        spelling = {
+        spelling: dict[str, Any] = {
             role: by_lower[column.lower()]
             for role, column in self.roles.items()
             if column not in columns and column.lower() in by_lower
@@ -57,10 +57,9 @@ class ColumnAdapter:
 def _by_score(row: Row) -> Row:
     """WebGPT: the answer with the higher score first; citations such as [1] or [2, 3] removed."""
     first, second = (_uncited(row.get(column)) for column in ("answer_0", "answer_1"))
-    scores = [row.get("score_0"), row.get("score_1")]
     try:
-        difference = float(scores[0]) - float(scores[1])
-    except (TypeError, ValueError, OverflowError):
+        difference = float(row["score_0"]) - float(row["score_1"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         return {"answer_0": first, "answer_1": Unusable("a score is missing")}
     if difference < 0:
         first, second = second, first

@@ -6,8 +6,7 @@ the source's other columns. Unusable rows are logged, or raise ``UserError`` (``
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -66,7 +65,7 @@ def normalised_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) ->
     if rows.in_memory:
         return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=schema)
     # repr of a function has its address, which differs between processes
-    stable = replace(adapter, rewrite=adapter.rewrite and adapter.rewrite.__name__)
+    stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
     content = repr([rows.stamp, rows.name, stable, purpose, list(schema)])
     return cached_table(content, schema, lambda: normalised_rows(rows, adapter, purpose))
 
@@ -78,7 +77,8 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
         UserError: a bad row that ``on_bad_row`` does not allow, or no usable rows; names the place
             and the remedy.
     """
-    bad, listed = Counter(), []
+    bad: Counter[str] = Counter()
+    listed: list[str] = []
     for row in iterate(rows, ("problem", "fault", "where")):
         if not row["problem"]:
             continue
@@ -100,7 +100,12 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
     )
 
 
-def check_allowed(row: dict[str, str], on_bad_row: str, flag: str) -> None:
+def notes_of(row: Mapping[str, Optional[str]]) -> dict[str, str]:
+    """The ``NOTES`` of a row, which has them all."""
+    return {name: row[name] or "" for name in NOTES}
+
+
+def check_allowed(row: Mapping[str, str], on_bad_row: str, flag: str) -> None:
     """Raise ``UserError`` for a bad row of ``SCHEMA`` that ``--on_bad_row`` does not allow."""
     if on_bad_row == "error" or (on_bad_row == "auto" and row["fault"]):
         raise broken_line(flag, row["where"], row["fault"] or row["problem"])

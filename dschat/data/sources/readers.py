@@ -14,8 +14,9 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
 PARQUET_SUFFIX = ".parquet"
@@ -74,7 +75,7 @@ def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
 # -- JSON
 
 
-def _json(file: BinaryIO, name: str) -> Iterator[Line]:
+def _json(file: BufferedIOBase, name: str) -> Iterator[Line]:
     """One object per line, one list, or objects over several lines.
 
     The first non-blank line decides which, not the file's suffix.
@@ -109,7 +110,7 @@ def _broken_json(error: Exception, column: Optional[int] = None) -> str:
     return f"broken JSON ({message}{f', column {column}' if column else ''}); fix it"
 
 
-def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
+def _json_values(file: BufferedIOBase, name: str, is_list: bool) -> Iterator[Line]:
     """The items of one list, or consecutive objects, read piece by piece.
 
     The text after a fault cannot be parsed: a fault ends the file.
@@ -144,7 +145,7 @@ def _json_values(file: BinaryIO, name: str, is_list: bool) -> Iterator[Line]:
 class _JsonText:
     """A window into a JSON file that moves from value to value and grows as needed."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BufferedIOBase) -> None:
         self._file = codecs.getreader("utf-8-sig")(file)
         self._text, self._at = "", 0
         self.first_line = self.line = 1  # of the window, of the next character
@@ -153,7 +154,9 @@ class _JsonText:
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
         while True:
-            self._move(_SPACE.match(self._text, self._at).end())
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None, "matches the empty string"
+            self._move(space.end())
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._read_more():
@@ -198,7 +201,7 @@ class _JsonText:
 # -- CSV and TSV
 
 
-def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line]:
+def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterator[Line]:
     """Rows with the first line's column names; it also shows the delimiter if none is given."""
     csv.field_size_limit(_MAX_FIELD)
     not_utf8: list[int] = []
@@ -248,7 +251,7 @@ def _table(file: BinaryIO, name: str, delimiter: Optional[str]) -> Iterator[Line
 # -- text and Parquet
 
 
-def _paragraphs(file: BinaryIO, name: str) -> Iterator[Line]:
+def _paragraphs(file: BufferedIOBase, name: str) -> Iterator[Line]:
     start, paragraph = 1, ""
     for number, line in _decoded(file):
         if line is None:

@@ -211,8 +211,8 @@ def _read_folder(
         for entry in entries:
             named = _SPLIT_NAME.match(entry.name)
             split = named.group(1).lower() if named else ""
-            files = [entry] if entry.is_file() else sorted(entry.glob("*")) if split else []
-            files = [str(file) for file in files if file.is_file() and kind_of(file.name) in kinds]
+            paths = [entry] if entry.is_file() else sorted(entry.glob("*")) if split else []
+            files = [str(file) for file in paths if file.is_file() and kind_of(file.name) in kinds]
             if files:
                 parts.setdefault(split, []).extend(files)
         if parts:

@@ -27,6 +27,7 @@ from dschat.data.sources.normalize import (
     check_allowed,
     extra_columns,
     normalised_rows,
+    notes_of,
 )
 from dschat.data.sources.resolve import RawRows
 from dschat.data.sources.splits import DataSource, key_hash, load_source, named_held_out, no_rows
@@ -43,7 +44,7 @@ class Tally:
 
     name: str
     quiet: bool = False
-    counts: Counter = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, why: str, where: str = "") -> None:
         self.counts[why] += 1
@@ -146,12 +147,13 @@ class ExampleStream:
             UserError: a bad row that ``--on_bad_row`` does not allow.
         """
         for row in normalised_rows(rows, source.adapter, self._purpose):
-            if row["problem"]:
-                check_allowed(row, self._config.on_bad_row, source.flag)
+            notes = notes_of(row)
+            if notes["problem"]:
+                check_allowed(notes, self._config.on_bad_row, source.flag)
                 if tally:
-                    why = row["fault"].removesuffix("; fix it") or row["problem"]
-                    tally.add(why, row["where"])
-            elif part is None or self._place(row["key"]) == part:
+                    why = notes["fault"].removesuffix("; fix it") or notes["problem"]
+                    tally.add(why, notes["where"])
+            elif part is None or self._place(notes["key"]) == part:
                 yield {name: value for name, value in row.items() if name not in NOTES}
 
     def _place(self, key: str) -> int:

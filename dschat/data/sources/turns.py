@@ -49,8 +49,13 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         return storable(value)
     if not isinstance(value, list):
         return Unusable(f"neither text nor a list of turns, but {_kind(value)}")
-    turns = [_read_turn(turn) for turn in value]
-    return next((turn for turn in turns if isinstance(turn, Unusable)), turns)
+    turns: list[Turn] = []
+    for item in value:
+        turn = _read_turn(item)
+        if isinstance(turn, Unusable):
+            return turn
+        turns.append(turn)
+    return turns
 
 
 def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
