@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def write_file(path: Path, content: Any) -> tuple[int, str]:
             elif path.suffix == ".json":
                 file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
             else:
-                torch.save(content, file)
+                torch.save(content, cast(IO[bytes], file))  # calls only write and flush
         except RuntimeError:  # torch raises it for a failed write
             raise file.error or RuntimeError(f"{path} cannot be written") from file.error
     return file.entry
@@ -112,7 +112,7 @@ def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
         data = tensor.detach().cpu().contiguous().reshape(-1)
-        file.write(memoryview(data.view(torch.uint8).numpy()))
+        file.write(data.view(torch.uint8).numpy().data)
 
 
 def sync_folders(folder: Path) -> None:

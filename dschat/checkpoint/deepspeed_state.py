@@ -6,7 +6,7 @@ captured instead of written, and unpickling is confined to the few types that th
 weights are left out: they are loaded from the base model again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def restore(engine: TrainingEngine, folder: Path, name: str, world_size: int) ->
     dist.barrier()
 
 
-def _layout(config: dict[str, Any]) -> tuple[Any, ...]:
+def _layout(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """The settings that determine how DeepSpeed partitions its files."""
     enabled = [config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")]
     return config["zero_optimization"], *enabled
@@ -170,7 +170,7 @@ def _own_settings(engine: TrainingEngine, saved: SavedEngine) -> Iterator[None]:
         _restore_loss_scale(scaling["loss_scaler"], engine.config, saved)
 
 
-def _restore_loss_scale(scaler: Any, config: dict[str, Any], saved: SavedEngine) -> None:
+def _restore_loss_scale(scaler: Any, config: Mapping[str, Any], saved: SavedEngine) -> None:
     """Restore fp16's dynamic loss scale, unless its initial value is set differently now."""
     before, initial = saved.loss_scaler(), ("loss_scale", "initial_scale_power")
     then, now = (c.get("fp16", {}) for c in (saved.config, config))

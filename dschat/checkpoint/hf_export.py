@@ -127,7 +127,7 @@ def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
     if len(files) == 1:
         (staging / "part-00001.safetensors").rename(staging / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, sizes in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (staging / f"part-{number:05d}.safetensors").rename(staging / name)

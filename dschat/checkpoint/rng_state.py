@@ -16,7 +16,9 @@ import dschat.distributed as dist
 def read_generators() -> dict[str, Tensor]:
     """States of this process's global generators; on CUDA also of its device's."""
     version, words, gauss = random.getstate()
-    kind, key, position, has_gauss, cached = np.random.get_state()
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple), "unknown generator"
+    kind, key, position, has_gauss, cached = numpy_state
     assert (version, kind) == (3, "MT19937"), "unknown generator"
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),  # (625,)

@@ -230,7 +230,10 @@ def initialize_training(
     start_deepspeed()
     # Torch's fused AdamW needs no compilation and runs both on CUDA and on offloaded CPU shards.
     optimizer = torch.optim.AdamW(
-        _parameter_groups(module, weight_decay), lr=learning_rate, betas=tuple(betas), fused=True
+        _parameter_groups(module, weight_decay),
+        lr=learning_rate,
+        betas=(betas[0], betas[1]),
+        fused=True,
     )
     engine, *_ = deepspeed.initialize(
         model=module,

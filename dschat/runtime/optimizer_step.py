@@ -6,7 +6,7 @@ division into micro-batches.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -211,7 +211,7 @@ def _forced_skip(optimizer: Any, skip: bool) -> Iterator[None]:
         yield
         return
     not_finite = torch.tensor(-1.0)
-    replaced = {
+    replaced: dict[str, Callable[..., object]] = {
         "scaled_global_norm": lambda: not_finite,  # stages 1 and 2
         "_get_norm_groups": lambda: [not_finite],  # stage 3
         "_update_scale": lambda has_overflow=False: None,
