@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Optional, Protocol
@@ -24,7 +24,7 @@ class StreamingGenerator(Protocol):
     @property
     def max_positions(self) -> int | None: ...
 
-    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]: ...
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]: ...
 
 
 def check_system(tokenizer: "PreTrainedTokenizerBase", system: Optional[str]) -> None:

@@ -6,7 +6,7 @@ not depend on the other sequences of its batches.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,7 @@ class InferenceEngine:
             ["stop" if s.stopped else "length" for s in answers],
         )
 
-    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")

@@ -13,7 +13,7 @@ without gaps. A self-check detects other architectures that cannot decode like t
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ class HuggingFaceGenerator:
         )
 
     @torch.no_grad()
-    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded."""
         self._check([prompt], sampling)
         with evaluating(self.module):
