@@ -66,8 +66,8 @@ def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
             split = "train" if len(prompts) < num_train else "eval"
             prompts.add(prompt)
             rows[split].append(_row(rng, kind, slots, prompt))
-    for split in rows.values():
-        rng.shuffle(split)
+    for split_rows in rows.values():
+        rng.shuffle(split_rows)
     return rows
 
 
