@@ -51,6 +51,7 @@ class _TqdmHandler(logging.Handler):
 
     def unhold(self) -> None:  # NOTE logging calls a method `release` to unlock the handler
         """Print the buffered records; later ones print at once."""
+        assert self.lock is not None
         with self.lock:
             records, self._buffer = self._buffer or [], None
             for record in records:

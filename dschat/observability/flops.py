@@ -180,7 +180,8 @@ def rlhf_iteration_flops(
         actor_forwards: scoring passes of the actor's shape: the policy's and the reference's.
     """
     generate = score = train = 0
-    actor_flags = (actor_gradient_checkpointing, "lm", actor_frozen_base)
+    actor_flags: tuple[bool, Head, bool] = (actor_gradient_checkpointing, "lm", actor_frozen_base)
+    critic_flags: tuple[bool, Head, bool]
     critic_flags = (critic_gradient_checkpointing, "score", critic_frozen_base)
     for i, (prompt_len, answer_len) in enumerate(zip(prompt_lens, answer_lens, strict=True)):
         seq_len = prompt_len + answer_len

@@ -7,7 +7,7 @@ import logging
 import os
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -48,7 +48,7 @@ class MetricsLog:
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._folder = folder
         # A resumed run keeps the rows up to the position passed to `resume_from`.
-        mode = "ab" if config.resume else "wb"
+        mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
         self._file = (folder / "metrics.jsonl").open(mode, buffering=0)
         self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
         self._uses_tensorboard = config.enable_tensorboard
@@ -113,6 +113,7 @@ class MetricsLog:
 
     def _truncate(self, size: int, unwritten: bytes) -> None:
         """Cut the file to ``size`` bytes, then write ``unwritten``."""
+        assert self._file is not None
         self._file.truncate(size)
         self._file.seek(size)
         self._end, self._unwritten = size, unwritten
@@ -135,6 +136,8 @@ class MetricsLog:
             self._wandb.log(metrics, step=step)
 
     def _write_out(self) -> None:
+        if self._file is None:
+            return
         try:
             while self._unwritten:
                 written = self._file.write(self._unwritten)
