@@ -5,6 +5,7 @@ The vocabulary is read in chunks, so that no fp32 copy of (B, T, V) is made. Con
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
         logsumexp = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
         for chunk in _chunks(logits):
             logsumexp[chunk] = torch.logsumexp(_scaled(logits[chunk], temperature), dim=-1)
@@ -57,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         logits, target_ids, logsumexp = ctx.saved_tensors
         scale = (grad_output.float() / ctx.temperature).unsqueeze(-1)  # (B, T, 1)
         grad = torch.empty_like(logits)
@@ -116,7 +117,7 @@ class _TokenEntropy(torch.autograd.Function):
     """dH/dlogit_j = -p_j (log p_j + H) / T, recomputed chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
         entropy = _entropy(logits, temperature)
         ctx.save_for_backward(logits, entropy)
         ctx.temperature = temperature
@@ -124,7 +125,7 @@ class _TokenEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         logits, entropy = ctx.saved_tensors
         scale = (grad_output.float() / ctx.temperature).unsqueeze(-1)  # (B, T, 1)
         grad = torch.empty_like(logits)
