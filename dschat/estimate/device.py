@@ -42,11 +42,11 @@ def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
     If this machine has no GPU, one of ``device_memory_gib`` is in another machine, whose host
     memory is unknown.
     """
-    free: int | None = available_memory() // processes_here
+    free = available_memory() // processes_here
     if device_memory_gib is not None:
-        free = free if torch.cuda.is_available() else None
+        host = free if torch.cuda.is_available() else None
         name = f"a GPU of {device_memory_gib:g} GiB (--device_memory_gib)"
-        return Device("cuda", int(device_memory_gib * GIB), free, name, processes_here)
+        return Device("cuda", int(device_memory_gib * GIB), host, name, processes_here)
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         return Device("cuda", properties.total_memory, free, properties.name, processes_here)

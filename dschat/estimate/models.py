@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
+from peft import PeftModel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -121,7 +122,11 @@ class Models:
         trained = few.trained + more * (few.trained - fewer.trained)
         in_small = few.in_small + more * (few.in_small - fewer.in_small)
         # The score head trains without an adapter, and `base` includes it.
-        head = self._module(use.frozen, 1).model.score.weight.numel() if use.kind == "score" else 0
+        head = 0
+        if use.kind == "score":
+            scorer = self._module(use.frozen, 1)
+            assert isinstance(scorer, ScoreModel)
+            head = scorer.model.score.weight.numel()
         return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
 
     def run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
@@ -204,7 +209,7 @@ def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
 
 def _language_model(module: nn.Module) -> PreTrainedModel:
     module = module.model if isinstance(module, ScoreModel) else module
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
+    return module.get_base_model() if isinstance(module, PeftModel) else module
 
 
 def _cut(config: PretrainedConfig, num_layers: int) -> None:

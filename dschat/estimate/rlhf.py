@@ -5,6 +5,7 @@ optional.
 """
 
 from dataclasses import replace
+from typing import Any, Literal
 
 from dschat.config import RLHFConfig
 from dschat.estimate.activations import Work
@@ -16,7 +17,7 @@ from dschat.estimate.steps import StepEstimator, count, trained_holding
 from dschat.estimate.zero import Held, frozen_bytes
 
 
-class RLHFEstimator(StepEstimator):
+class RLHFEstimator(StepEstimator[RLHFConfig]):
     """Estimates step 3."""
 
     def __init__(
@@ -38,10 +39,10 @@ class RLHFEstimator(StepEstimator):
         self._batch = (config.per_device_training_batch_size, seq_len)
         self._eval_batch = (config.eval_batch_size, seq_len)
 
-    def _use(self, model: str, kind: str) -> Use:
+    def _use(self, model: str, kind: Literal["lm", "score"]) -> Use:
         c = self._config
 
-        def setting(name: str):
+        def setting(name: str) -> Any:
             return getattr(c, f"{model}_{name}")
 
         return Use(

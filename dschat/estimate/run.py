@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dschat.config import CommonConfig, RLHFConfig, UserError
+from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.estimate import Request, report, title_of
 from dschat.estimate.advice import Estimator, advise
 from dschat.estimate.device import find_device
@@ -39,8 +39,10 @@ def make_estimator(request: Request) -> Estimator:
     models = Models(request.made_from, by_row=device.on_gpu)
 
     def estimate(config: CommonConfig) -> StepEstimate:
-        estimator = RLHFEstimator if isinstance(config, RLHFConfig) else SupervisedEstimator
-        return estimator(models, device, request.num_processes, config).estimate()
+        if isinstance(config, RLHFConfig):
+            return RLHFEstimator(models, device, request.num_processes, config).estimate()
+        assert isinstance(config, SupervisedConfig)
+        return SupervisedEstimator(models, device, request.num_processes, config).estimate()
 
     return estimate
 

@@ -1,6 +1,7 @@
 """Estimates the memory of steps 1 and 2 on one device, in every mode; the base class for step 3."""
 
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 
@@ -14,14 +15,13 @@ from dschat.estimate.zero import NOTHING, Held, Training, frozen_bytes, training
 from dschat.runtime.deepspeed_engine import DTYPES, ZeroSettings
 
 _REFERENCE = "reference weights"
+Config = TypeVar("Config", bound=CommonConfig)
 
 
-class StepEstimator:
+class StepEstimator(Generic[Config]):
     """Estimates one step on one device: memory of its models and of their passes."""
 
-    def __init__(
-        self, models: Models, device: Device, num_processes: int, config: CommonConfig
-    ) -> None:
+    def __init__(self, models: Models, device: Device, num_processes: int, config: Config) -> None:
         self._models, self._device = models, device
         self._num_processes, self._config = num_processes, config
         name = config.training_dtype
@@ -134,7 +134,7 @@ class StepEstimator:
         return StepEstimate(number, config, self._device, self._num_processes, lines, modes, host)
 
 
-class SupervisedEstimator(StepEstimator):
+class SupervisedEstimator(StepEstimator[SupervisedConfig]):
     """Estimates steps 1 and 2: a policy or a reward model, and a reference if the loss needs it."""
 
     def __init__(
@@ -174,8 +174,8 @@ class SupervisedEstimator(StepEstimator):
             held += Holding({_REFERENCE: weights.device}, {_REFERENCE: weights.host})
             lines.append(f"reference: {reference_of(self._pairs)}")
             if not self._pairs.precompute_ref_logprobs:
-                moments += self._reference_pass(gathered, batch, leftover)
-                evaluation += self._reference_pass(gathered, shape, leftover)
+                moments += self._reference_pass(self._pairs, gathered, batch, leftover)
+                evaluation += self._reference_pass(self._pairs, gathered, shape, leftover)
         return self._finished(
             1 if self._pairs is None else 2,
             lines,
@@ -194,10 +194,10 @@ class SupervisedEstimator(StepEstimator):
         return frozen_bytes(total, frozen, self._num_processes)
 
     def _reference_pass(
-        self, gathered: int, shape: tuple[int, int], leftover: int
+        self, config: RewardConfig, gathered: int, shape: tuple[int, int], leftover: int
     ) -> list[tuple[str, Items]]:
         use = self._use.frozen
-        blocks = 3 if self._pairs.loss == "kto" else 2  # KTO adds mismatched answers
+        blocks = 3 if config.loss == "kto" else 2  # KTO adds mismatched answers
         shape = (shape[0] // 2 * blocks, shape[1])
         return [("reference", self._forward(use, gathered, "sft", shape, leftover))]
 
