@@ -180,9 +180,13 @@ def _value(row: int, value: Any, length: int) -> Value | Fault:
         return Fault(f"returned {number}", row) if isinstance(number, str) else number
     if len(tokens) != length:
         return Fault(f"returned {len(tokens)} values for an answer of {length} tokens", row)
-    numbers = [_number(token) for token in tokens]
-    bad = next((number for number in numbers if isinstance(number, str)), None)
-    return Fault(f"returned {bad} for a token", row) if bad else numbers
+    numbers: list[float] = []
+    for token in tokens:
+        number = _number(token)
+        if isinstance(number, str):
+            return Fault(f"returned {number} for a token", row)
+        numbers.append(number)
+    return numbers
 
 
 def _number(value: Any) -> float | str:

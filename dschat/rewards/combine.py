@@ -70,7 +70,7 @@ def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
                 for source in batches
                 for row in (source.token_scores or [[] for _ in source.scores])
             ]
-        fields = {"token_scores": by_token, "applies": None}
+        fields: dict[str, Any] = {"token_scores": by_token, "applies": None}
         for name in ("scores", "applies"):
             if getattr(batches[0], name) is not None:
                 fields[name] = torch.cat([getattr(source, name) for source in batches])

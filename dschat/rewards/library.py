@@ -127,9 +127,11 @@ class RegexMatch:
     def __post_init__(self) -> None:
         require_types(self, "--reward_args regex_match.")
         require(bool(self.pattern), "is missing its pattern: --reward_args regex_match.pattern=...")
-        self._pattern = _compiled(self.pattern, "regex_match")
+        pattern = _compiled(self.pattern, "regex_match")
+        assert pattern is not None
+        self._pattern = pattern
 
-    def __call__(self, answers: list[str]) -> list[float]:
+    def __call__(self, answers: list[str]) -> list[float | None]:
         return _in_time(self._score, answers)
 
     def _score(self, answer: str) -> float:

@@ -97,7 +97,7 @@ def rebuild(recipe: tuple[Any, ...]) -> RewardFunction:
     if kind == "pickle":
         return pickle.loads(content)
     target = resolve(content)
-    return target(**rest[0]) if inspect.isclass(target) else target
+    return target(**rest[0]) if isinstance(target, type) else target
 
 
 def resolve(spec: str) -> Any:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ _NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
 
 class RewardError(UserError):
     """A reward function or the endpoint failed. Every rank raises the first rank's message."""
+
+
+class _Stateful(Protocol):
+    """A reward function with a state to checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass
@@ -151,49 +159,43 @@ class RewardPrograms:
         """
         local: dict[str, Any] = {}
         problem = ""
-        for program in self._stateful:
+        for program, function in self._stateful:
             try:
-                local[program.name] = json.loads(json.dumps(program.function.state_dict()))
+                local[program.name] = json.loads(json.dumps(function.state_dict()))
             except Exception as error:
                 problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NOT_JSON}"
         ranks = dist.gather_objects((local, problem)) if self._stateful else []
         for _, rank_problem in ranks:
             if rank_problem:
                 raise RewardError(rank_problem)
-        return {p.name: [states[p.name] for states, _ in ranks] for p in self._stateful}
+        return {p.name: [states[p.name] for states, _ in ranks] for p, _ in self._stateful}
 
     def load_state_dict(self, states: dict[str, list[Any]]) -> None:
         """Restore each function's state of this rank; of rank modulo n after n ranks saved it."""
-        for program in self._stateful:
+        for program, function in self._stateful:
             if program.name in states:
                 of_ranks = states[program.name]
                 try:
-                    program.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
+                    function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
                 except Exception as error:
                     raise UserError(
                         f"{program.label}: load_state_dict() {raised(error)}; fix it, or start "
                         "over with --overwrite_output_dir (train.py: --restart)"
                     ) from None
 
-    def _stateful_functions(self) -> list[Program]:
-        """Functions with ``state_dict`` and ``load_state_dict``, except modules of torch."""
-        methods = ("state_dict", "load_state_dict")
-        stateful = [
-            p
-            for p in self._functions
-            if all(callable(getattr(p.function, name, None)) for name in methods)
-            and not isinstance(p.function, torch.nn.Module)
-        ]
+    def _stateful_functions(self) -> list[tuple[Program, _Stateful]]:
+        """Functions whose state this process has."""
+        stateful = [(p, p.function) for p in self._functions if _is_stateful(p.function)]
         if self._config.reward_pool != "process":
             return stateful
-        for program in stateful:
+        for program, _ in stateful:
             if not program.is_async:
                 logger.warning(
                     "checkpoints do not hold the state of %s: with --reward_pool process, every "
                     "process has its own",
                     program.label,
                 )
-        return [program for program in stateful if program.is_async]
+        return [(program, function) for program, function in stateful if program.is_async]
 
     def close(self) -> None:
         """Stop threads and processes."""
@@ -283,6 +285,13 @@ class RewardPrograms:
         """Registers ``resource`` for `close` and returns it."""
         self._closing.append(resource.close)
         return resource
+
+
+def _is_stateful(function: object) -> TypeGuard[_Stateful]:
+    """Whether it has ``state_dict`` and ``load_state_dict``, and is not a module of torch."""
+    methods = ("state_dict", "load_state_dict")
+    has_both = all(callable(getattr(function, name, None)) for name in methods)
+    return has_both and not isinstance(function, torch.nn.Module)
 
 
 def use_own_device() -> None:

@@ -37,7 +37,7 @@ class Worker:
     def __init__(self, recipes: Sequence[tuple[Any, ...]]) -> None:
         """``recipes``: of the functions, see `dschat.rewards.loader.portable`."""
         self._recipes = list(recipes)
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def call(
@@ -48,14 +48,14 @@ class Worker:
         Raises:
             Fault: the call failed or took longer than ``limit_s``; `Died`: the process exited.
         """
-        self.start()
+        pipe = self.start()
         try:
-            self._pipe.send((number, dict(kwargs), lengths, limit_s))
+            pipe.send((number, dict(kwargs), lengths, limit_s))
         except OSError:
             raise self._died() from None
         except Exception as error:  # pickle raises nearly anything
             raise Fault(f"cannot send its samples to another process: it {raised(error)}") from None
-        reply = self._answer(limit_s)
+        reply = self._answer(pipe, limit_s)
         if isinstance(reply, Fault):
             raise reply
         return reply
@@ -63,6 +63,7 @@ class Worker:
     def close(self) -> None:
         if self._process is not None:
             self._kill()
+            assert self._pipe is not None
             self._pipe.close()
             self._process = self._pipe = None
 
@@ -70,22 +71,19 @@ class Worker:
         """Kill the process group and return the exit code of the process."""
         # NOTE no wait() before killpg: it would free the process and group id for reuse. The exit
         # code of a dead process stays available.
+        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
-    def _runs(self) -> bool:
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, options) is None
-
-    def start(self) -> None:
-        """Start the process unless it runs.
+    def start(self) -> Connection:
+        """Start the process unless it runs; the pipe to it.
 
         Raises:
             Fault: the functions cannot be rebuilt there.
         """
-        if self._process is not None and self._runs():
-            return
+        if self._process is not None and self._pipe is not None and _runs(self._process):
+            return self._pipe
         self.close()
         self._pipe, child_end = Pipe()
         descriptor = child_end.fileno()
@@ -104,17 +102,18 @@ class Worker:
             self._pipe.send(self._recipes)
         except OSError:
             raise self._died() from None
-        problem = self._answer(START_S)
+        problem = self._answer(self._pipe, START_S)
         if problem is not None:
             self.close()
             raise Fault(problem)
+        return self._pipe
 
-    def _answer(self, limit_s: float) -> Any:
+    def _answer(self, pipe: Connection, limit_s: float) -> Any:
         try:
-            if not self._pipe.poll(limit_s):
+            if not pipe.poll(limit_s):
                 self.close()
                 raise Fault(f"did not return within {limit_s:.3g} s", timed_out=True)
-            return self._pipe.recv()
+            return pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None
 
@@ -123,6 +122,11 @@ class Worker:
         self.close()
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return Died(f"ended its process ({how})")
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is None
 
 
 def serve(descriptor: int) -> NoReturn:
