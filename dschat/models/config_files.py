@@ -214,10 +214,10 @@ def _config_faults(config: PretrainedConfig) -> Iterator[Fault]:
             yield name, value, "not a number from 0 to 1"
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *rope.values()):  # one for all layers, or one per layer type
-        for name, most in _ROPE.items():
+        for name, limit in _ROPE.items():
             value = settings.get(name, 1.0) if isinstance(settings, dict) else 1.0
-            if not (_is_number(value) and 0 < value <= most):
-                yield f"rope_parameters.{name}", value, f"not a number above 0 and up to {most}"
+            if not (_is_number(value) and 0 < value <= limit):
+                yield f"rope_parameters.{name}", value, f"not a number above 0 and up to {limit}"
 
 
 def _of_all_layers(config: PretrainedConfig, name: str) -> Any:

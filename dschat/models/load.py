@@ -175,9 +175,13 @@ def _from_pretrained(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
-    source, loader, state = name_or_path, auto_class, None
+    source: str | None = name_or_path
+    loader: type[PreTrainedModel] = auto_class
+    state = None
     if legacy:
-        loader = score_class(config)
+        classifier = score_class(config)
+        assert classifier is not None
+        loader = classifier
         state = legacy_state_dict(name_or_path, flag, loader.base_model_prefix)
         options = {k: v for k, v in options.items() if k != "trust_remote_code"}
         options["state_dict"], source = state, None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import dschat.distributed as dist
@@ -85,7 +86,7 @@ def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
     )
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Name -> layer of all layers that can have an adapter: linear ones, except heads."""
     return {
         name: module
@@ -114,7 +115,7 @@ def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -
 
 
 def prepare_for_training(
-    model: nn.Module,
+    model: PreTrainedModel,
     gradient_checkpointing: bool,
     lora_dim: int,
     lora_alpha: float,
@@ -172,11 +173,13 @@ def unwrapped_name(name: str) -> str | None:
 
 def adapters(module: nn.Module, prefix: str = "") -> dict[str, LoraAdapter]:
     """Every LoRA layer below ``module``: checkpoint name of its weight -> its adapter."""
-    layers = {}
+    layers: dict[str, LoraAdapter] = {}
     for name, layer in module.named_modules(prefix=prefix):
         if isinstance(layer, LoraLayer):
             (key,) = layer.active_adapters
-            layers[unwrapped_name(f"{name}.base_layer.weight")] = LoraAdapter(
+            weight_name = unwrapped_name(f"{name}.base_layer.weight")
+            assert weight_name is not None
+            layers[weight_name] = LoraAdapter(
                 a_name=f"{name}.lora_A.{key}.weight",
                 b_name=f"{name}.lora_B.{key}.weight",
                 scaling=layer.scaling[key],

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -147,7 +147,7 @@ def reward_form(config: PretrainedConfig, name_or_path: str, flag: str) -> Rewar
     return "v_head" if is_legacy_reward(name_or_path, flag) else "base"
 
 
-def score_class(config: PretrainedConfig) -> type[nn.Module] | None:
+def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The ``...ForSequenceClassification`` of this architecture; None if there is none."""
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
 

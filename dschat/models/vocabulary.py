@@ -43,8 +43,8 @@ def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> bool:
     layers = {id(layer.weight): layer for layer in _token_layers(model)}
     for layer in layers.values():
         _set_to_mean(layer.weight.data, old)
-        if getattr(layer, "bias", None) is not None:
-            _set_to_mean(layer.bias.data, old)
+        if (bias := getattr(layer, "bias", None)) is not None:
+            _set_to_mean(bias.data, old)
     logger.info("embedding grown from %d to %d rows to match the tokenizer", old, num_tokens)
     return True
 
@@ -65,7 +65,7 @@ def match_vocabulary(
     config.pad_token_id = model_config.pad_token_id
 
 
-def _token_layers(model: PreTrainedModel) -> list[nn.Module]:
+def _token_layers(model: PreTrainedModel) -> list[nn.Embedding | nn.Linear]:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     return [layer for layer in layers if layer is not None]
 
