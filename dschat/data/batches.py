@@ -11,13 +11,21 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Union
+from typing import Any, Protocol, Union
 
 import numpy as np
 
 from dschat.data.sources.columns import unpack, unpacked_names
 
 Rows = list[Any]
+
+
+class RowTable(Protocol):
+    """A table of rows: a list, a `datasets.Dataset`, or another class with these two methods."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass
@@ -41,7 +49,7 @@ class StepBatches:
     examples; unusable ones make the batch smaller, on the rank whose share has them.
 
     Args:
-        dataset: the rows; a sequence with ``len`` and integer indexing, or a ``RowStream``.
+        dataset: the rows, a table or a stream.
         global_batch_size: rows of one optimizer step, over all ranks and micro-batches.
         micro_batch_size: maximum rows of a micro-batch.
         rank, world_size: the share of every global batch to take.
@@ -52,7 +60,7 @@ class StepBatches:
 
     def __init__(
         self,
-        dataset: Union[Sequence[Any], RowStream],
+        dataset: Union[RowTable, RowStream],
         global_batch_size: int,
         micro_batch_size: int,
         rank: int,
@@ -190,7 +198,7 @@ class PromptBatches:
 
     def __init__(
         self,
-        dataset: Union[Sequence[Any], RowStream],
+        dataset: Union[RowTable, RowStream],
         rollout_prompts: int,
         rank: int,
         world_size: int,
@@ -259,7 +267,7 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedP
     )
 
 
-def prompt_columns(dataset: Union[Sequence[Any], RowStream]) -> set[str]:
+def prompt_columns(dataset: Union[RowTable, RowStream]) -> set[str]:
     """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
     of their source except the prompt.
     """

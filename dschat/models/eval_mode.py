@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from dschat.models.training_engine import ModelOrEngine
 
 
 @contextmanager
-def evaluating(*models: nn.Module | None) -> Iterator[None]:
+def evaluating(*models: ModelOrEngine | None) -> Iterator[None]:
     """A scope in which ``models`` are in evaluation mode; None entries are skipped.
 
     Gradients are not switched off.

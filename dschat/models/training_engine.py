@@ -63,3 +63,7 @@ class TrainingEngine(Protocol):
     def save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> Any: ...
 
     def load_checkpoint(self, load_dir: str, tag: str, **options: Any) -> Any: ...
+
+
+# A model to run, in an engine or without one. At run time an engine is an `nn.Module` too.
+ModelOrEngine = nn.Module | TrainingEngine

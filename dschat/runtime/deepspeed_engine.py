@@ -21,7 +21,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -264,6 +264,8 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     return engine
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: ModelOrEngine) -> nn.Module:
     """The module inside an engine, or the module itself."""
-    return model.module if isinstance(model, deepspeed.DeepSpeedEngine) else model
+    module = model.module if isinstance(model, deepspeed.DeepSpeedEngine) else model
+    assert isinstance(module, nn.Module)
+    return module

@@ -4,14 +4,13 @@ import logging
 import time
 
 import torch
-from torch import nn
 
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.models.eval_mode import evaluating
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.checkpointing import training_checkpointer
@@ -29,7 +28,7 @@ def _reduce(parts: list[Sums]) -> Sums:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, batches: StepBatches) -> dict[str, float]:
+def evaluate(model: ModelOrEngine, task: Task, batches: StepBatches) -> dict[str, float]:
     """Collective. ``eval/...`` metrics over every held-out row, each counted once."""
     micro_batches = [task.collate(rows) for step in batches.epoch(0) for rows in step]
     with evaluating(model):
@@ -85,8 +84,12 @@ def train(
     steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
 
     def state() -> RunState:
-        values = {"step": steps.taken, "bad": skipped.in_a_row, "rows": train_batches.num_rows}
-        values["log"] = metrics_log.position()
+        values = {
+            "step": steps.taken,
+            "bad": skipped.in_a_row,
+            "rows": train_batches.num_rows,
+            "log": metrics_log.position(),
+        }
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
     with training_checkpointer(config) as checkpointer:

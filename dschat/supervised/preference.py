@@ -4,7 +4,7 @@ The reference is a frozen copy of the policy, the policy without its LoRA adapte
 computed before the first step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
-from dschat.data.batches import RowStream, StepBatches
+from dschat.data.batches import RowStream, RowTable, StepBatches
 from dschat.data.collate import PreferenceBatch, collate_preferences
 from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
 from dschat.models.eval_mode import evaluating
 from dschat.models.lora import adapters_off
+from dschat.models.training_engine import ModelOrEngine
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
 
@@ -29,7 +30,7 @@ Sums = dict[str, float]
 _MISMATCHED = "mismatched_ids"
 
 
-class Pairs(Sequence):
+class Pairs:
     """Rows of ``preference_dataset``, with mismatched answers and reference log-probs if needed.
 
     Args:
@@ -41,7 +42,7 @@ class Pairs(Sequence):
     ``ref_logps``, if set, has the reference's log-probs of every row, one number per block.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], max_len: int | None = None) -> None:
+    def __init__(self, rows: RowTable, max_len: int | None = None) -> None:
         self._rows, self._max_len = rows, max_len
         self.ref_logps: list[list[float]] | None = None
 
@@ -60,9 +61,7 @@ class Pairs(Sequence):
         return row
 
 
-def as_pairs(
-    config: RewardConfig, *tables: Sequence[dict[str, Any]] | RowStream
-) -> list[Pairs | RowStream]:
+def as_pairs(config: RewardConfig, *tables: RowTable | RowStream) -> list[Pairs | RowStream]:
     """``tables`` as `Pairs` for the loss of ``config``; streams are returned unchanged."""
     max_len = config.max_seq_len if config.loss == "kto" else None
     return [t if isinstance(t, RowStream) else Pairs(t, max_len) for t in tables]
@@ -83,7 +82,7 @@ def load_reference(
     return initialize_frozen(load(frozen, 0.0), frozen)
 
 
-def answer_logps(model: nn.Module, batch: PreferenceBatch, rows: slice) -> Tensor:
+def answer_logps(model: ModelOrEngine, batch: PreferenceBatch, rows: slice) -> Tensor:
     """Log-probs of whole answers, summed over their tokens and EOS, by one forward: (rows,) fp32.
 
     As in `losses.lm_loss`, ids are shifted and not logits: the last position has no target.
@@ -114,7 +113,7 @@ class PreferenceTask:
         self, config: PreferenceConfig, pad_id: int, reference: nn.Module | None = None
     ) -> None:
         self._config, self._pad_id, self._reference = config, pad_id, reference
-        self._blocks = ("chosen_ids", "rejected_ids")
+        self._blocks: tuple[str, ...] = ("chosen_ids", "rejected_ids")
         self._uses_kl = config.loss == "kto"
         if self._uses_kl:
             self._blocks += (_MISMATCHED,)
@@ -125,7 +124,9 @@ class PreferenceTask:
     def weight(self, batch: PreferenceBatch) -> int:
         return batch.num_real
 
-    def prepare(self, model: nn.Module, batches: list[PreferenceBatch]) -> list[PreferenceBatch]:
+    def prepare(
+        self, model: ModelOrEngine, batches: list[PreferenceBatch]
+    ) -> list[PreferenceBatch]:
         """Collective. The micro-batches of an optimizer step with the reference's log-probs and
         KTO's reference point, which is one number for the whole step.
         """
@@ -141,7 +142,7 @@ class PreferenceTask:
             batches = [replace(batch, kl=kl) for batch in batches]
         return batches
 
-    def loss(self, model: nn.Module, batch: PreferenceBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: PreferenceBatch) -> tuple[Tensor, Sums]:
         # NOTE: both answers in one forward, for the same reason.
         num_rows = len(batch.input_ids) // len(self._blocks)
         logps = answer_logps(model, batch, slice(2 * num_rows))
@@ -161,7 +162,7 @@ class PreferenceTask:
         pairs = max(sums["pairs"], 1.0)
         return {name: value / pairs for name, value in sums.items() if name != "pairs"}
 
-    def precompute(self, model: nn.Module, pairs: Pairs, batch_size: int) -> None:
+    def precompute(self, model: ModelOrEngine, pairs: Pairs, batch_size: int) -> None:
         """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
         first step is its own reference. ``batch_size``: pairs per micro-batch and process.
         """
@@ -181,19 +182,19 @@ class PreferenceTask:
         assert len(pairs.ref_logps) == len(pairs)
 
     @contextmanager
-    def _reference_of(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _reference_of(self, model: ModelOrEngine) -> Iterator[ModelOrEngine]:
         if self._reference is not None:
             yield self._reference
             return
         with adapters_off(unwrap(model)):
             yield model
 
-    def _all_logps(self, model: nn.Module, batch: PreferenceBatch) -> Tensor:
+    def _all_logps(self, model: ModelOrEngine, batch: PreferenceBatch) -> Tensor:
         """Log-probs of every block, without gradient."""
         with torch.no_grad(), evaluating(model):
             return answer_logps(model, batch.to(dist.device()), slice(None))
 
-    def _kl(self, model: nn.Module, batches: list[PreferenceBatch]) -> float:
+    def _kl(self, model: ModelOrEngine, batches: list[PreferenceBatch]) -> float:
         """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, at least 0
         (Ethayarajh et al. 2024, section 4).
         """

@@ -1,7 +1,7 @@
 """Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
-from dschat.data.batches import RowStream, StepBatches
+from dschat.data.batches import RowStream, RowTable, StepBatches
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
@@ -137,8 +137,8 @@ def build_engine(
 
 def step_batches(
     config: SupervisedConfig,
-    train: Sequence[Any] | RowStream,
-    held_out: Sequence[Any] | RowStream,
+    train: RowTable | RowStream,
+    held_out: RowTable | RowStream,
 ) -> tuple[StepBatches, StepBatches]:
     """This rank's share of the shuffled training rows, and of the held-out rows in order."""
     rank, world = dist.rank(), dist.world_size()
@@ -168,6 +168,7 @@ def claim_output(config: SupervisedConfig, record: str) -> MetricsLog:
 
     ``record``: what the mark of the finished step will hold; see `dschat.launch.finished_steps`.
     """
+    assert config.output_dir is not None
     claim_output_dir(config.output_dir, bool(config.resume), record)
     console.release()
     return MetricsLog(config.output_dir, config)

@@ -4,11 +4,12 @@ import math
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.losses import lm_loss, pairwise_loss
 from dschat.models.score_model import gather_last
+from dschat.models.training_engine import ModelOrEngine
 
 Rows = list[dict[str, Any]]
 Sums = dict[str, float]
@@ -25,13 +26,13 @@ class Task(Protocol):
         """This batch's part of the step's denominator: its target tokens, or its pairs."""
         ...
 
-    def prepare(self, model: nn.Module, batches: list[Any]) -> list[Any]:
+    def prepare(self, model: ModelOrEngine, batches: list[Any]) -> list[Any]:
         """Collective. The micro-batches of an optimizer step or an evaluation, with values added
         that their losses need from all of them or from another model. Without gradient.
         """
         return batches
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: Any) -> tuple[Tensor, Sums]:
         """The sum of losses over the batch (0-d), and sums for the metrics."""
         ...
 
@@ -54,7 +55,7 @@ class SFTTask(Task):
     def weight(self, batch: SFTBatch) -> int:
         return int(batch.loss_mask[:, 1:].sum())  # the first token has no prediction
 
-    def loss(self, model: nn.Module, batch: SFTBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: SFTBatch) -> tuple[Tensor, Sums]:
         logits = model(input_ids=batch.input_ids, use_cache=False).logits
         total, num_tokens = lm_loss(logits, batch.input_ids, batch.loss_mask)
         sums = {"loss": float(total.detach()), "tokens": float(num_tokens)}
@@ -79,7 +80,7 @@ class RewardTask(Task):
     def weight(self, batch: PairBatch) -> int:
         return batch.num_real
 
-    def loss(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: PairBatch) -> tuple[Tensor, Sums]:
         # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
         scores = gather_last(model(batch.input_ids), batch.lengths)
