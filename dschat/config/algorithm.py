@@ -118,7 +118,7 @@ class AlgorithmConfig:
         return self.kl_in_loss
 
     @property
-    def kl_by(self) -> str:
+    def kl_by(self) -> Literal["k1", "k2", "k3"]:
         """The KL estimator: k1, k2 or k3."""
         if self.kl_estimator or not self.kl_is_in_loss:
             return self.kl_estimator or "k1"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
@@ -31,7 +31,7 @@ from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.score_model import ScoreModel, count_parameters, gather_last
 from dschat.models.tokenizer import stop_ids
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
@@ -89,12 +89,12 @@ class DeepSpeedRLHFEngine:
         replace(
             self.args, actor_model_name_or_path=names[0], critic_model_name_or_path=names[1]
         ).validate_models()
-        if getattr(tokenizer, "eos_token_id", None) is None:
+        if tokenizer is None or getattr(tokenizer, "eos_token_id", None) is None:
             raise UserError(
                 f"tokenizer: {type(tokenizer).__name__} has no EOS token; pass the actor's, "
                 "AutoTokenizer.from_pretrained(...)"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.checkpoints = find_checkpoints(
             str(actor_model_name_or_path), names[1] or None, self.args, tokenizer
         )
@@ -148,6 +148,7 @@ class DeepSpeedRLHFEngine:
         name, flag = checkpoints.reward, REWARD
         if critic:
             name, flag = checkpoints.critic, checkpoints.critic_flag
+        assert name is not None
         pad_id = load_config(name, flag, trust).pad_token_id
         tokenizer = checkpoints.critic_tokenizer or self.tokenizer
         with sharded_loading(zero):
@@ -169,7 +170,7 @@ class DeepSpeedRLHFEngine:
         name: str,
         zero: ZeroSettings,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> Any:
+    ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self._num_iters
         if name == "actor":  # no schedule steps while the critic trains alone
@@ -198,12 +199,12 @@ class DeepSpeedRLHFEngine:
             max(1, iterations * args.ppo_epochs * args.num_mini_batches),
         )
 
-    def _build_actor(self) -> Any:
+    def _build_actor(self) -> TrainingEngine:
         model = self._load_actor(self._actor_zero, self.args.actor_dropout or 0.0)
         self._architectures["actor"] = type(model).__name__
         return self._trained(model, "actor", self._actor_zero)
 
-    def _build_critic(self) -> Any:
+    def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
             return None
         model = self._load_score(True, self._critic_zero, self.args.critic_dropout or 0.0)
@@ -297,7 +298,7 @@ class DeepSpeedRLHFEngine:
         return self.ref is not None or self._is_its_own_reference
 
     @contextmanager
-    def reference(self) -> Iterator[nn.Module]:
+    def reference(self) -> Iterator[ModelOrEngine]:
         """A scope that yields the KL's reference model; call it under ``no_grad``."""
         if self.ref is not None:
             yield self.ref
@@ -347,7 +348,7 @@ class DeepSpeedRLHFEngine:
             self.save_actor(output_dir / "actor_ema", ema=True)
         if self.critic is None:
             return
-        critic = unwrap(self.critic).model
+        critic = _backbone(self.critic)
         export_hf(
             output_dir / "critic",
             weight_stream(critic, dist.device()),
@@ -360,7 +361,7 @@ class DeepSpeedRLHFEngine:
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
         actors = 1 + self.args.enable_ema + self.args.keep_best
-        critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic).model)]
+        critics = [] if self.critic is None else [weight_bytes(_backbone(self.critic))]
         return [weight_bytes(unwrap(self.actor))] * actors + critics
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
@@ -384,7 +385,12 @@ class DeepSpeedRLHFEngine:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
-def _config(engine: TrainingEngine) -> PretrainedConfig:
-    module = unwrap(engine)
-    module = module.model if isinstance(module, ScoreModel) else module
+def _backbone(model: ModelOrEngine) -> PreTrainedModel:
+    """The transformers model, or PEFT's around it, without engine and `ScoreModel`."""
+    module = unwrap(model)
+    return module.model if isinstance(module, ScoreModel) else module
+
+
+def _config(model: ModelOrEngine) -> PretrainedConfig:
+    module = _backbone(model)
     return module.get_base_model().config if hasattr(module, "get_base_model") else module.config

@@ -123,6 +123,7 @@ def _dummy(device: torch.device) -> Experience:
     """One sequence without actions: a rank without rows must run as many forwards as the others."""
     long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     row = flat.unsqueeze(1)
+    per_action: dict[str, Any] = dict.fromkeys(_PER_ACTION, row)
     return Experience(
         input_ids=long.new_zeros(1, 2),
         lengths=long + 2,
@@ -135,7 +136,7 @@ def _dummy(device: torch.device) -> Experience:
         scores=flat,
         scored=flat.bool(),
         weights=row,
-        **dict.fromkeys(_PER_ACTION, row),
+        **per_action,
     )
 
 
@@ -160,6 +161,7 @@ def from_rollout(
     mask = torch.arange(width) < num_actions.unsqueeze(1)
     logprobs = torch.zeros(len(sequences), width)
     logprobs[mask] = torch.tensor([value for row in rollout.logprobs for value in row])
+    per_action: dict[str, Any] = {name: torch.zeros_like(logprobs) for name in _PER_ACTION}
     return Experience(
         input_ids=ids,
         lengths=torch.tensor([len(s) for s in sequences]),
@@ -173,7 +175,7 @@ def from_rollout(
         scored=torch.ones(len(sequences), dtype=torch.bool),
         weights=mask.float(),
         sources=sources,
-        **{name: torch.zeros_like(logprobs) for name in _PER_ACTION},
+        **per_action,
     )
 
 

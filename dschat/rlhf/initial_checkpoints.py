@@ -79,9 +79,9 @@ def find_checkpoints(
     if scores:
         # Where one model is both, messages name the flag that most users pass.
         flag = REWARD if separate else CRITIC
-        _find_reward(
-            checkpoints, resolve_model(named if separate else critic), flag, args, tokenizer
-        )
+        reward = named if separate else critic
+        assert reward is not None
+        _find_reward(checkpoints, resolve_model(reward), flag, args, tokenizer)
     if args.has_critic:
         name = resolve_model(critic) if critic else checkpoints.reward
         _find_critic(checkpoints, name, name == checkpoints.reward, args, tokenizer)

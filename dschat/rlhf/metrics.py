@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.hybrid.rollout_form import Refresh
+from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
 from dschat.memory import peak_memory_gib
@@ -111,23 +112,24 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     Rates are tokens of all ranks per second of generation. A generator without statistics reports
     the refresh only.
     """
-    stats = getattr(generator, "stats", None)
+    engine = generator if isinstance(generator, InferenceEngine) else None
     ranks = dist.world_size()
     names = ("prefill_tokens", "prefill_s", "decode_tokens", "decode_s", "preemptions")
     local = [refresh.seconds, float(refresh.num_bytes)]
-    if stats is not None:
+    if engine is not None:
+        stats = engine.stats
         local += [float(getattr(stats, name)) for name in names]
         local += [stats.occupancy, stats.cache_use]
     seconds, num_bytes, *rest = dist.sum_floats(local)
     metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
-    if stats is None:
+    if engine is None:
         return metrics
     prefill, prefill_s, decode, decode_s, preemptions, occupancy, cache_use = rest
-    groups = ranks / generator.group.size  # the ranks of a group count the same tokens
+    groups = ranks / engine.group.size  # the ranks of a group count the same tokens
     return metrics | {
         "throughput/prefill_tokens_per_s": prefill / max(prefill_s, 1e-9) * groups,
         "throughput/decode_tokens_per_s": decode / max(decode_s, 1e-9) * groups,
-        "rollout/preemptions": preemptions / generator.group.size,
+        "rollout/preemptions": preemptions / engine.group.size,
         "rollout/occupancy": occupancy / ranks,
         "rollout/cache_use": cache_use / ranks,
     }

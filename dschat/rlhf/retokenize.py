@@ -47,7 +47,7 @@ class Retokenizer:
 
     def batch(self, e: Experience) -> tuple[Tensor, Tensor]:
         """The sequences of ``e`` re-tokenised: padded ids (S, U), lengths (S,); int64, CPU."""
-        sources = e.sources or [None] * e.num_sequences
+        sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
         rows = []
         for ids, length, prompt_length, finished, source in zip(
             e.input_ids.tolist(),

@@ -66,13 +66,13 @@ class PromptTable:
         return self.pick(rows)
 
     def pick(self, rows: list[int]) -> "PromptTable":
-        def picked(values: list[Any] | None) -> list[Any] | None:
-            return None if values is None else [values[row] for row in rows]
+        def picked(values: list[Any]) -> list[Any]:
+            return [values[row] for row in rows]
 
         return PromptTable(
             picked(self.ids),
-            picked(self.sources),
-            picked(self.texts),
+            None if self.sources is None else picked(self.sources),
+            None if self.texts is None else picked(self.texts),
             {name: picked(values) for name, values in self.columns.items()},
         )
 
@@ -155,7 +155,7 @@ class Collector:
         self.scale.load_state_dict(state["scale"])
         self._programs.load_state_dict(state.get("programs", {}))
         self._queue = PromptTable(**state["left"])
-        if hasattr(self._more, "taken"):
+        if self._more is not None and hasattr(self._more, "taken"):
             self._more.taken = state["taken"]
 
     @property
@@ -304,7 +304,7 @@ class Collector:
             sampled, rounds = sampled + total, rounds + 1
         kept = kept[:wanted]
         every = joined(parts)
-        total, number = dist.sum_floats(
+        score, num_scored = dist.sum_floats(
             [float(every.scores.double().sum()), float(every.scored.sum())]
         )
         e = _renumbered(every, kept, sampling.n)
@@ -313,7 +313,7 @@ class Collector:
             "sampling/prompts": float(sampled),
             "sampling/kept_prompts": float(len(kept)),
             "sampling/waste": 1 - len(kept) / max(sampled, 1),
-            "sampling/scores": total / max(number, 1.0),
+            "sampling/scores": score / max(num_scored, 1.0),
         }
         return Collected(e, len(kept), metrics)
 

@@ -4,20 +4,34 @@ Sequences go through the models in micro-batches; every rank runs the same numbe
 """
 
 from collections.abc import Iterator
+from typing import Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.losses import entropy_from_logits, token_entropy, token_logprobs
 from dschat.models.eval_mode import evaluating
+from dschat.models.training_engine import ModelOrEngine
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, chunks, gather_actions
 
 
+@overload
 def action_logprobs(
-    model: nn.Module,
+    model: ModelOrEngine, batch: Experience, temperature: float, with_entropy: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def action_logprobs(
+    model: ModelOrEngine, batch: Experience, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+def action_logprobs(
+    model: ModelOrEngine,
     batch: Experience,
     temperature: float,
     with_entropy: bool = False,
@@ -38,7 +52,7 @@ def action_logprobs(
     return gathered, gather_actions(entropy, batch.prompt_lengths, num_actions, first)
 
 
-def action_values(critic: nn.Module, batch: Experience) -> Tensor:
+def action_values(critic: ModelOrEngine, batch: Experience) -> Tensor:
     """The critic's value before each action: (B, A) fp32."""
     return gather_actions(critic(batch.input_ids), batch.prompt_lengths, batch.answer_mask.shape[1])
 

@@ -125,7 +125,7 @@ class DeepSpeedPPOTrainer:
             self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
-        if hasattr(self._unsupervised, "taken"):
+        if self._unsupervised is not None and hasattr(self._unsupervised, "taken"):
             self._unsupervised.taken = values["unsupervised"]
         self.collector.load_state_dict(values["rollouts"])
 
@@ -297,6 +297,7 @@ class DeepSpeedPPOTrainer:
 
     def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
         """Backward of the value loss; sums of metrics."""
+        assert self.engine.critic is not None
         values = action_values(self.engine.critic, batch)
         loss, metrics = value_loss(
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
