@@ -15,7 +15,7 @@ help:
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
-	@echo "make lint       ruff, codespell, import contracts (make format fixes what ruff can)"
+	@echo "make lint       ruff, codespell, mypy, import contracts (make format fixes what ruff can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, builds and caches; output/ stays"
 
@@ -40,6 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/codespell
+	$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-cache --no-logo > .venv/contracts.txt || { cat .venv/contracts.txt; exit 1; }
 
 format: $(STAMP)

@@ -141,7 +141,7 @@ class AlgorithmConfig:
         )
 
     @property
-    def aggregation(self) -> str:
+    def aggregation(self) -> Literal["token", "sequence", "constant"]:
         """How token losses are averaged: token, sequence or constant."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation

@@ -158,6 +158,7 @@ class Reporter:
         require_metric(name, metrics)
         if metrics[name] > self._best:
             self._best = metrics[name]
+            assert self._args.output_dir is not None
             folder = Path(self._args.output_dir) / "actor_best"
             self._engine.save_actor(folder)
             logger.info(
