@@ -1,8 +1,7 @@
 """The rollout form of a tiny actor under ZeRO, run the same way by the tests and by the worker.
 
 A `Case` with its ``options`` gives a JSON-able dict, the same on every rank. An actor is one
-DeepSpeed engine around a model of ``families``, trained on random ids: these tests need neither
-critic nor reward model.
+DeepSpeed engine around a model of ``families``, trained on random ids.
 """
 
 import random
@@ -35,7 +34,7 @@ from dschat.runtime.deepspeed_engine import (
 )
 from dschat.runtime.optimizer_step import OptimizerStep
 
-# NOTE: one tiny model a family, and prompts of awkward lengths, stand beside the engine's tests.
+# One tiny model per family, and prompts of awkward lengths, are in the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from families import EOS, POSITIONS, PROMPTS, VOCAB, build, cache_gib  # noqa: E402
 
