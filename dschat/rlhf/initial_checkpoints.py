@@ -79,7 +79,7 @@ def find_checkpoints(
     if scores:
         # Where one model is both, messages name the flag that most users pass.
         flag = REWARD if separate else CRITIC
-        reward = named if separate else critic
+        reward = named if separate else critic or named
         assert reward is not None
         _find_reward(checkpoints, resolve_model(reward), flag, args, tokenizer)
     if args.has_critic:
