@@ -79,10 +79,8 @@ class ClusterConfig:
             require(
                 value is None or 1 <= value <= 65533, f"--{name} {value} must be from 1 to 65533"
             )
-        require(
-            self.node_rank is not None or not self.no_ssh,
-            "--no_ssh needs --node_rank: the rank of this machine",
-        )
+        by_hand = self.node_rank is not None
+        require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
         if self.node_rank is not None:
             require(self.node_rank >= 0, f"--node_rank {self.node_rank} must not be negative")
             require(
