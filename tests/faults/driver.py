@@ -106,7 +106,7 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
 
     steps = [0]
 
-    class Counted(optimizer_step.Step):
+    class Counted(optimizer_step.OptimizerStep):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             steps[0] += 1
@@ -122,7 +122,7 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
     from dschat.rlhf import trainer
     from dschat.supervised import loop
 
-    loop.Step = trainer.Step = Counted
+    loop.OptimizerStep = trainer.OptimizerStep = Counted
 
 
 def nan_scores(number: int, rank: int) -> None:
