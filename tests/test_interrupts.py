@@ -140,6 +140,7 @@ entrypoint.run(main)
 SCRIPTS = ("chat.py", "train.py", "step1_sft/main.py", "step2_reward/main.py", "step3_rlhf/main.py")
 IMPORTS = [
     *((script, "dschat.config", signal.SIGINT) for script in SCRIPTS),
+    ("-m dschat.data rows.jsonl", "dschat.config", signal.SIGINT),
     ("-m dschat chat", "dschat.distributed", signal.SIGINT),
     ("-m dschat chat", "dschat.chat", signal.SIGINT),
     ("{f}/lossy.py", "json.tool", signal.SIGINT),

@@ -3,6 +3,11 @@
 The report goes to standard output, at most 100 columns wide; see ``inspect.py``.
 """
 
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import os
 import sys
 
