@@ -16,7 +16,7 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import TrainingEngine, full_shape
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -118,11 +118,7 @@ def _layout(config: Mapping[str, Any]) -> tuple[Any, ...]:
 def _check_fits(engine: TrainingEngine, saved: SavedEngine) -> None:
     """``UserError`` where other weights were trained."""
     then = saved.shapes()
-    now = {
-        name: tuple(getattr(p, "ds_shape", p.shape))
-        for p, name in engine.param_names.items()
-        if p.requires_grad
-    }
+    now = {name: tuple(full_shape(p)) for p, name in engine.param_names.items() if p.requires_grad}
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
             raise UserError(

@@ -21,7 +21,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
-from dschat.models.training_engine import ModelOrEngine, TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -210,8 +210,8 @@ def start_deepspeed() -> None:
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay on matrices only, not on biases, norms and other vectors."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    decayed = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    others = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
+    decayed = [p for p in trained if len(full_shape(p)) >= 2]
+    others = [p for p in trained if len(full_shape(p)) < 2]
     groups = [(decayed, weight_decay), (others, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
