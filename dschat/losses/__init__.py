@@ -27,9 +27,9 @@ from dschat.losses.advantages import (
     shape_rewards,
     whiten,
 )
+from dschat.losses.linear_logprobs import linear_logprobs
 from dschat.losses.logprobs import (
     entropy_from_logits,
-    lm_loss,
     token_entropy,
     token_logprobs,
 )
@@ -68,7 +68,7 @@ __all__ = [
     "ipo_loss",
     "kl_penalty",
     "kto_loss",
-    "lm_loss",
+    "linear_logprobs",
     "masked_whiten_stats",
     "overlong_penalty",
     "pairwise_loss",

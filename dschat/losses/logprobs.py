@@ -1,4 +1,4 @@
-"""Computes per-token log-probs and entropies, and the language-model loss, from logits.
+"""Computes per-token log-probs and entropies from logits.
 
 The vocabulary is read in chunks, so that no fp32 copy of (B, T, V) is made. Conventions: see
 `dschat.losses`.
@@ -34,7 +34,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _checked_temperature(temperature: float) -> float:
+def checked_temperature(temperature: float) -> float:
     """T of the log-probs: greedy decoding (temperature 0) is scored at T = 1."""
     assert temperature >= 0, f"temperature {temperature} is negative"
     return float(temperature) or 1.0
@@ -87,13 +87,13 @@ def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0)
     Returns:
         (B, T) fp32.
     """
-    return _TokenLogprobs.apply(logits, target_ids, _checked_temperature(temperature))
+    return _TokenLogprobs.apply(logits, target_ids, checked_temperature(temperature))
 
 
 @torch.no_grad()
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """`token_entropy` without gradient, for metrics."""
-    return _entropy(logits, _checked_temperature(temperature))
+    return _entropy(logits, checked_temperature(temperature))
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -102,7 +102,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     A logit of -inf is a token of probability 0: it adds nothing and gets no gradient. T = 0
     (greedy) counts as 1. Differentiable once; saves the logits and one fp32 number per token.
     """
-    return _TokenEntropy.apply(logits, _checked_temperature(temperature))
+    return _TokenEntropy.apply(logits, checked_temperature(temperature))
 
 
 def _entropy(logits: Tensor, temperature: float) -> Tensor:
@@ -136,27 +136,3 @@ class _TokenEntropy(torch.autograd.Function):
             part.mul_(scale[chunk])
             grad[chunk] = part.masked_fill_(scale[chunk] == 0, 0.0)
         return grad, None
-
-
-def lm_loss(logits: Tensor, input_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Next-token cross entropy in nats, summed over the TARGET tokens that ``loss_mask`` selects.
-
-    Token t is predicted by ``logits[:, t - 1]``; token 0 has no prediction and never counts. Ids
-    outside the mask may be anything, -100 included.
-
-    Args:
-        logits: (B, T, V), any float dtype.
-        input_ids: (B, T) int64.
-        loss_mask: (B, T) bool.
-
-    Returns:
-        loss_sum: 0-d fp32.
-        num_tokens: 0-d int64, the number of targets.
-    """
-    # Ids and mask are shifted, not the logits: slicing the logits would cost another (B, T, V)
-    # gradient buffer. The last position has no target.
-    mask = torch.zeros_like(loss_mask)
-    mask[:, :-1] = loss_mask[:, 1:]
-    targets = torch.where(mask, input_ids.roll(-1, dims=1), 0)
-    logprobs = torch.where(mask, token_logprobs(logits, targets), 0.0)
-    return -logprobs.sum(), mask.sum()

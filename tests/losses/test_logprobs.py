@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_rows import SEEDS, answer_lens, as_np, assert_close, mask_of
+from loss_rows import as_np, assert_close
 
 from dschat import losses
 
@@ -236,42 +236,3 @@ def test_expected_slope_of_the_kl_estimators(estimator):
     np.testing.assert_allclose(as_np(actual), as_np(expected), rtol=1e-5, atol=1e-7)
     if estimator != "k1":
         assert (actual.abs() > 1e-3).all()
-
-
-# ---- the language-model loss
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_lm_loss(dtype, seed):
-    rng = np.random.default_rng(seed)
-    seq_len = int(rng.integers(1, 8))
-    lens = answer_lens(rng, 5, seq_len)
-    logits = torch.tensor(rng.normal(0, 3, (5, seq_len, 9))).to(dtype)
-    ids = torch.tensor(rng.integers(0, 9, (5, seq_len)))
-    # Targets with gaps (several assistant turns), position 0 marked too: it must not count.
-    mask = mask_of(lens, seq_len) & torch.tensor(rng.random((5, seq_len)) < 0.7)
-    mask[2, 0] = True
-    ids = torch.where(mask_of(lens, seq_len), ids, -100)
-
-    loss, count = 0.0, 0
-    grad = np.zeros(logits.shape)
-    for b in range(5):
-        for t in range(1, seq_len):
-            if mask[b, t]:
-                log_p = naive_log_softmax(as_np(logits[b, t - 1]), 1.0)
-                loss -= log_p[ids[b, t]]
-                count += 1
-                grad[b, t - 1] = np.exp(log_p)
-                grad[b, t - 1, ids[b, t]] -= 1
-    used = torch.zeros(5, seq_len, dtype=torch.bool)
-    used[:, :-1] = mask[:, 1:]
-    logits[~used] = float("nan")
-    logits.requires_grad_()
-
-    actual, num_tokens = losses.lm_loss(logits, ids, mask)
-    assert_close(actual, loss, atol=1e-5)
-    assert int(num_tokens) == count
-    actual.backward()
-    unit = torch.finfo(dtype).eps
-    np.testing.assert_allclose(as_np(logits.grad), grad, rtol=2 * unit, atol=1e-6)

@@ -1,0 +1,130 @@
+"""Log-probs and entropies of targets from hidden states, without the logits of all of them.
+
+The language-model head and the log-softmax run over chunks of the positions, and again in the
+backward pass, so that memory does not grow with positions x vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dschat.losses.logprobs import checked_temperature
+
+# Elements of the logits of one chunk (64 MiB in fp32). One chunk's logits are kept for the
+# backward pass: recomputing them would cost a third of the head's arithmetic.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_logprobs`, and `token_entropy` if asked for, of ``hidden @ weight.T + bias``.
+
+    Differentiable once, in ``hidden``, ``weight`` and ``bias``.
+
+    Args:
+        hidden: (M, D), any float dtype.
+        weight: (V, D) and bias: (V,), the head.
+        target_ids: (M,) int64, all in [0, V).
+        temperature: T; 0 (greedy) counts as 1.
+
+    Returns:
+        (M,) fp32 log-probs, and (M,) fp32 entropies in nats or None.
+    """
+    temperature = checked_temperature(temperature)
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, bias, target_ids, temperature, with_entropy
+    )
+    return logprobs, entropy if with_entropy else None
+
+
+def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    for start in range(0, num_rows, size):
+        yield slice(start, start + size)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_ids: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, vocabulary = len(hidden), len(weight)
+        logsumexp = hidden.new_empty(num_rows, dtype=torch.float32)
+        picked = torch.empty_like(logsumexp)
+        entropy = torch.empty_like(logsumexp if with_entropy else logsumexp[:0])
+        logits = None
+        for rows in _chunks(num_rows, vocabulary):
+            logits = F.linear(hidden[rows], weight, bias)
+            scaled = _scaled(logits, temperature)
+            logsumexp[rows] = scaled.logsumexp(-1)
+            picked[rows] = scaled.gather(-1, target_ids[rows].unsqueeze(-1)).squeeze(-1)
+            if with_entropy:
+                probs = (scaled - logsumexp[rows].unsqueeze(-1)).exp_()
+                entropy[rows] = torch.special.entr(probs).sum(-1)
+        kept = logits if logits is not None and len(logits) == num_rows else None
+        ctx.save_for_backward(hidden, weight, bias, target_ids, logsumexp, entropy, kept)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return picked - logsumexp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target_ids, logsumexp, entropy, kept = ctx.saved_tensors
+        num_rows, vocabulary = len(hidden), len(weight)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        # 16-bit sums over many chunks would round.
+        sum_dtype = weight.dtype if kept is not None else torch.float32
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        for rows in _chunks(num_rows, vocabulary):
+            logits = F.linear(hidden[rows], weight, bias) if kept is None else kept
+            log_probs = _scaled(logits, ctx.temperature) - logsumexp[rows].unsqueeze(-1)
+            scale = (grad[rows] / ctx.temperature).unsqueeze(-1)  # (m, 1)
+            if ctx.with_entropy:
+                entropy_scale = (grad_entropy[rows] / ctx.temperature).unsqueeze(-1)
+                probs = log_probs.exp()
+                # entr(p) = -p log p is 0 at p = 0, where log p is not finite.
+                part = torch.special.entr(probs).sub_(probs * entropy[rows].unsqueeze(-1))
+                part.mul_(entropy_scale).sub_(probs.mul_(scale))
+                unused = (scale == 0) & (entropy_scale == 0)
+            else:
+                part = log_probs.exp_().mul_(-scale)
+                unused = scale == 0
+            part.scatter_add_(-1, target_ids[rows].unsqueeze(-1), scale)
+            # A masked position has gradient 0 but its logits may be NaN, and 0 * NaN is NaN.
+            part = part.masked_fill_(unused, 0.0).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = part @ weight
+            if grad_weight is not None:
+                grad_weight += part.T @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += part.sum(0, dtype=torch.float32)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 logits / T; may be ``logits`` itself."""
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature

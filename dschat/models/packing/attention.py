@@ -1,0 +1,144 @@
+"""Attention over packed rows, registered with transformers under the name ``dschat``.
+
+Every prefix and every answer attends causally to itself; an answer also attends to its whole
+prefix. The two parts are joined by their log-sum-exps. Backward runs the kernel's own backward on
+each part with the joined output and log-sum-exp, which gives the exact gradient of the whole: it
+recomputes probabilities as exp(scores - log-sum-exp), as ring attention does (arXiv 2310.01889).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dschat.models.packing.kernels import CPU, CPU_DTYPES, PLAIN, Kernel
+from dschat.models.packing.rows import Segments
+from dschat.models.packing.varlen import VarlenKernel
+
+NAME = "dschat"
+
+# Arguments of transformers' attention functions that change the scores.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+class UnsupportedAttentionError(ValueError):
+    """A model asks attention for something that packed rows do not have."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Segments | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. Without ``segments`` it is transformers' ``sdpa``.
+
+    Args:
+        query: (1, H, N, D); key, value: (1, K, N, D), where K divides H.
+
+    Returns:
+        (1, N, H, D), and None for the weights.
+    """
+    if segments is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
+        )
+        return output, None
+    for name in _UNSUPPORTED:
+        if others.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    window = sliding_window if sliding_window and sliding_window < segments.longest else None
+    if dropout or window:
+        output = _sequence_by_sequence(query, key, value, segments, scale, dropout, window)
+    else:
+        output = _PackedAttention.apply(query, key, value, segments, scale)
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """(1, H, N, D) queries, keys and values to (1, H, N, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
+        output, logsumexp = _kernel(query).forward(query, key, value, segments, scale)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.segments, ctx.scale = segments, scale
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        grads = _kernel(query).backward(
+            grad, query, key, value, output, logsumexp, ctx.segments, ctx.scale
+        )
+        return (*grads, None, None)
+
+
+def _kernel(query: Tensor) -> Kernel:
+    """The fastest kernel for the device and dtype of ``query``."""
+    if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
+        return CPU
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        return VarlenKernel()
+    return PLAIN
+
+
+def _sequence_by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """With dropout or a local window, which log-sum-exps cannot join: row after row."""
+    parts, start = [], 0
+
+    def rows(x: Tensor, first: int, last: int) -> Tensor:
+        return x[:, :, first:last]
+
+    for prefix, answers in segments.groups:
+        bounds = [(start, start + prefix, 0)]
+        end = start + prefix
+        for length in answers:
+            bounds.append((end, end + length, prefix))
+            end += length
+        for first, last, shared in bounds:
+            keys, values = (
+                torch.cat([rows(x, start, start + shared), rows(x, first, last)], dim=2)
+                for x in (key, value)
+            )
+            distance = torch.arange(shared, shared + last - first)[:, None]
+            distance = (distance - torch.arange(shared + last - first)).to(query.device)
+            mask = distance >= 0
+            if window is not None:
+                mask &= distance < window
+            parts.append(
+                F.scaled_dot_product_attention(
+                    rows(query, first, last), keys, values, mask, dropout, scale=scale
+                )
+            )
+        start = end
+    return torch.cat(parts, dim=2)

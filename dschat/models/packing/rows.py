@@ -1,0 +1,141 @@
+"""Packs rows of token ids into one stream without padding.
+
+Rows with the same prompt share it: ``[prompt | answer | answer | ...]`` is one group, in which
+every answer continues the prompt's positions and attends to the prompt and itself. A forward reads
+the hidden states of chosen columns only, and predicts the ids that follow them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Ids = Sequence[int] | np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Lengths of a stream's segments, on the host. A group is a prefix and the answers after it.
+
+    A row that shares nothing is a prefix without answers.
+    """
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first, last + 1) of every prefix and answer, in the stream's order."""
+        bounds = np.cumsum([0, *(n for prefix, rest in self.groups for n in (prefix, *rest))])
+        return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    @cached_property
+    def shared(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """(bounds of the prefix, bounds of its answers together) of groups that have answers."""
+        bounds, start = [], 0
+        for prefix, answers in self.groups:
+            middle, end = start + prefix, start + prefix + sum(answers)
+            if answers:
+                bounds.append(((start, middle), (middle, end)))
+            start = end
+        return bounds
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, its prefix included."""
+        return max((prefix + max(rest, default=0) for prefix, rest in self.groups), default=0)
+
+
+@dataclass
+class PackedRows:
+    """What every training-side forward takes: N tokens of which M columns are read.
+
+    The columns stand in the order of the rows they were packed from.
+    """
+
+    input_ids: Tensor  # (N,) int64
+    position_ids: Tensor  # (N,) int64, restarting with every row
+    columns: Tensor  # (M,) int64, where hidden states are read
+    targets: Tensor  # (M,) int64, the id after each column; 0 after a row's last token
+    row_of: Tensor  # (M,) int64, the row that each column belongs to
+    padded_ids: Tensor  # (B, T) int64, the rows right-padded, for models that cannot be packed
+    padded_columns: Tensor  # (M,) int64, the columns in the flattened (B * T)
+    segments: Segments
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    def to(self, device: str | torch.device) -> "PackedRows":
+        """A copy with every tensor on ``device``."""
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+def pack(
+    rows: Sequence[Ids],
+    reads: Sequence[Ids],
+    prefix_lengths: Sequence[int] | None = None,
+) -> PackedRows:
+    """Pack ``rows``; none become one dummy token, of which nothing is read.
+
+    Args:
+        rows: token ids of each row, at least one each.
+        reads: the columns to read of each row, counted from its start.
+        prefix_lengths: tokens of each row's prompt. Rows whose prompts are equal share them; at
+            least one token must follow a prompt. None: nothing is shared.
+    """
+    arrays = [np.asarray(row, dtype=np.int64) for row in rows] or [np.zeros(1, np.int64)]
+    where = [np.asarray(columns, dtype=np.int64) for columns in reads] or [np.zeros(0, np.int64)]
+    lengths = [0] * len(arrays) if prefix_lengths is None else list(prefix_lengths) or [0]
+    groups: dict[bytes | int, list[int]] = {}
+    for i, (row, length) in enumerate(zip(arrays, lengths, strict=True)):
+        key: bytes | int = row[:length].tobytes() if 0 < length < len(row) else i
+        groups.setdefault(key, []).append(i)
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    segments: list[tuple[int, tuple[int, ...]]] = []
+    columns: list[np.ndarray] = [np.zeros(0, np.int64)] * len(arrays)
+    start = 0
+    for members in groups.values():
+        prefix = lengths[members[0]] if len(members) > 1 else len(arrays[members[0]])
+        answers = [len(arrays[i]) - prefix for i in members] if len(members) > 1 else []
+        ids.append(arrays[members[0]][:prefix])
+        positions.append(np.arange(prefix))
+        end = start + prefix
+        for i in members:
+            column = where[i]
+            columns[i] = column + np.where(column < prefix, start, end - prefix)
+            if len(members) > 1:
+                ids.append(arrays[i][prefix:])
+                positions.append(np.arange(prefix, len(arrays[i])))
+                end += len(arrays[i]) - prefix
+        segments.append((prefix, tuple(answers)))
+        start = end
+    targets = [
+        np.where(c + 1 < len(row), row[np.minimum(c + 1, len(row) - 1)], 0)
+        for row, c in zip(arrays, where, strict=True)
+    ]
+    width = max(map(len, arrays))
+    padded = np.zeros((len(arrays), width), np.int64)
+    for line, row in zip(padded, arrays, strict=True):
+        line[: len(row)] = row
+    return PackedRows(
+        input_ids=torch.from_numpy(np.concatenate(ids)),
+        position_ids=torch.from_numpy(np.concatenate(positions)),
+        columns=torch.from_numpy(np.concatenate(columns)),
+        targets=torch.from_numpy(np.concatenate(targets)),
+        row_of=torch.from_numpy(np.repeat(np.arange(len(where)), [len(c) for c in where])),
+        padded_ids=torch.from_numpy(padded),
+        padded_columns=torch.from_numpy(
+            np.concatenate([c + i * width for i, c in enumerate(where)])
+        ),
+        segments=Segments(tuple(segments)),
+    )
