@@ -41,7 +41,7 @@ def main() -> None:
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))
-    task = tasks.SFTTask(base.tokenizer.pad_token_id)
+    task = tasks.SFTTask()
     gold = GoldEvaluation(
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )

@@ -73,12 +73,12 @@ def train_reward_model(config, zero, base, tables) -> None:
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))
-    task = tasks.RewardTask(base.tokenizer.pad_token_id)
+    task = tasks.RewardTask()
     loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
     # Save.
-    setup.save(unwrap(engine).model, config, *companions)
+    setup.save(unwrap(engine), config, *companions)
 
 
 def train_policy(config, zero, base, tables) -> None:
@@ -96,7 +96,7 @@ def train_policy(config, zero, base, tables) -> None:
     companions = setup.policy_companions(config, base, model)
     engine = setup.build_engine(model, config, zero, num_steps)
     reference = preference.load_reference(config, zero, load)
-    task = preference.PreferenceTask(config, base.tokenizer.pad_token_id, reference)
+    task = preference.PreferenceTask(config, reference)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))

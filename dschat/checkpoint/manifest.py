@@ -19,7 +19,7 @@ from typing import Any
 
 from dschat import __version__
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = "checkpoints"  # in an output folder
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")

@@ -68,6 +68,11 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
         "choice.",
     )
+    packing: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Train and score on token streams without padding, in which answers to one prompt share "
+        "it; auto: pad where the model's family cannot, on: stop there.",
+    )
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
     add_eot_token: bool = flag(

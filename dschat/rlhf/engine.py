@@ -5,15 +5,16 @@ scope in which the actor generates. Losses, advantages and the training loop are
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
@@ -27,9 +28,12 @@ from dschat.hybrid.rollout_form import (
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
+from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
-from dschat.models.score_model import ScoreModel, count_parameters, gather_last
+from dschat.models.packing import pack
+from dschat.models.packing.model import PackedModel
+from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
@@ -169,7 +173,7 @@ class DeepSpeedRLHFEngine:
         model: nn.Module,
         name: str,
         zero: ZeroSettings,
-        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        wrap: type[PackedModel],
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self._num_iters
@@ -189,7 +193,7 @@ class DeepSpeedRLHFEngine:
             f"--{name}_lora_modules",
         )
         return initialize_training(
-            wrap(model) if wrap else model,
+            wrap(model, self.args.packing),
             zero,
             flag("learning_rate"),
             flag("weight_decay"),
@@ -202,14 +206,14 @@ class DeepSpeedRLHFEngine:
     def _build_actor(self) -> TrainingEngine:
         model = self._load_actor(self._actor_zero, self.args.actor_dropout or 0.0)
         self._architectures["actor"] = type(model).__name__
-        return self._trained(model, "actor", self._actor_zero)
+        return self._trained(model, "actor", self._actor_zero, LanguageModel)
 
     def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
             return None
         model = self._load_score(True, self._critic_zero, self.args.critic_dropout or 0.0)
         self._architectures["critic"] = type(model).__name__
-        return self._trained(model, "critic", self._critic_zero, wrap=ScoreModel)
+        return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
     @property
     def _is_its_own_reference(self) -> bool:
@@ -220,13 +224,15 @@ class DeepSpeedRLHFEngine:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
         zero = self._actor_zero.frozen(self.args.offload_reference_model)
-        return initialize_frozen(self._load_actor(zero, 0.0), zero)
+        model = LanguageModel(self._load_actor(zero, 0.0), self.args.packing)
+        return initialize_frozen(model, zero)
 
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
         zero = self._critic_zero.frozen(self.args.offload_reward_model)
-        return initialize_frozen(ScoreModel(self._load_score(False, zero, 0.0)), zero)
+        model = ScoreModel(self._load_score(False, zero, 0.0), self.args.packing)
+        return initialize_frozen(model, zero)
 
     def _announce(self) -> None:
         args = self.args
@@ -283,10 +289,14 @@ class DeepSpeedRLHFEngine:
         last one of a truncated answer): (B,) fp32.
         """
         assert self.reward is not None, "no reward model"
-        ids, lengths = batch.input_ids, batch.lengths
         if self._retokenizer is not None:
-            ids, lengths = (t.to(dist.device()) for t in self._retokenizer.batch(batch))
-        return gather_last(self.reward(ids), lengths)
+            ids = self._retokenizer.batch(batch)
+            prompts = None
+        else:
+            ids = [row[:n] for row, n in zip(batch.input_ids.cpu(), batch.lengths, strict=True)]
+            prompts = batch.prompt_lengths.tolist()
+        rows = pack(ids, [[len(row) - 1] for row in ids], prompts)
+        return self.reward(rows.to(dist.device()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -348,7 +358,7 @@ class DeepSpeedRLHFEngine:
             self.save_actor(output_dir / "actor_ema", ema=True)
         if self.critic is None:
             return
-        critic = _backbone(self.critic)
+        critic = unwrap(self.critic)
         export_hf(
             output_dir / "critic",
             weight_stream(critic, dist.device()),
@@ -361,7 +371,7 @@ class DeepSpeedRLHFEngine:
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
         actors = 1 + self.args.enable_ema + self.args.keep_best
-        critics = [] if self.critic is None else [weight_bytes(_backbone(self.critic))]
+        critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic))]
         return [weight_bytes(unwrap(self.actor))] * actors + critics
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
@@ -385,12 +395,6 @@ class DeepSpeedRLHFEngine:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
-def _backbone(model: ModelOrEngine) -> PreTrainedModel:
-    """The transformers model, or PEFT's around it, without engine and `ScoreModel`."""
-    module = unwrap(model)
-    return module.model if isinstance(module, ScoreModel) else module
-
-
 def _config(model: ModelOrEngine) -> PretrainedConfig:
-    module = _backbone(model)
-    return module.get_base_model().config if hasattr(module, "get_base_model") else module.config
+    module = unwrap(model)
+    return module.get_base_model().config if isinstance(module, PeftModel) else module.config

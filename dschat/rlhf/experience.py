@@ -1,13 +1,13 @@
 """Defines `Experience`, what rollout and scoring hand to the learner, and its token alignment.
 
 A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the
-token in column p + j; the logits of column p + j - 1 predict it, and the critic's score of column
-p + j - 1 is the value before it. All (S, A) tensors are indexed by action, not by column, so
-answers are aligned on the left. Masks come from lengths alone, because pad may equal EOS. Only
-`action_columns` does this arithmetic.
+token in column p + j; the hidden state of column p + j - 1 predicts it, and the critic's score
+there is the value before it. All (S, A) tensors are indexed by action, not by column, so answers
+are aligned on the left. Masks come from lengths alone, because pad may equal EOS. Only
+`Experience.take` does this arithmetic.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from dschat.data.collate import pad_right
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
+from dschat.models.packing import PackedRows, pack
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
     @property
@@ -60,8 +62,22 @@ class Experience:
         return self.answer_mask & self.scored.unsqueeze(1)
 
     def take(self, rows: list[int], device: torch.device) -> "Experience":
-        """These rows on ``device``, trimmed to the longest; for no rows a masked dummy."""
-        return self.pick(rows).to(device) if rows else _dummy(device)
+        """A micro-batch of these rows on ``device``, trimmed to the longest and packed.
+
+        Without rows it has one sequence, which is masked.
+        """
+        part = self.pick(rows) if rows else _dummy(torch.device("cpu"))
+        ends = part.lengths.tolist()
+        sequences = [ids[:end].numpy() for ids, end in zip(part.input_ids, ends, strict=True)]
+        actions = zip(part.prompt_lengths.tolist(), ends, strict=True)
+        reads = [range(start - 1, end - 1) if rows else () for start, end in actions]
+        part.rows = pack(sequences, reads, part.prompt_lengths.tolist())
+        return part.to(device)
+
+    def by_action(self, values: Tensor) -> Tensor:
+        """What a forward read of ``rows`` (M,) as (S, A): 0 where there is no action."""
+        zeros = values.new_zeros(self.answer_mask.shape)
+        return zeros.masked_scatter(self.answer_mask, values)
 
     def pick(self, rows: list[int]) -> "Experience":
         """These rows, columns trimmed to the longest."""
@@ -73,7 +89,7 @@ class Experience:
             if isinstance(value, list):
                 return [value[row] for row in rows]
             if not isinstance(value, Tensor):
-                return value
+                return None if isinstance(value, PackedRows) else value
             value = value[index]
             if value.dim() == 2:
                 value = value[:, : longest if name == "input_ids" else actions]
@@ -82,9 +98,8 @@ class Experience:
         return Experience(**{f.name: picked(f.name, getattr(self, f.name)) for f in fields(self)})
 
     def to(self, device: torch.device) -> "Experience":
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in moved.items()}
-        return Experience(**moved)
+        moved = {n: v.to(device) for n, v in vars(self).items() if hasattr(v, "to")}
+        return replace(self, **moved)
 
 
 def joined(parts: list[Experience]) -> Experience:
@@ -100,7 +115,7 @@ def joined(parts: list[Experience]) -> Experience:
             return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
         if isinstance(values[0], str):
             return max(values)  # a problem, if any part has one
-        if any(value is None for value in values):
+        if any(value is None or isinstance(value, PackedRows) for value in values):
             return None
         return [row for value in values for row in value]
 
@@ -177,22 +192,6 @@ def from_rollout(
         sources=sources,
         **per_action,
     )
-
-
-def action_columns(prompt_lengths: Tensor, num_actions: int) -> Tensor:
-    """The column whose logits predict action j and whose score is the value before it.
-
-    (S, A) int64. Columns past the end of a sequence belong to masked actions; callers clamp them.
-    """
-    return prompt_lengths.unsqueeze(1) - 1 + torch.arange(num_actions, device=prompt_lengths.device)
-
-
-def gather_actions(
-    per_column: Tensor, prompt_lengths: Tensor, num_actions: int, first: int = 0
-) -> Tensor:
-    """Gather (S, columns) by action: (S, A). ``per_column`` starts at column ``first``."""
-    columns = action_columns(prompt_lengths, num_actions) - first
-    return per_column.gather(1, columns.clamp(max=per_column.shape[1] - 1))
 
 
 def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np.ndarray:

@@ -9,11 +9,9 @@ A finished answer ends with the reward model's EOS, an unfinished one with its l
 import logging
 from collections.abc import Sequence
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.collate import pad_right
 from dschat.data.segments import render_chat
 from dschat.data.sources.adapters import Content
 from dschat.models.chat_template import default_template
@@ -45,8 +43,8 @@ class Retokenizer:
         self._max_len = max_len
         self._warnings: set[str] = set()
 
-    def batch(self, e: Experience) -> tuple[Tensor, Tensor]:
-        """The sequences of ``e`` re-tokenised: padded ids (S, U), lengths (S,); int64, CPU."""
+    def batch(self, e: Experience) -> list[list[int]]:
+        """The sequences of ``e`` re-tokenised."""
         sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
         rows = []
         for ids, length, prompt_length, finished, source in zip(
@@ -59,9 +57,7 @@ class Retokenizer:
         ):
             prompt, answer = ids[:prompt_length], ids[prompt_length:length]
             rows.append(self.sequence(prompt, answer, bool(finished), source))
-        # Any id can pad: scores are read by length.
-        ids, mask = pad_right(rows, 0)
-        return ids, mask.sum(1)
+        return rows
 
     def sequence(
         self, prompt_ids: list[int], answer_ids: list[int], finished: bool, source: Content | None

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.losses import entropy_from_logits, token_entropy, token_logprobs
 from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import ModelOrEngine
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import Experience, chunks, gather_actions
+from dschat.rlhf.experience import Experience, chunks
 
 
 @overload
@@ -40,21 +39,13 @@ def action_logprobs(
 
     Both carry a gradient, unless under ``no_grad``.
     """
-    first = int(batch.prompt_lengths.min()) - 1  # the first column that predicts an action
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, first:-1]
-    num_actions = batch.answer_mask.shape[1]
-    logprobs = token_logprobs(logits, batch.input_ids[:, first + 1 :], temperature)
-    gathered = gather_actions(logprobs, batch.prompt_lengths, num_actions, first)
-    if not with_entropy:
-        return gathered, None
-    entropy_of = token_entropy if torch.is_grad_enabled() else entropy_from_logits
-    entropy = entropy_of(logits, temperature)
-    return gathered, gather_actions(entropy, batch.prompt_lengths, num_actions, first)
+    logprobs, entropy = model(batch.rows, temperature, with_entropy)
+    return batch.by_action(logprobs), None if entropy is None else batch.by_action(entropy)
 
 
 def action_values(critic: ModelOrEngine, batch: Experience) -> Tensor:
     """The critic's value before each action: (B, A) fp32."""
-    return gather_actions(critic(batch.input_ids), batch.prompt_lengths, batch.answer_mask.shape[1])
+    return batch.by_action(critic(batch.rows))
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
-from dschat.data.collate import pad_right
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
     POLICY_LOSSES,
@@ -23,9 +22,9 @@ from dschat.losses import (
     aggregation_count,
     aggregation_weights,
     kl_penalty,
-    lm_loss,
     value_loss,
 )
+from dschat.models.packing import pack
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -314,19 +313,18 @@ class DeepSpeedPPOTrainer:
         """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
         if not text:
             return {}
-        pad_id = self.engine.tokenizer.pad_token_id
-        batches = [
-            pad_right([row["input_ids"] for row in rows] or [[pad_id]], pad_id) for rows in text
-        ]
-        real = [float(mask[:, 1:].sum()) for _, mask in batches]
+        batches = []
+        for rows in text:
+            ids = [row["input_ids"] for row in rows]
+            batches.append(pack(ids, [range(len(row) - 1) for row in ids]))
+        real = [float(len(batch.targets)) for batch in batches]
         (num_tokens,) = dist.sum_floats([sum(real)])
         # `step` divides by the action tokens; this factor replaces that by the text's tokens.
         weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)
         total = 0.0
-        for ids, mask in batches:
-            ids, mask = ids.to(self._device), mask.to(self._device)
-            logits = self.engine.actor(input_ids=ids, use_cache=False).logits
-            loss, _ = lm_loss(logits, ids, mask)
+        for batch in batches:
+            logprobs, _ = self.engine.actor(batch.to(self._device))
+            loss = -logprobs.sum()
             step.backward(weight * loss)
             total += float(loss.detach())
         return {"ptx_loss": total, "ptx_tokens": sum(real)}

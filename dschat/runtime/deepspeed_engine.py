@@ -21,6 +21,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
+from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 
 if not torch.cuda.is_available():
@@ -265,7 +266,8 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
 
 
 def unwrap(model: ModelOrEngine) -> nn.Module:
-    """The module inside an engine, or the module itself."""
+    """The transformers model, or PEFT's around it, without engine and `PackedModel`."""
     module = model.module if isinstance(model, deepspeed.DeepSpeedEngine) else model
+    module = module.model if isinstance(module, PackedModel) else module
     assert isinstance(module, nn.Module)
     return module

@@ -17,8 +17,9 @@ from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.data.batches import RowStream, RowTable, StepBatches
 from dschat.data.collate import PreferenceBatch, collate_preferences
-from dschat.losses import dpo_loss, ipo_loss, kto_loss, token_logprobs
+from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.eval_mode import evaluating
+from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.training_engine import ModelOrEngine
 from dschat.observability.console import progress
@@ -79,20 +80,15 @@ def load_reference(
     if not config.loads_reference:
         return None
     frozen = zero.frozen(config.offload_reference_model)
-    return initialize_frozen(load(frozen, 0.0), frozen)
+    model = LanguageModel(load(frozen, 0.0), config.packing)
+    return initialize_frozen(model, frozen)
 
 
 def answer_logps(model: ModelOrEngine, batch: PreferenceBatch, rows: slice) -> Tensor:
-    """Log-probs of whole answers, summed over their tokens and EOS, by one forward: (rows,) fp32.
-
-    As in `losses.lm_loss`, ids are shifted and not logits: the last position has no target.
-    """
-    ids = batch.input_ids[rows]
-    logits = model(input_ids=ids, use_cache=False).logits
-    predicted = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    mask = (predicted >= batch.prompt_lengths[rows, None]) & (predicted < batch.lengths[rows, None])
-    targets = torch.where(mask, ids.roll(-1, dims=1), 0)
-    return torch.where(mask, token_logprobs(logits, targets), 0.0).sum(dim=1)
+    """Log-probs of whole answers, their tokens' sum with EOS, by one forward: (rows,) fp32."""
+    packed = batch.rows(rows).to(dist.device())
+    logprobs, _ = model(packed)
+    return logprobs.new_zeros(len(batch.sequences[rows])).index_add(0, packed.row_of, logprobs)
 
 
 class PreferenceTask:
@@ -102,24 +98,21 @@ class PreferenceTask:
 
     Args:
         config: the loss and its coefficients.
-        pad_id: the id that pads sequences.
         reference: the frozen copy; None where the reference is the policy without its adapters, or
             its log-probs are precomputed (`precompute`).
     """
 
     columns = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
 
-    def __init__(
-        self, config: PreferenceConfig, pad_id: int, reference: nn.Module | None = None
-    ) -> None:
-        self._config, self._pad_id, self._reference = config, pad_id, reference
+    def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:
+        self._config, self._reference = config, reference
         self._blocks: tuple[str, ...] = ("chosen_ids", "rejected_ids")
         self._uses_kl = config.loss == "kto"
         if self._uses_kl:
             self._blocks += (_MISMATCHED,)
 
     def collate(self, rows: Rows) -> PreferenceBatch:
-        return collate_preferences(rows, self._blocks, self._pad_id)
+        return collate_preferences(rows, self._blocks)
 
     def weight(self, batch: PreferenceBatch) -> int:
         return batch.num_real
@@ -144,19 +137,15 @@ class PreferenceTask:
 
     def loss(self, model: ModelOrEngine, batch: PreferenceBatch) -> tuple[Tensor, Sums]:
         # NOTE: both answers in one forward, for the same reason.
-        num_rows = len(batch.input_ids) // len(self._blocks)
-        logps = answer_logps(model, batch, slice(2 * num_rows))
-        chosen, rejected = (part[: batch.num_real] for part in logps.chunk(2))
-        ref_chosen, ref_rejected = (
-            part[: batch.num_real] for part in batch.ref_logps[: 2 * num_rows].chunk(2)
-        )
+        pair = slice(2 * batch.num_real)
+        chosen, rejected = answer_logps(model, batch, pair).view(2, batch.num_real)
+        ref_chosen, ref_rejected = batch.ref_logps[pair].view(2, batch.num_real)
         total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl)
         metrics |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
         sums = {name: float(value.detach()) for name, value in metrics.items()}
         if self._uses_kl:
             sums["kl"] = batch.kl * batch.num_real
-        # The zero term keeps every parameter in the graph on a rank without a pair here.
-        return total + 0.0 * logps.sum(), sums | {"loss": float(total.detach())}
+        return total, sums | {"loss": float(total.detach())}
 
     def summarise(self, sums: Sums) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
@@ -174,7 +163,7 @@ class PreferenceTask:
         bar = progress(len(batches), "reference log-probs")
         for (rows,) in batches.epoch(0):
             logps = self._all_logps(model, self.collate(rows))
-            local.append(logps.view(len(self._blocks), -1)[:, : len(rows)].T.tolist())
+            local.append(logps.view(len(self._blocks), len(rows)).T.tolist())
             bar.update()
         bar.close()
         shares = dist.gather_objects(local)
@@ -201,10 +190,10 @@ class PreferenceTask:
         sums = [0.0, 0.0]
         for batch in batches:
             batch = batch.to(dist.device())
-            mismatched = slice(2 * (len(batch.input_ids) // 3), None)
+            mismatched = slice(2 * batch.num_real, None)
             with torch.no_grad(), evaluating(model):
                 logratios = answer_logps(model, batch, mismatched) - batch.ref_logps[mismatched]
-            sums[0] += float(logratios[: batch.num_real].double().sum())
+            sums[0] += float(logratios.double().sum())
             sums[1] += batch.num_real
         total, count = dist.sum_floats(sums)
         return max(total / max(count, 1.0), 0.0)

@@ -1,7 +1,6 @@
 """Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +15,11 @@ from dschat.data.batches import RowStream, RowTable, StepBatches
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
+from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config
 from dschat.models.lora import prepare_for_training
 from dschat.models.model_kind import require_causal_lm, require_score_head
+from dschat.models.packing.model import PackedModel
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
@@ -104,7 +105,7 @@ def build_engine(
     config: SupervisedConfig,
     zero: ZeroSettings,
     num_steps: int,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    wrap: type[PackedModel] = LanguageModel,
 ) -> Any:
     """Collective. Add adapters and gradient checkpointing to ``model``, then ``wrap`` it and put a
     DeepSpeed engine around it.
@@ -124,7 +125,7 @@ def build_engine(
         "--lora_modules",
     )
     return initialize_training(
-        wrap(model),
+        wrap(model, config.packing),
         zero,
         config.learning_rate,
         config.weight_decay,

@@ -3,12 +3,10 @@
 import math
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
-from dschat.losses import lm_loss, pairwise_loss
-from dschat.models.score_model import gather_last
+from dschat.losses import pairwise_loss
 from dschat.models.training_engine import ModelOrEngine
 
 Rows = list[dict[str, Any]]
@@ -46,20 +44,16 @@ class SFTTask(Task):
 
     columns = ("loss", "perplexity")
 
-    def __init__(self, pad_id: int) -> None:
-        self._pad_id = pad_id
-
     def collate(self, rows: Rows) -> SFTBatch:
-        return collate_sft(rows, self._pad_id)
+        return collate_sft(rows)
 
     def weight(self, batch: SFTBatch) -> int:
-        return int(batch.loss_mask[:, 1:].sum())  # the first token has no prediction
+        return len(batch.rows.targets)
 
     def loss(self, model: ModelOrEngine, batch: SFTBatch) -> tuple[Tensor, Sums]:
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits
-        total, num_tokens = lm_loss(logits, batch.input_ids, batch.loss_mask)
-        sums = {"loss": float(total.detach()), "tokens": float(num_tokens)}
-        return total, sums
+        logprobs, _ = model(batch.rows)
+        total = -logprobs.sum()
+        return total, {"loss": float(total.detach()), "tokens": float(len(logprobs))}
 
     def summarise(self, sums: Sums) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)
@@ -71,11 +65,8 @@ class RewardTask(Task):
 
     columns = ("loss", "accuracy", "margin")
 
-    def __init__(self, pad_id: int) -> None:
-        self._pad_id = pad_id
-
     def collate(self, rows: Rows) -> PairBatch:
-        return collate_pairs(rows, self._pad_id)
+        return collate_pairs(rows)
 
     def weight(self, batch: PairBatch) -> int:
         return batch.num_real
@@ -83,13 +74,10 @@ class RewardTask(Task):
     def loss(self, model: ModelOrEngine, batch: PairBatch) -> tuple[Tensor, Sums]:
         # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
-        scores = gather_last(model(batch.input_ids), batch.lengths)
-        real = torch.arange(len(scores) // 2, device=scores.device) < batch.num_real
-        chosen, rejected = scores.chunk(2)
-        total, metrics = pairwise_loss(chosen[real], rejected[real])
+        scores = model(batch.rows)
+        total, metrics = pairwise_loss(scores[: batch.num_real], scores[batch.num_real :])
         sums = {name: float(value) for name, value in metrics.items()}
-        # The zero term keeps every parameter in the graph on a rank without a pair here.
-        return total + 0.0 * scores.sum(), sums | {"loss": float(total.detach())}
+        return total, sums | {"loss": float(total.detach())}
 
     def summarise(self, sums: Sums) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)

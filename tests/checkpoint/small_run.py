@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tiny_models import VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, set_seed
 
 import dschat.distributed as dist
 from dschat.checkpoint import CheckpointManager, RunState
-from dschat.losses import lm_loss
 from dschat.models.lora import prepare_for_training
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
@@ -110,8 +110,7 @@ class SmallRun:
         total = 0.0
         for row in mine:
             row = row[None]
-            logits = self.engine(input_ids=row, use_cache=False).logits
-            loss, _ = lm_loss(logits.float(), row, torch.ones_like(row, dtype=torch.bool))
+            loss = causal_loss(self.engine, row)
             step.backward(loss)
             total += float(loss.detach())
         assert step.finish()
@@ -122,6 +121,12 @@ class SmallRun:
         loss, average = dist.sum_floats([total / (ROWS * 8), average])
         drawn = [float(torch.rand(1)), random.random(), random.gauss(), float(np.random.randn())]
         return [loss, step.grad_norm, average, self.num_rows, *drawn]
+
+
+def causal_loss(model, ids: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy of rows (B, T), summed."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
 def batch_of(step: int) -> torch.Tensor:

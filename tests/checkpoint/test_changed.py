@@ -10,11 +10,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from small_run import (
     DEFAULT,
     NUM_STEPS,
+    ROWS,
     SAVED_AT,
     Settings,
     SmallRun,
     Spec,
     batch_of,
+    causal_loss,
     launch,
     taken_up,
 )
@@ -22,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from dschat.checkpoint import CheckpointManager
 from dschat.config import UserError
-from dschat.losses import lm_loss
 from dschat.runtime.optimizer_step import learning_rate, loss_scale
 
 BF16 = "bfloat16"
@@ -182,12 +183,12 @@ def by_hand(folder, after):
         for group, decay in zip(optimizer.param_groups, (s.decay, 0.0), strict=True):
             group.update(lr=s.lr * factor, betas=s.betas, weight_decay=decay)
         batch = batch_of(step)
-        total, count = lm_loss(model(batch).logits, batch, torch.ones_like(batch).bool())
-        (total / count).backward()
+        loss = causal_loss(model, batch) / ROWS / 8
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, s.clip)
         optimizer.step()
         optimizer.zero_grad()
-        rows.append([float(total.detach() / count), float(norm)])
+        rows.append([float(loss.detach()), float(norm)])
     return rows
 
 

@@ -1,7 +1,6 @@
 """Optimizer steps over ranks and micro-batches, and their padding."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,64 +78,59 @@ def test_an_epoch_resumes_at_any_step():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=5),
-    st.integers(1, 8),
-    st.integers(0, 12),
-)
-def test_padding_masks_by_length_even_where_pad_is_a_real_token(sequences, multiple_of, length):
-    ids, mask = pad_right(sequences, pad_id=3, length=length, multiple_of=multiple_of)
-    width = max(length, max(map(len, sequences)))
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_padding_masks_by_length_even_where_pad_is_a_real_token(sequences):
+    ids, mask = pad_right(sequences, pad_id=3)
+    width = max(map(len, sequences))
     assert ids.dtype == torch.int64
     assert mask.dtype == torch.bool
-    assert ids.shape == mask.shape == (len(sequences), -(-width // multiple_of) * multiple_of)
+    assert ids.shape == mask.shape == (len(sequences), width)
     for row, row_mask, sequence in zip(ids, mask, sequences, strict=True):
         assert row[row_mask].tolist() == sequence
         assert row_mask.tolist() == [i < len(sequence) for i in range(len(row))]
         assert set(row[~row_mask].tolist()) <= {3}
 
 
-def test_sft_batch_keeps_the_trained_eos_although_it_is_the_pad_id():
+def test_sft_batch_reads_the_column_before_each_target():
     eos = 2
     rows = [
         {"input_ids": [5, 6, 7, eos], "loss_mask": [False, False, True, True]},
         {"input_ids": [5, eos], "loss_mask": [False, True]},  # an answer of one token
+        {"input_ids": [eos], "loss_mask": [True]},  # a first token, which nothing predicts
     ]
-    batch = collate_sft(rows, pad_id=eos)
-    assert batch.input_ids.tolist() == [[5, 6, 7, eos], [5, eos, eos, eos]]
-    assert batch.loss_mask.tolist() == [[False, False, True, True], [False, True, False, False]]
-    assert batch.num_real == 2
+    batch = collate_sft(rows)
+    assert batch.rows.input_ids.tolist() == [5, 6, 7, eos, 5, eos, eos]
+    assert batch.rows.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0]
+    assert batch.rows.columns.tolist() == [1, 2, 4]
+    assert batch.rows.targets.tolist() == [7, eos, eos]
+    assert batch.rows.row_of.tolist() == [0, 0, 1]
+    assert batch.num_real == 3
 
 
-def test_pair_batch_stacks_chosen_over_rejected():
+def test_pair_batch_reads_last_tokens_and_shares_prompts():
     rows = [
-        {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 9]},
-        {"chosen_ids": [4], "rejected_ids": [4, 5, 6, 7]},
+        {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 9], "prompt_length": 1},
+        {"chosen_ids": [4], "rejected_ids": [4, 5, 6, 7], "prompt_length": 1},
     ]
-    batch = collate_pairs(rows, pad_id=9)
-    expected = [[1, 2, 3, 9], [4, 9, 9, 9], [1, 9, 9, 9], [4, 5, 6, 7]]
-    assert batch.input_ids.tolist() == expected
-    assert batch.lengths.tolist() == [3, 1, 2, 4]
+    batch = collate_pairs(rows)
+    assert batch.rows.input_ids.tolist() == [1, 2, 3, 9, 4, 4, 5, 6, 7]
+    assert batch.rows.position_ids.tolist() == [0, 1, 2, 1, 0, 0, 1, 2, 3]
+    assert batch.rows.segments.groups == ((1, (2, 1)), (1, ()), (4, ()))
+    # chosen, then rejected
+    assert batch.rows.input_ids[batch.rows.columns].tolist() == [3, 4, 9, 7]
     assert batch.num_real == 2
 
 
-@pytest.mark.parametrize("multiple_of", [1, 8])
-def test_an_empty_micro_batch_becomes_a_dummy_without_weight(multiple_of):
-    sft = collate_sft([], pad_id=0, multiple_of=multiple_of)
-    pairs = collate_pairs([], pad_id=0, multiple_of=multiple_of)
-    assert sft.num_real == pairs.num_real == 0
-    assert sft.input_ids.shape == sft.loss_mask.shape
-    assert sft.input_ids.shape[0] == 1
-    assert sft.input_ids.shape[1] >= 2  # a shifted loss still has a (masked) position
-    assert not sft.loss_mask.any()
-    assert sft.input_ids.dtype == pairs.input_ids.dtype == torch.int64
-    assert pairs.input_ids.shape[0] == 2
-    assert pairs.lengths.tolist() == [1, 1]
+def test_an_empty_micro_batch_is_a_dummy_of_which_nothing_is_read():
+    for batch in (collate_sft([]), collate_pairs([])):
+        assert batch.num_real == 0
+        assert len(batch.rows.input_ids) == 1
+        assert len(batch.rows.columns) == len(batch.rows.targets) == 0
 
 
 def test_batches_move_to_a_device():
-    batch = collate_pairs([{"chosen_ids": [1], "rejected_ids": [2]}], pad_id=0).to("meta")
-    assert batch.input_ids.device.type == batch.lengths.device.type == "meta"
+    batch = collate_pairs([{"chosen_ids": [1], "rejected_ids": [2]}]).to("meta")
+    assert batch.rows.input_ids.device.type == batch.rows.columns.device.type == "meta"
     assert batch.num_real == 1
 
 

@@ -52,7 +52,7 @@ def build_preference(case: Case, models: Path, out: Path):
     companions = (model.config, tokenizer, type(model).__name__, (EOS,))
     engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)
-    task = preference.PreferenceTask(config, tokenizer.pad_token_id, reference)
+    task = preference.PreferenceTask(config, reference)
     rows = pair_rows()
     tables = preference.as_pairs(config, rows, rows[:NUM_HELD_OUT])
     if config.precompute_ref_logprobs:

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.data.collate import pad_right
 from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.losses import token_logprobs
+from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
 from dschat.models.lora import add_lora
+from dschat.models.packing import pack
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     initialize_training,
@@ -84,7 +84,7 @@ class Actor:
         )
         learning_rate = 2e-2 if lora else 3e-3
         self.engine = initialize_training(
-            module, settings, learning_rate, 0.0, [0.9, 0.95], "constant", 0, 1000
+            LanguageModel(module), settings, learning_rate, 0.0, [0.9, 0.95], "constant", 0, 1000
         )
         self.engine.eval()  # dropout stays off
         self.version = 0
@@ -98,8 +98,8 @@ class Actor:
         generator = torch.Generator().manual_seed(1000 * self.version + dist.rank())
         ids = torch.randint(VOCAB, (4, 12), generator=generator)
         step = OptimizerStep(self.engine, 1, 44.0 * dist.world_size())
-        logits = self.engine(input_ids=ids, use_cache=False).logits[:, :-1]
-        step.backward(-token_logprobs(logits, ids[:, 1:]).sum())
+        logprobs, _ = self.engine(pack(ids, [range(11)] * 4))
+        step.backward(-logprobs.sum())
         assert step.finish()
         self.version += 1
 
@@ -133,15 +133,11 @@ class Actor:
         """
         n = len(rollout) // len(prompts)
         rows = [prompts[i // n] + ids for i, ids in enumerate(rollout.token_ids)]
-        ids, _ = pad_right(rows, EOS)
-        logits = self.engine(input_ids=ids, use_cache=False).logits[:, :-1]
-        values = token_logprobs(logits, ids[:, 1:])
-        gaps = []
-        for i, logprobs in enumerate(rollout.logprobs):
-            end = len(rows[i]) - 1
-            mine = values[i, end - len(logprobs) : end]
-            gaps.append((mine - torch.tensor(logprobs)).abs().max().item())
-        return max(dist.gather_objects(max(gaps)))
+        prompt_lengths = [len(prompts[i // n]) for i in range(len(rows))]
+        reads = [range(p - 1, len(row) - 1) for p, row in zip(prompt_lengths, rows, strict=True)]
+        ours, _ = self.engine(pack(rows, reads, prompt_lengths))
+        generator = torch.tensor([value for row in rollout.logprobs for value in row])
+        return max(dist.gather_objects((ours - generator).abs().max().item()))
 
 
 class Collectives(TorchDispatchMode):

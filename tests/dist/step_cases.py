@@ -22,8 +22,11 @@ from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
+from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_score_backbone
-from dschat.models.score_model import ScoreModel, gather_last
+from dschat.models.packing import pack
+from dschat.models.packing.model import PackedModel
+from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
 from dschat.observability.metrics_log import MetricsLog
@@ -123,7 +126,13 @@ def pair_rows() -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
-    """Log-probs of every token of ``PROBES`` but the first, of right-padded rows without a mask."""
+    """Log-probs of every token of ``PROBES`` but the first: of packed rows by one of our models, of
+    right-padded rows without a mask by another.
+    """
+    if isinstance(getattr(model, "module", model), PackedModel):
+        rows = pack(PROBES, [range(len(row) - 1) for row in PROBES])
+        values = model(rows)[0]
+        return [values[rows.row_of == i].tolist() for i in range(len(PROBES))]
     ids, mask = pad_right(PROBES, EOS)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     values = token_logprobs(logits, ids[:, 1:])
@@ -133,8 +142,7 @@ def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
 @torch.no_grad()
 def probe_scores(model: torch.nn.Module) -> list[float]:
     """Scores of ``PROBES`` by one of our score models."""
-    ids, mask = pad_right(PROBES, EOS)
-    return gather_last(model(ids), mask.sum(1)).tolist()
+    return model(pack(PROBES, [[len(row) - 1] for row in PROBES])).tolist()
 
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
@@ -199,13 +207,13 @@ def build_supervised(case: Case, models: Path, out: Path):
                 num_ids(tokenizer),
                 config.dropout,
             )
-        wrap, task = ScoreModel, tasks.RewardTask(tokenizer.pad_token_id)
+        wrap, task = ScoreModel, tasks.RewardTask()
     else:
         with sharded_loading(zero):
             model = load_causal_lm(
                 path, flag, zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
             )
-        wrap, task = (lambda m: m), tasks.SFTTask(tokenizer.pad_token_id)
+        wrap, task = LanguageModel, tasks.SFTTask()
     companions = (model.config, tokenizer, type(model).__name__)
     engine = setup.build_engine(model, config, zero, 10, wrap)
     return engine, task, config, companions
@@ -220,9 +228,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     log.close()
     engine.eval()
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
-    module = unwrap(engine)
-    module = module.model if case.step == "reward" else module
-    setup.save(module, config, *companions, *([(EOS,)] if case.step == "sft" else []))
+    setup.save(unwrap(engine), config, *companions, *([(EOS,)] if case.step == "sft" else []))
     result: dict[str, Any] = {"probe": probe}
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -233,7 +233,7 @@ def test_step_2_starts_from_a_causal_lm(name, stage, tiny):
     base = AutoModelForSequenceClassification.from_pretrained(
         tiny(name), num_labels=1, pad_token_id=PAD
     ).eval()
-    head = unwrap(model).model.score.weight
+    head = unwrap(model).score.weight
     if stage == 3:
         base.score.weight.data.copy_(head.ds_tensor[: head.ds_numel].view(head.ds_shape))
     else:

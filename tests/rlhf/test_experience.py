@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import Rollout
-from dschat.rlhf.experience import chunks, from_rollout, gather_actions, joined, mini_batch_of
+from dschat.rlhf.experience import chunks, from_rollout, joined, mini_batch_of
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -36,26 +36,16 @@ def test_a_rollout_by_hand():
     assert torch.equal(e.weights, e.answer_mask.float())
 
 
-@pytest.mark.parametrize("first", [0])
-def test_action_j_is_predicted_one_column_before_it(first):
-    e = small()
-    columns = torch.arange(5).expand(3, 5)  # each column's number, as if it were its score
-    predicted_at = gather_actions(columns, e.prompt_lengths, 4, first)
-    assert predicted_at[0, :2].tolist() == [2, 3]
-    assert predicted_at[1].tolist() == [0, 1, 2, 3]
-    assert predicted_at[2, :1].tolist() == [1]
-    tokens = e.input_ids.gather(1, (predicted_at + 1).clamp(max=4))
-    assert tokens[e.answer_mask].tolist() == [14, 0, 22, 23, 24, 25, 0]
-
-
-def test_columns_may_begin_later():
-    e = small().take([0, 2], CPU)
-    columns = torch.arange(1, 5).expand(2, 4)
-    assert gather_actions(columns, e.prompt_lengths, 2, first=1)[e.answer_mask].tolist() == [
-        2,
-        3,
-        1,
-    ]
+def test_action_j_is_predicted_one_column_before_it():
+    e = small().take([0, 1, 2], CPU)
+    assert e.rows.input_ids.tolist() == [11, 12, 13, 14, 0, 21, 22, 23, 24, 25, 31, 32, 0]
+    assert e.rows.columns.tolist() == [2, 3, 5, 6, 7, 8, 11]
+    assert e.rows.targets.tolist() == [14, 0, 22, 23, 24, 25, 0]
+    numbers = torch.arange(1.0, 8.0, requires_grad=True)
+    by_action = e.by_action(numbers)
+    assert by_action.tolist() == [[1, 2, 0, 0], [3, 4, 5, 6], [7, 0, 0, 0]]
+    (by_action * by_action.detach()).sum().backward()
+    assert numbers.grad.tolist() == numbers.tolist()
 
 
 def test_a_micro_batch_is_trimmed_to_its_longest():

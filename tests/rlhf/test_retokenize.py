@@ -164,7 +164,7 @@ def test_the_critic_starts_as_the_actor_with_a_new_head(models_folder, tmp_path,
     folder = reward_folder(tmp_path / "reward")
     trainer = trainer_of(models_folder, folder)
     engine = trainer.engine
-    critic, actor = unwrap(engine.critic).model, unwrap(engine.actor)
+    critic, actor = unwrap(engine.critic), unwrap(engine.actor)
     assert type(critic).__name__ == "LlamaForSequenceClassification"
     for (name, p), (_, q) in zip(
         critic.model.named_parameters(), actor.model.named_parameters(), strict=True
@@ -183,7 +183,7 @@ def test_a_critic_of_its_own(models_folder, tmp_path):
     critic = str(models_folder / "llama_reward")
     engine = trainer_of(models_folder, folder, critic_model_name_or_path=critic).engine
     plain = AutoModelForSequenceClassification.from_pretrained(critic)
-    assert torch.equal(unwrap(engine.critic).model.score.weight, plain.score.weight)
+    assert torch.equal(unwrap(engine.critic).score.weight, plain.score.weight)
     base = str(models_folder / "llama")
     engine = trainer_of(
         models_folder, models_folder / "llama_reward", critic_model_name_or_path=base

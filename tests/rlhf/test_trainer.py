@@ -70,7 +70,7 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
 
     def keep_gradient(step):
         if step._engine is actor:
-            grads.update({n: p.grad.clone() for n, p in actor.module.named_parameters()})
+            grads.update({n: p.grad.clone() for n, p in actor.module.model.named_parameters()})
         return finish(step)
 
     monkeypatch.setattr(OptimizerStep, "finish", keep_gradient)

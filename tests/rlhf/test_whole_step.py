@@ -144,7 +144,6 @@ def keep_gradients(monkeypatch, engine):
     def finishing(step, *args, **kwargs):
         name = "actor" if step._engine is engine.actor else "critic"
         module = unwrap(step._engine)
-        module = module if name == "actor" else module.model
         kept[name] = {n: p.grad.clone() for n, p in module.named_parameters()}
         return finish(step, *args, **kwargs)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from step_cases import Case, build_supervised, pair_rows, run, sft_rows
-from tiny_models import EOS, PAD
+from tiny_models import EOS
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -93,28 +93,28 @@ def test_max_steps_ends_in_the_middle_of_an_epoch(models_folder, tmp_path):
 
 
 def test_reward_metrics_by_hand():
-    scores = torch.tensor([[9.0, 2.0, 9.0], [9.0, 9.0, 0.5], [1.0, 9.0, 9.0], [9.0, 9.0, 0.5]])
+    scores = torch.tensor([2.0, 0.5, 1.0, 0.5])
     rows = [
         {"chosen_ids": [4, 5], "rejected_ids": [4]},
         {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6]},
     ]
-    task = RewardTask(PAD)
+    task = RewardTask()
     batch = task.collate(rows)
-    loss, sums = task.loss(lambda ids: scores, batch)
+    loss, sums = task.loss(lambda rows: scores, batch)
     means = task.summarise(sums)
     expected = math.log1p(math.exp(-1.0)) + math.log(2)
     assert float(loss) == pytest.approx(expected, abs=1e-6)
     assert means["loss"] == pytest.approx(expected / 2, abs=1e-6)
     assert means["accuracy"] == 0.75  # a tie counts half
     assert (means["margin"], means["chosen_score"], means["rejected_score"]) == (0.5, 1.25, 0.75)
-    loss, sums = task.loss(lambda ids: scores[:2, :1], task.collate([]))
+    loss, sums = task.loss(lambda rows: scores[:0], task.collate([]))
     assert float(loss) == 0
     assert sums["pairs"] == 0
     assert task.weight(task.collate([])) == 0
 
 
 def test_sft_weighs_targets_that_are_predicted():
-    task = SFTTask(PAD)
+    task = SFTTask()
     batch = task.collate([{"input_ids": [4, EOS, EOS], "loss_mask": [1, 0, 1]}])
     assert (
         task.weight(batch) == 1

@@ -7,11 +7,12 @@ import pytest
 import torch
 from preference_cases import build_preference
 from step_cases import Case
-from tiny_models import PAD, causal_lm
+from tiny_models import causal_lm
 from torch import nn
 
 from dschat.config import RewardConfig, UserError
 from dschat.data.collate import collate_preferences
+from dschat.models.language_model import LanguageModel
 from dschat.observability.console import format_line
 from dschat.supervised import loop
 from dschat.supervised.preference import Pairs, PreferenceTask, answer_logps
@@ -33,8 +34,8 @@ def logprob_by_hand(model: nn.Module, ids: list[int], prompt_length: int) -> flo
 
 
 def test_a_log_prob_is_the_sum_over_the_answer():
-    model = causal_lm("llama")
-    batch = collate_preferences(ROWS, BLOCKS, PAD)
+    model = LanguageModel(causal_lm("llama"))
+    batch = collate_preferences(ROWS, BLOCKS)
     found = answer_logps(model, batch, slice(None)).tolist()
     exact = causal_lm("llama").double()
     expected = [
@@ -62,15 +63,15 @@ def test_mismatched_answers_are_the_next_rows():
 
 def reference_task(loss: str, **knobs) -> tuple[PreferenceTask, nn.Module, RewardConfig]:
     config = RewardConfig(loss=loss, **knobs)
-    reference = causal_lm("llama", seed=5)
-    return PreferenceTask(config, PAD, reference), reference, config
+    reference = LanguageModel(causal_lm("llama", seed=5))
+    return PreferenceTask(config, reference), reference, config
 
 
 @pytest.mark.parametrize("loss", ["dpo", "cdpo", "ipo", "kto"])
 def test_loss_and_metrics_of_a_batch(loss):
     """Against the papers' formulas on log-probs of plain forwards, a sequence at a time."""
     task, reference, _ = reference_task(loss, beta=0.2)
-    policy = causal_lm("llama")
+    policy = LanguageModel(causal_lm("llama"))
     pairs = Pairs(ROWS, max_len=20)
     parts = [task.collate([pairs[0], pairs[1]]), task.collate([pairs[2]]), task.collate([])]
     batches = task.prepare(policy, parts)
@@ -81,7 +82,7 @@ def test_loss_and_metrics_of_a_batch(loss):
         sums.append(part)
     means = task.summarise({name: sum(s[name] for s in sums) for name in sums[0]})
 
-    exact, frozen = policy.double(), reference.double()
+    exact, frozen = policy.double().model, reference.double().model
     logps = {
         block: np.array(
             [
@@ -115,13 +116,15 @@ def test_kl_is_seldom_zero_here():
     """So that the test above is one of KTO's reference point."""
     task, _, _ = reference_task("kto")
     pairs = Pairs(ROWS, max_len=20)
-    (batch,) = task.prepare(causal_lm("llama"), [task.collate([pairs[i] for i in range(3)])])
+    (batch,) = task.prepare(
+        LanguageModel(causal_lm("llama")), [task.collate([pairs[i] for i in range(3)])]
+    )
     assert batch.kl > 0.1
 
 
 def test_a_dummy_pair_has_a_graph_and_no_gradient():
     task, _, _ = reference_task("dpo")
-    policy = causal_lm("llama")
+    policy = LanguageModel(causal_lm("llama"))
     (batch,) = task.prepare(policy, [task.collate([])])
     total, sums = task.loss(policy, batch)
     total.backward()
@@ -132,7 +135,7 @@ def test_a_dummy_pair_has_a_graph_and_no_gradient():
 
 def test_prepare_leaves_mode_and_weights_alone():
     task, reference, _ = reference_task("kto")
-    policy = causal_lm("llama").train()
+    policy = LanguageModel(causal_lm("llama")).train()
     before = [p.clone() for p in (*policy.parameters(), *reference.parameters())]
     (batch,) = task.prepare(policy, [task.collate([Pairs(ROWS, 20)[0]])])
     assert policy.training
@@ -144,7 +147,7 @@ def test_prepare_leaves_mode_and_weights_alone():
 def test_missing_reference_log_probs_are_nan():
     """Without reference log-probs the loss is NaN, not wrong."""
     task, _, _ = reference_task("dpo")
-    total, _ = task.loss(causal_lm("llama"), task.collate(ROWS))
+    total, _ = task.loss(LanguageModel(causal_lm("llama")), task.collate(ROWS))
     assert torch.isnan(total)
 
 

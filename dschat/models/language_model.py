@@ -1,0 +1,72 @@
+"""Predicts targets of packed rows: the module behind actor, reference, SFT and DPO.
+
+Returns log-probs and entropies, never logits: the head runs in chunks inside the forward pass,
+where ZeRO-3 gathers its weight.
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dschat.losses import entropy_from_logits, linear_logprobs, token_entropy, token_logprobs
+from dschat.models.packing.model import PackedModel, Packing
+from dschat.models.packing.rows import PackedRows
+
+# Config fields of families that change logits after the head: Gemma's softcap, Cohere's and
+# Granite's scales, Falcon-H1's multiplier.
+_CHANGES_LOGITS = re.compile(r"logit.*(softcap|scal)|(lm_head|output)_mult|mup_width")
+
+
+class LanguageModel(PackedModel):
+    """Log-probs of the ids that follow the columns which rows read."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
+        super().__init__(model, packing)
+        head = self.base.get_output_embeddings()
+        self._head_is_linear = type(head) is nn.Linear and not _changes_logits(self.base.config)
+        if self._head_is_linear:
+            head.forward = partial(_head_forward, head)
+
+    def forward(
+        self, rows: PackedRows, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (M,) fp32 of ``rows.targets``, and entropies (M,) fp32 or None.
+
+        ``log_softmax(logits / temperature)`` in fp32; temperature 0 (greedy) counts as 1.
+        """
+        if self._head_is_linear:
+            head = self.base.get_output_embeddings()
+            return head(self.hidden_states(rows), rows.targets, temperature, with_entropy)
+        logits = self.run(rows, "logits")[None]  # the family changes them after the head
+        logprobs = token_logprobs(logits, rows.targets[None], temperature)[0]
+        if not with_entropy:
+            return logprobs, None
+        entropy = token_entropy if logits.requires_grad else entropy_from_logits
+        return logprobs, entropy(logits, temperature)[0]
+
+
+def _changes_logits(config: PretrainedConfig) -> bool:
+    fields = config.get_text_config().to_dict().items()
+    return any(_CHANGES_LOGITS.search(k) and v not in (None, 0, 1, False) for k, v in fields)
+
+
+def _head_forward(
+    head: nn.Linear,
+    hidden: Tensor,
+    target_ids: Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Any:
+    """Forward of a head that can skip the logits: without targets it is ``nn.Linear``'s.
+
+    NOTE: it runs as the head's own forward, because ZeRO-3 gathers a weight for the forward and the
+    backward pass of the module that owns it.
+    """
+    if target_ids is None:
+        return F.linear(hidden, head.weight, head.bias)
+    return linear_logprobs(hidden, head.weight, head.bias, target_ids, temperature, with_entropy)
