@@ -32,6 +32,7 @@ from dschat.rlhf.experience import Experience, chunks, mini_batch_of
 from dschat.rlhf.metrics import experience_metrics, throughput, training_metrics, warn_of_gap
 from dschat.rlhf.rollout_collector import Collector, PromptBatch
 from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
+from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,
     SkippedSteps,
@@ -239,29 +240,30 @@ class DeepSpeedPPOTrainer:
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
         policy_count = float(aggregation_count(experience.loss_mask[rows], self.args.aggregation))
         all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
-        parts = chunks(rows, size, count)
+        # All on the device before the first forward: a copy from host memory waits for the device.
+        batches = [experience.take(part, self._device) for part in chunks(rows, size, count)]
         sums = {"actions": num_actions, "policy_count": policy_count}
+        parts: list[DeviceSums] = []
         train_actor = train_actor and all_policy > 0  # else no action has a loss
         text = next(self._unsupervised) if self._unsupervised is not None and train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
             step = steps["actor"] = OptimizerStep(self.engine.actor, count + len(text), all_policy)
-            for part in parts:
-                _add(sums, self._actor_micro_batch(step, experience.take(part, self._device)))
+            parts += [self._actor_micro_batch(step, batch) for batch in batches]
             self._measures_gap = False  # the step changes the actor
-            _add(sums, self._ptx_micro_batches(step, text, all_policy))
+            parts += self._ptx_micro_batches(step, text, all_policy)
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
             step = steps["critic"] = OptimizerStep(self.engine.critic, count, all_actions)
-            for part in parts:
-                _add(sums, self._critic_micro_batch(step, experience.take(part, self._device)))
+            parts += [self._critic_micro_batch(step, batch) for batch in batches]
             finish_together([step for step in steps.values() if step.outcome is None])
+        _add(sums, sum_parts(parts))
         for name, step in steps.items():
             _add(sums, self._record(step, name))
         return sums
 
-    def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
+    def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
         """Backward of the policy loss, with any KL penalty and entropy bonus; sums of metrics."""
         args, mask = self.args, batch.loss_mask
         logprobs, entropy = action_logprobs(
@@ -278,23 +280,23 @@ class DeepSpeedPPOTrainer:
             weights=weights * batch.weights,
             **options,
         )
-        named = {f"policy_{name}": float(value) for name, value in metrics.items()}
-        named["policy_loss"] = float(loss.detach())
+        named = {f"policy_{name}": value for name, value in metrics.items()}
+        named["policy_loss"] = loss.detach()
         if args.kl_is_in_loss and self.engine.has_reference:
             kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
             kl = (weights * kl).sum()
             loss = loss + self.kl.value * kl
-            named["kl_loss"] = float(kl.detach())
+            named["kl_loss"] = kl.detach()
         if entropy is not None:
             bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
             loss = loss - args.entropy_coef * bonus
-            named["entropy"] = float(bonus.detach())
+            named["entropy"] = bonus.detach()
         if self._measures_gap:
             named |= _mismatch(logprobs.detach(), batch)
         step.backward(loss)
         return named
 
-    def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> dict[str, float]:
+    def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
         """Backward of the value loss; sums of metrics."""
         assert self.engine.critic is not None
         values = action_values(self.engine.critic, batch)
@@ -302,32 +304,28 @@ class DeepSpeedPPOTrainer:
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
         )
         step.backward(loss)
-        return {
-            "value_clipped": float(metrics["value_clipped"]),
-            "value_loss": float(loss.detach()),
-        }
+        return {"value_clipped": metrics["value_clipped"], "value_loss": loss.detach()}
 
     def _ptx_micro_batches(
         self, step: OptimizerStep, text: list[list[dict[str, Any]]], denominator: float
-    ) -> dict[str, float]:
+    ) -> list[DeviceSums]:
         """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
         if not text:
-            return {}
+            return []
         batches = []
         for rows in text:
             ids = [row["input_ids"] for row in rows]
-            batches.append(pack(ids, [range(len(row) - 1) for row in ids]))
-        real = [float(len(batch.targets)) for batch in batches]
-        (num_tokens,) = dist.sum_floats([sum(real)])
+            batches.append(pack(ids, [range(len(row) - 1) for row in ids]).to(self._device))
+        (num_tokens,) = dist.sum_floats([float(sum(len(batch.targets) for batch in batches))])
         # `step` divides by the action tokens; this factor replaces that by the text's tokens.
         weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)
-        total = 0.0
+        parts = []
         for batch in batches:
-            logprobs, _ = self.engine.actor(batch.to(self._device))
-            loss = -logprobs.sum()
+            logprobs, _ = self.engine.actor(batch)
+            loss, num_targets = -logprobs.sum(), torch.ones_like(logprobs).sum()
             step.backward(weight * loss)
-            total += float(loss.detach())
-        return {"ptx_loss": total, "ptx_tokens": sum(real)}
+            parts.append({"ptx_loss": loss.detach(), "ptx_tokens": num_targets})
+        return parts
 
     def _record(self, step: OptimizerStep, name: str) -> dict[str, float]:
         """Update version and average after an applied step, or count a skipped one."""
@@ -341,13 +339,18 @@ class DeepSpeedPPOTrainer:
         return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
 
 
-def _mismatch(logprobs: Tensor, batch: Experience) -> dict[str, float]:
+def _mismatch(logprobs: Tensor, batch: Experience) -> DeviceSums:
     """Difference of training's log-probs (B, A) from the generator's: sums over actions."""
-    ours, generator = logprobs[batch.answer_mask], batch.rollout_logprobs[batch.answer_mask]
+    mask, generator = batch.answer_mask, batch.rollout_logprobs
+
+    def total(per_action: Tensor) -> Tensor:
+        # `per_action[mask]` would wait for the device: its length is read.
+        return torch.where(mask, per_action, 0.0).double().sum()
+
     return {
-        "gap": float((ours - generator).abs().double().sum()),
-        "mismatch_kl": float(kl_penalty(generator, ours, "k3").double().sum()),
-        "gap_actions": float(len(ours)),
+        "gap": total((logprobs - generator).abs()),
+        "mismatch_kl": total(kl_penalty(generator, logprobs, "k3")),
+        "gap_actions": mask.sum(),
     }
 
 

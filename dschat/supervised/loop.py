@@ -14,17 +14,18 @@ from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.checkpointing import training_checkpointer
+from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import OptimizerStep, SkippedSteps, learning_rate, loss_scale
-from dschat.supervised.tasks import Rows, Sums, Task
+from dschat.supervised.tasks import Rows, Task
 
 logger = logging.getLogger("dschat")
 
 
-def _reduce(parts: list[Sums]) -> Sums:
+def _reduce(parts: list[DeviceSums]) -> dict[str, float]:
     """Collective. Sum over micro-batches and ranks; every rank must have the same names."""
-    names = sorted(parts[0])
-    totals = dist.sum_floats([sum(part[name] for part in parts) for name in names])
-    return dict(zip(names, totals, strict=True))
+    sums = sum_parts(parts)
+    names = sorted(sums)
+    return dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
 
 
 @torch.no_grad()
@@ -54,9 +55,11 @@ def train_step(
     batches = [task.collate(rows) for rows in micro_batches]
     (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
     step = OptimizerStep(engine, len(batches), denominator)
+    # All on the device before the first forward: a copy from host memory waits for the device.
+    batches = [batch.to(dist.device()) for batch in batches]
     parts = []
     for batch in task.prepare(engine, batches):
-        loss, sums = task.loss(engine, batch.to(dist.device()))
+        loss, sums = task.loss(engine, batch)
         step.backward(loss)
         parts.append(sums)
     step.finish()

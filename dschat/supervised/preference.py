@@ -24,9 +24,9 @@ from dschat.models.lora import adapters_off
 from dschat.models.training_engine import ModelOrEngine
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
+from dschat.runtime.metric_sums import DeviceSums, sum_parts
 
 Rows = list[dict[str, Any]]
-Sums = dict[str, float]
 
 _MISMATCHED = "mismatched_ids"
 
@@ -135,19 +135,20 @@ class PreferenceTask:
             batches = [replace(batch, kl=kl) for batch in batches]
         return batches
 
-    def loss(self, model: ModelOrEngine, batch: PreferenceBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: PreferenceBatch) -> tuple[Tensor, DeviceSums]:
         # NOTE: both answers in one forward, for the same reason.
         pair = slice(2 * batch.num_real)
         chosen, rejected = answer_logps(model, batch, pair).view(2, batch.num_real)
         ref_chosen, ref_rejected = batch.ref_logps[pair].view(2, batch.num_real)
         total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl)
         metrics |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
-        sums = {name: float(value.detach()) for name, value in metrics.items()}
+        sums = {name: value.detach() for name, value in metrics.items()}
         if self._uses_kl:
-            sums["kl"] = batch.kl * batch.num_real
-        return total, sums | {"loss": float(total.detach())}
+            kl = batch.kl * batch.num_real
+            sums["kl"] = total.new_full((), kl, dtype=torch.float64)
+        return total, sums | {"loss": total.detach()}
 
-    def summarise(self, sums: Sums) -> dict[str, float]:
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {name: value / pairs for name, value in sums.items() if name != "pairs"}
 
@@ -187,15 +188,15 @@ class PreferenceTask:
         """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, at least 0
         (Ethayarajh et al. 2024, section 4).
         """
-        sums = [0.0, 0.0]
+        parts: list[DeviceSums] = []
         for batch in batches:
             batch = batch.to(dist.device())
             mismatched = slice(2 * batch.num_real, None)
             with torch.no_grad(), evaluating(model):
                 logratios = answer_logps(model, batch, mismatched) - batch.ref_logps[mismatched]
-            sums[0] += float(logratios.double().sum())
-            sums[1] += batch.num_real
-        total, count = dist.sum_floats(sums)
+            parts.append({"logratios": logratios.double().sum()})
+        num_real = float(sum(batch.num_real for batch in batches))
+        total, count = dist.sum_floats([sum_parts(parts)["logratios"], num_real])
         return max(total / max(count, 1.0), 0.0)
 
     def _loss(

@@ -3,14 +3,15 @@
 import math
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
 from dschat.models.training_engine import ModelOrEngine
+from dschat.runtime.metric_sums import DeviceSums
 
 Rows = list[dict[str, Any]]
-Sums = dict[str, float]
 
 
 class Task(Protocol):
@@ -30,11 +31,13 @@ class Task(Protocol):
         """
         return batches
 
-    def loss(self, model: ModelOrEngine, batch: Any) -> tuple[Tensor, Sums]:
-        """The sum of losses over the batch (0-d), and sums for the metrics."""
+    def loss(self, model: ModelOrEngine, batch: Any) -> tuple[Tensor, DeviceSums]:
+        """The sum of losses over the batch (0-d), and sums for the metrics; reads nothing from the
+        device.
+        """
         ...
 
-    def summarise(self, sums: Sums) -> dict[str, float]:
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         """Means from the sums over all ranks and micro-batches."""
         ...
 
@@ -50,12 +53,13 @@ class SFTTask(Task):
     def weight(self, batch: SFTBatch) -> int:
         return len(batch.rows.targets)
 
-    def loss(self, model: ModelOrEngine, batch: SFTBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: SFTBatch) -> tuple[Tensor, DeviceSums]:
         logprobs, _ = model(batch.rows)
         total = -logprobs.sum()
-        return total, {"loss": float(total.detach()), "tokens": float(len(logprobs))}
+        num_tokens = torch.ones_like(logprobs).sum()
+        return total, {"loss": total.detach(), "tokens": num_tokens}
 
-    def summarise(self, sums: Sums) -> dict[str, float]:
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)
         return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
 
@@ -71,15 +75,14 @@ class RewardTask(Task):
     def weight(self, batch: PairBatch) -> int:
         return batch.num_real
 
-    def loss(self, model: ModelOrEngine, batch: PairBatch) -> tuple[Tensor, Sums]:
+    def loss(self, model: ModelOrEngine, batch: PairBatch) -> tuple[Tensor, DeviceSums]:
         # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
         scores = model(batch.rows)
         total, metrics = pairwise_loss(scores[: batch.num_real], scores[batch.num_real :])
-        sums = {name: float(value) for name, value in metrics.items()}
-        return total, sums | {"loss": float(total.detach())}
+        return total, metrics | {"loss": total.detach()}
 
-    def summarise(self, sums: Sums) -> dict[str, float]:
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {
             "loss": sums["loss"] / pairs,
