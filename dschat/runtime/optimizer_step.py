@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -61,7 +62,7 @@ class OptimizerStep:
         """Collective. Whether losses and gradient are finite on every rank, after the last
         `backward`.
         """
-        if not self._has_finite_losses():
+        if not self._has_finite_losses:
             return False
         stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
         if stage == 0:
@@ -69,8 +70,11 @@ class OptimizerStep:
         norms = optimizer._get_norm_groups() if stage == 3 else [optimizer.scaled_global_norm()]
         return all(0 <= float(norm) < math.inf for norm in norms)  # DeepSpeed's -1: not finite
 
+    @cached_property
     def _has_finite_losses(self) -> bool:
-        """Collective. NOTE a loss may be infinite and its gradient not: log 0 of a softmax."""
+        """Collective at the first use. NOTE a loss may be infinite and its gradient not: log 0 of a
+        softmax.
+        """
         assert self._remaining == 0, "fewer micro-batches than announced"
         return dist.max_int(not bool(self._losses_finite)) == 0
 
@@ -81,8 +85,7 @@ class OptimizerStep:
         schedule stay unchanged on all ranks. A dynamic loss scale falls where this gradient
         overflowed; not where the unscaled loss did, nor with ``skip``.
         """
-        has_finite_losses = self._has_finite_losses()
-        requested, skip = skip, skip or not has_finite_losses
+        requested, skip = skip, skip or not self._has_finite_losses
         if self._engine.zero_optimization_stage() == 0:
             applied = self._finish_stage_0(skip)
         else:
@@ -96,7 +99,7 @@ class OptimizerStep:
         if applied:
             self.outcome = "applied"
         elif skip:
-            self.outcome = "aligned" if requested and has_finite_losses else "bad"
+            self.outcome = "aligned" if requested and self._has_finite_losses else "bad"
         else:
             stage = self._engine.zero_optimization_stage()
             self.outcome = "overflow" if stage > 0 and may_fall else "bad"
