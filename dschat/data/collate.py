@@ -42,23 +42,22 @@ class PairBatch:
 @dataclass
 class PreferenceBatch:
     """Step 2's micro-batch for losses that train the policy: K blocks of B sequences in the same
-    order, chosen, rejected and, for KTO, mismatched ones.
+    order, chosen, rejected and, for KTO, mismatched ones. Rows read what predicts their answers.
     """
 
-    sequences: list[list[int]]  # (KB,) token ids
-    prompt_lengths: list[int]  # (KB,) tokens before the answer
+    rows: PackedRows  # chosen, then rejected sequences
+    mismatched: PackedRows | None
     ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not computed yet
     num_real: int  # pairs that are not dummies
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
     def to(self, device: Union[str, torch.device]) -> "PreferenceBatch":
-        return replace(self, ref_logps=self.ref_logps.to(device))
-
-    def rows(self, which: slice) -> PackedRows:
-        """The sequences of ``which``, reading the columns that predict their answers."""
-        sequences, starts = self.sequences[which], self.prompt_lengths[which]
-        reads = [range(p - 1, len(ids) - 1) for ids, p in zip(sequences, starts, strict=True)]
-        return pack(sequences, reads, starts)
+        return replace(
+            self,
+            rows=self.rows.to(device),
+            mismatched=None if self.mismatched is None else self.mismatched.to(device),
+            ref_logps=self.ref_logps.to(device),
+        )
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -95,9 +94,18 @@ def collate_preferences(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -
     """
     unknown = [float("nan")] * len(blocks)
     known = [row.get("ref_logps", unknown) for row in rows]
+    pair, mismatched = blocks[:2], blocks[2:]
     return PreferenceBatch(
-        [row[block] for block in blocks for row in rows],
-        [row["prompt_length"] for row in rows] * len(blocks),
+        _answers(rows, pair),
+        _answers(rows, mismatched) if mismatched else None,
         torch.tensor(known, dtype=torch.float32).reshape(len(rows), len(blocks)).T.flatten(),
         num_real=len(rows),
     )
+
+
+def _answers(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -> PackedRows:
+    """The sequences of ``blocks``, reading the columns that predict their answers."""
+    sequences = [row[block] for block in blocks for row in rows]
+    starts = [row["prompt_length"] for row in rows] * len(blocks)
+    reads = [range(p - 1, len(ids) - 1) for ids, p in zip(sequences, starts, strict=True)]
+    return pack(sequences, reads, starts)

@@ -21,6 +21,7 @@ from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
+from dschat.models.packing import PackedRows
 from dschat.models.training_engine import ModelOrEngine
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
@@ -84,11 +85,10 @@ def load_reference(
     return initialize_frozen(model, frozen)
 
 
-def answer_logps(model: ModelOrEngine, batch: PreferenceBatch, rows: slice) -> Tensor:
+def answer_logps(model: ModelOrEngine, rows: PackedRows) -> Tensor:
     """Log-probs of whole answers, their tokens' sum with EOS, by one forward: (rows,) fp32."""
-    packed = batch.rows(rows).to(dist.device())
-    logprobs, _ = model(packed)
-    return logprobs.new_zeros(len(batch.sequences[rows])).index_add(0, packed.row_of, logprobs)
+    logprobs, _ = model(rows)
+    return logprobs.new_zeros(rows.num_rows).index_add(0, rows.row_of, logprobs)
 
 
 class PreferenceTask:
@@ -137,9 +137,8 @@ class PreferenceTask:
 
     def loss(self, model: ModelOrEngine, batch: PreferenceBatch) -> tuple[Tensor, DeviceSums]:
         # NOTE: both answers in one forward, for the same reason.
-        pair = slice(2 * batch.num_real)
-        chosen, rejected = answer_logps(model, batch, pair).view(2, batch.num_real)
-        ref_chosen, ref_rejected = batch.ref_logps[pair].view(2, batch.num_real)
+        chosen, rejected = answer_logps(model, batch.rows).view(2, batch.num_real)
+        ref_chosen, ref_rejected = batch.ref_logps[: 2 * batch.num_real].view(2, batch.num_real)
         total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl)
         metrics |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
         sums = {name: value.detach() for name, value in metrics.items()}
@@ -182,7 +181,9 @@ class PreferenceTask:
     def _all_logps(self, model: ModelOrEngine, batch: PreferenceBatch) -> Tensor:
         """Log-probs of every block, without gradient."""
         with torch.no_grad(), evaluating(model):
-            return answer_logps(model, batch.to(dist.device()), slice(None))
+            batch = batch.to(dist.device())
+            parts = [batch.rows] + ([batch.mismatched] if batch.mismatched is not None else [])
+            return torch.cat([answer_logps(model, rows) for rows in parts])
 
     def _kl(self, model: ModelOrEngine, batches: list[PreferenceBatch]) -> float:
         """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, at least 0
@@ -191,9 +192,10 @@ class PreferenceTask:
         parts: list[DeviceSums] = []
         for batch in batches:
             batch = batch.to(dist.device())
-            mismatched = slice(2 * batch.num_real, None)
+            assert batch.mismatched is not None
             with torch.no_grad(), evaluating(model):
-                logratios = answer_logps(model, batch, mismatched) - batch.ref_logps[mismatched]
+                logratios = answer_logps(model, batch.mismatched)
+                logratios = logratios - batch.ref_logps[2 * batch.num_real :]
             parts.append({"logratios": logratios.double().sum()})
         num_real = float(sum(batch.num_real for batch in batches))
         total, count = dist.sum_floats([sum_parts(parts)["logratios"], num_real])

@@ -64,6 +64,7 @@ class PackedRows:
     padded_ids: Tensor  # (B, T) int64, the rows right-padded, for models that cannot be packed
     padded_columns: Tensor  # (M,) int64, the columns in the flattened (B * T)
     segments: Segments
+    num_rows: int  # 0 for a dummy
 
     @property
     def num_tokens(self) -> int:
@@ -138,4 +139,5 @@ def pack(
             np.concatenate([c + i * width for i, c in enumerate(where)])
         ),
         segments=Segments(tuple(segments)),
+        num_rows=len(rows),
     )
