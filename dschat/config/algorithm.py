@@ -93,9 +93,10 @@ class AlgorithmConfig:
     )
     max_sampling_rounds: int = flag(10, "Maximum rounds of --dynamic_sampling per iteration.")
     # mismatch between rollout and training probabilities
-    old_logprobs: Literal["recompute", "rollout"] = flag(
-        "recompute",
-        "Old log-probs of the ratio: recomputed by the training model, or the rollout's own.",
+    old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
+        "auto",
+        "Old log-probs of the ratio and the KL: recomputed by the training model, the rollout's "
+        "own, or auto: the rollout's where an eighth of the answers, recomputed, agrees.",
     )
     rollout_is: Literal["off", "tis", "icepop"] = flag(
         "off",
@@ -223,7 +224,7 @@ class AlgorithmConfig:
         )
         low, high = self.rollout_is_range
         require(
-            self.rollout_is == "off" or self.old_logprobs == "recompute",
+            self.rollout_is == "off" or self.old_logprobs != "rollout",
             f"--rollout_is {self.rollout_is} needs --old_logprobs recompute: with the rollout's "
             "log-probs the ratio already includes the correction",
         )

@@ -351,6 +351,11 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         """Optimizer steps in one PPO epoch. The number of processes cancels out."""
         return self.rollout_samples(1) // self.mini_batch_size(1)
 
+    @property
+    def takes_one_step(self) -> bool:
+        """Whether a rollout is trained on in a single optimizer step."""
+        return self.ppo_epochs * self.num_mini_batches == 1
+
     def validate(self) -> None:
         """`validate_models`, and require a reward source."""
         self.validate_models()

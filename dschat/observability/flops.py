@@ -159,7 +159,7 @@ def rlhf_iteration_flops(
     actor_frozen_base: bool = False,
     critic_frozen_base: bool = False,
     ptx_lens: Iterable[int] = (),
-    actor_forwards: int = 2,
+    actor_forwards: float = 2.0,
 ) -> dict[str, int]:
     """FLOPs of one PPO iteration by phase, over the given sequences (of one rank or of all).
 
@@ -177,9 +177,11 @@ def rlhf_iteration_flops(
         train_actor: False in iterations that warm up the critic.
         actor_frozen_base, critic_frozen_base: only LoRA adapters train.
         ptx_lens: tokens of each pretraining sequence of the iteration.
-        actor_forwards: scoring passes of the actor's shape: the policy's and the reference's.
+        actor_forwards: scoring passes of the actor's shape: the policy's, which may cover a part
+            of the sequences, and the reference's.
     """
-    generate = score = train = 0
+    generate = train = 0
+    score = 0.0
     actor_flags: tuple[bool, Head, bool] = (actor_gradient_checkpointing, "lm", actor_frozen_base)
     critic_flags: tuple[bool, Head, bool]
     critic_flags = (critic_gradient_checkpointing, "score", critic_frozen_base)
@@ -198,7 +200,7 @@ def rlhf_iteration_flops(
             train += ppo_epochs * training_flops(actor, seq_len, *actor_flags)
     train += sum(training_flops(actor, ptx_len, *actor_flags) for ptx_len in ptx_lens)
     effective = generate + score + train
-    return {"generate": generate, "score": score, "train": train, "effective": effective}
+    return {"generate": generate, "score": int(score), "train": train, "effective": int(effective)}
 
 
 def tflops_per_s(flops: float, seconds: float, num_devices: int = 1) -> float:

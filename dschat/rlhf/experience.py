@@ -38,7 +38,8 @@ class Experience:
     loss_mask: Tensor  # (S, A) bool, the actions that the actor learns from
     finished: Tensor  # (S,) bool, whether the answer ended with a stop token
     rollout_logprobs: Tensor  # (S, A) fp32, the generator's
-    logprobs: Tensor  # (S, A) fp32, the actor's, by the training form
+    logprobs: Tensor  # (S, A) fp32, the actor's, by the training form or the generator
+    recomputed: Tensor  # (S,) bool, whether the training form computed logprobs and entropy
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     values: Tensor  # (S, A) fp32, the critic's, before each action
     scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalised
@@ -147,6 +148,7 @@ def _dummy(device: torch.device) -> Experience:
         answer_mask=row.bool(),
         loss_mask=row.bool(),
         finished=flat.bool(),
+        recomputed=flat.bool(),
         rollout_logprobs=row,
         scores=flat,
         scored=flat.bool(),
@@ -188,6 +190,7 @@ def from_rollout(
         rollout_logprobs=logprobs,
         scores=torch.zeros(len(sequences)),
         scored=torch.ones(len(sequences), dtype=torch.bool),
+        recomputed=torch.zeros(len(sequences), dtype=torch.bool),
         weights=mask.float(),
         sources=sources,
         **per_action,

@@ -67,7 +67,8 @@ def experience_metrics(
         "scores_sq": float(scores.square().sum()),
         "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
         "rewards": float(rewards[e.scored_mask].double().sum()),
-        "entropy": total(e.entropy),
+        "entropy": total(e.entropy),  # 0 where it was not computed
+        "recomputed": float((mask & e.recomputed.unsqueeze(1)).sum()),
         "values": total(e.values),
         "returns": float(e.returns[e.scored_mask].double().sum()),
         "finished": float(e.finished.sum()),
@@ -96,10 +97,11 @@ def experience_metrics(
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens
         metrics["val/returns"] = totals["returns"] / max(totals["scored_tokens"], 1.0)
-    if args.old_logprobs == "recompute":  # else the training passes measure the gap
-        metrics["objective/entropy"] = totals["entropy"] / tokens
-        metrics["rollout/logprob_gap"] = totals["gap"] / tokens
-        metrics["rollout/mismatch_kl"] = totals["mismatch_kl"] / tokens
+    if args.old_logprobs != "rollout":  # else the training passes measure the gap
+        recomputed = max(totals["recomputed"], 1.0)
+        metrics["objective/entropy"] = totals["entropy"] / recomputed
+        metrics["rollout/logprob_gap"] = totals["gap"] / recomputed
+        metrics["rollout/mismatch_kl"] = totals["mismatch_kl"] / recomputed
     if args.rollout_is != "off":
         metrics["rollout/is_weight"] = totals["is_weight"] / tokens
         metrics["rollout/is_cut_share"] = totals["is_cut"] / tokens
@@ -202,7 +204,7 @@ def throughput(
         None if reward is None else shape_of(reward),
         e.prompt_lengths.tolist(),
         e.answer_mask.sum(1).tolist(),
-        actor_forwards=(args.old_logprobs == "recompute") + engine.has_reference,
+        actor_forwards=float(e.recomputed.sum()) / max(e.num_sequences, 1) + engine.has_reference,
         num_samples_per_prompt=args.num_samples_per_prompt,
         ppo_epochs=epochs,
         train_actor=train_actor,

@@ -48,33 +48,78 @@ def action_values(critic: ModelOrEngine, batch: Experience) -> Tensor:
     return batch.by_action(critic(batch.rows))
 
 
+# Largest mean difference of the rollout's log-probs from the training form's, in nats, that counts
+# as rounding in fp32. Observed: 1e-7 to 1e-5.
+_AGREES = 1e-4
+_CHECKED_SHARE = 8  # one of so many answers is recomputed to compare, and for the entropy
+
+
 @torch.no_grad()
-def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
+def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
     """Collective. Fill in the log-probs of actor and reference, entropies and values of ``e``.
 
-    With ``old_logprobs`` "rollout" the actor runs no forward: its log-probs are the generator's,
-    entropies stay 0.
+    Returns:
+        Whether the actor's log-probs are the generator's, by ``old_logprobs``: then the training
+        form computed none, or those of a few answers to compare (``recomputed``).
     """
-    recompute = args.old_logprobs == "recompute"
-    if not recompute:
-        e.logprobs = e.rollout_logprobs.clone()
+    e.logprobs = e.rollout_logprobs.clone()
+    rows = list(range(e.num_sequences))
+    checked = [] if args.old_logprobs == "rollout" else rows
+    if args.old_logprobs == "auto" and args.rollout_is == "off":
+        checked = rows[: -(-len(rows) // _CHECKED_SHARE)]
     with evaluating(engine.actor, engine.critic):
-        for part, batch in pieces(e, args.per_device_training_batch_size):
-            filled: dict[str, Tensor] = {}
-            if recompute:
-                filled["logprobs"], filled["entropy"] = action_logprobs(
-                    engine.actor, batch, args.temperature, with_entropy=True
-                )
-            if engine.has_reference:
-                with engine.reference() as reference:
-                    filled["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
-            if engine.critic is not None:
-                filled["values"] = action_values(engine.critic, batch)
-            width = batch.answer_mask.shape[1]
-            for name, value in filled.items():
-                if part:
-                    masked = torch.where(batch.answer_mask, value, 0.0)
-                    getattr(e, name)[part, :width] = masked.cpu()
+        if args.old_logprobs != "rollout":
+            _recompute(engine, e, args, checked)
+        is_rollouts = args.old_logprobs == "rollout" or _rollout_serves(engine, e, args)
+        if not is_rollouts:
+            _recompute(engine, e, args, rows[len(checked) :])
+        if engine.has_reference or engine.critic is not None:
+            _fill_in_from_others(engine, e, args)
+    return is_rollouts
+
+
+def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
+    """Collective. Whether the generator's log-probs do for the answers that are not recomputed."""
+    if args.rollout_is != "off":
+        return False
+    mask = e.answer_mask & e.recomputed.unsqueeze(1)
+    gap = float((e.rollout_logprobs - e.logprobs)[mask].abs().double().sum())
+    gap, count = dist.sum_floats([gap, float(mask.sum())])
+    is_in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
+    is_read = is_in_reward or not args.takes_one_step
+    return not is_read or gap <= _AGREES * count  # NOTE False for NaN
+
+
+def _recompute(
+    engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig, rows: list[int]
+) -> None:
+    """Collective. Log-probs and entropies of ``rows`` by the actor's training form."""
+    for part, batch in pieces(e, args.per_device_training_batch_size, rows):
+        logprobs, entropy = action_logprobs(
+            engine.actor, batch, args.temperature, with_entropy=True
+        )
+        _keep(e, part, batch, {"logprobs": logprobs, "entropy": entropy})
+    e.recomputed[rows] = True
+
+
+def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
+    """Collective. The reference's log-probs and the critic's values."""
+    for part, batch in pieces(e, args.per_device_training_batch_size):
+        filled: dict[str, Tensor] = {}
+        if engine.has_reference:
+            with engine.reference() as reference:
+                filled["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
+        if engine.critic is not None:
+            filled["values"] = action_values(engine.critic, batch)
+        _keep(e, part, batch, filled)
+
+
+def _keep(e: Experience, part: list[int], batch: Experience, filled: dict[str, Tensor]) -> None:
+    """Write values (B, A) of a micro-batch into its rows ``part`` of ``e``."""
+    width = batch.answer_mask.shape[1]
+    for name, value in filled.items():
+        if part:
+            getattr(e, name)[part, :width] = value.cpu()
 
 
 @torch.no_grad()
@@ -112,8 +157,13 @@ def not_finite(e: Experience) -> str:
     return f"{', '.join(named)} not finite" if named else ""
 
 
-def pieces(e: Experience, size: int) -> Iterator[tuple[list[int], Experience]]:
-    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number."""
-    rows = list(range(e.num_sequences))
+def pieces(
+    e: Experience, size: int, rows: list[int] | None = None
+) -> Iterator[tuple[list[int], Experience]]:
+    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
+
+    ``rows``: of ``e``; default: all.
+    """
+    rows = list(range(e.num_sequences)) if rows is None else rows
     for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
         yield part, e.take(part, dist.device())

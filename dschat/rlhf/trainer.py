@@ -4,6 +4,7 @@ The loss of an optimizer step is the sum over its actions / their number, over a
 micro-batches, so that the update does not depend on how the batch is split.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,8 @@ from dschat.runtime.optimizer_step import (
     learning_rate,
     loss_scale,
 )
+
+logger = logging.getLogger("dschat")
 
 
 class DeepSpeedPPOTrainer:
@@ -89,6 +92,7 @@ class DeepSpeedPPOTrainer:
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
         self._warned_of_gap = False
+        self._old_are_rollouts: bool | None = None
         # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
         self._measures_gap = False
 
@@ -129,6 +133,13 @@ class DeepSpeedPPOTrainer:
             self._unsupervised.taken = values["unsupervised"]
         self.collector.load_state_dict(values["rollouts"])
 
+    @property
+    def _is_on_policy(self) -> bool:
+        """Whether the only step of an experience starts from the policy that the ratio divides
+        by, so that its own log-probs are the old ones.
+        """
+        return self.args.old_logprobs == "auto" and self.args.takes_one_step
+
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""
         args = self.args
@@ -156,7 +167,7 @@ class DeepSpeedPPOTrainer:
         started = time.perf_counter()
         collected = self.collector.collect(prompt_batch, self.sampling())
         # Before the scores: reward functions may run meanwhile.
-        fill_in(self.engine, collected.experience, self.args)
+        self._say_old_logprobs(fill_in(self.engine, collected.experience, self.args))
         self.collector.score(collected)
         e = collected.experience
         e.problem = not_finite(e)
@@ -171,6 +182,13 @@ class DeepSpeedPPOTrainer:
         seconds = time.perf_counter() - started
         self.metrics["time/score_s"] = seconds - self.metrics["time/generate_s"]
         return e
+
+    def _say_old_logprobs(self, are_rollouts: bool) -> None:
+        """Log which log-probs are the old ones, where ``old_logprobs`` "auto" changes them."""
+        if self.args.old_logprobs == "auto" and are_rollouts != self._old_are_rollouts:
+            source = "the rollout's" if are_rollouts else "recomputed by the training model"
+            logger.info("old log-probs: %s (--old_logprobs auto)", source)
+        self._old_are_rollouts = are_rollouts
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -273,7 +291,7 @@ class DeepSpeedPPOTrainer:
         options = {"dual_clip": args.dual_clip} if args.dual_clip is not None else {}
         loss, metrics = POLICY_LOSSES[args.policy_loss](
             logprobs,
-            batch.logprobs,
+            logprobs.detach() if self._is_on_policy else batch.logprobs,
             batch.advantages,
             mask,
             args.cliprange_sides,
