@@ -1,0 +1,78 @@
+"""--old_logprobs auto: which log-probs the ratio and the KL in the reward use."""
+
+import pytest
+import torch
+from step_cases import PROMPTS, Case, build_trainer, ppo_config
+
+from dschat.rlhf import scoring
+from dschat.rlhf import trainer as ppo
+
+ONE = Case("ppo", iterations=1)
+ONE_STEP = {"ppo_epochs": 1, "gradient_accumulation_steps": 2}  # 16 sequences in one step
+
+
+@pytest.fixture
+def iteration(models_folder, monkeypatch):
+    """``iteration(gap, **options)``: an experience trained on, and its trainer; the generator's
+    log-probs are ``gap`` too low.
+    """
+
+    def run(gap=0.0, **options):
+        config = ppo_config(ONE, models_folder)
+        for name, value in options.items():
+            setattr(config, name, value)
+        trainer = build_trainer(config, False)
+        filled = scoring.fill_in
+
+        def fill_in(engine, e, args):
+            e.rollout_logprobs = e.rollout_logprobs - gap * e.answer_mask
+            return filled(engine, e, args)
+
+        monkeypatch.setattr(ppo, "fill_in", fill_in)
+        e = trainer.generate_experience(PROMPTS[:8])
+        trainer.train_rlhf(e)
+        return e, trainer
+
+    return run
+
+
+def test_the_rollouts_own_where_an_eighth_agrees(iteration, caplog):
+    caplog.set_level("INFO", "dschat")
+    e, trainer = iteration(old_logprobs="auto")
+    assert e.num_sequences == 16
+    assert e.recomputed.tolist() == [True] * 2 + [False] * 14
+    assert torch.equal(e.logprobs[2:], e.rollout_logprobs[2:])
+    assert "old log-probs: the rollout's (--old_logprobs auto)" in caplog.text
+    all_of_them, _ = iteration(old_logprobs="recompute")
+    assert all_of_them.recomputed.all()
+    torch.testing.assert_close(e.logprobs, all_of_them.logprobs, atol=1e-5, rtol=1e-5)
+    share = all_of_them.entropy[:2][all_of_them.answer_mask[:2]].mean()
+    assert trainer.metrics["objective/entropy"] == pytest.approx(float(share), rel=1e-5)
+    assert trainer.metrics["rollout/logprob_gap"] < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, ONE_STEP], ids=["two steps", "KL in the reward"])
+def test_all_are_recomputed_where_they_disagree(options, iteration, caplog):
+    caplog.set_level("INFO", "dschat")
+    e, trainer = iteration(gap=1e-3, old_logprobs="auto", **options)
+    assert e.recomputed.all()
+    assert (e.logprobs - e.rollout_logprobs)[e.answer_mask].min() > 5e-4
+    assert "old log-probs: recomputed by the training model" in caplog.text
+    assert trainer.metrics["rollout/logprob_gap"] == pytest.approx(1e-3, rel=0.02)
+
+
+def test_a_single_step_divides_by_its_own_log_probs(iteration):
+    """Without a KL in the reward nothing reads the old log-probs, whatever the gap."""
+    e, trainer = iteration(gap=0.3, old_logprobs="auto", kl_coef=0.0, **ONE_STEP)
+    assert trainer.args.takes_one_step
+    assert e.recomputed.sum() == 2
+    assert trainer.metrics["val/ratio"] == 1.0
+    assert trainer.metrics["val/ratio_abs_dev"] == 0.0
+    gradient = trainer.metrics["policy/grad_norm"]
+    _, exact = iteration(old_logprobs="recompute", kl_coef=0.0, **ONE_STEP)
+    assert gradient == pytest.approx(exact.metrics["policy/grad_norm"], rel=1e-4)
+
+
+def test_importance_weights_need_all(iteration):
+    e, _ = iteration(old_logprobs="auto", rollout_is="tis")
+    assert e.recomputed.all()
