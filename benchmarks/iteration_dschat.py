@@ -1,0 +1,166 @@
+"""dschat's sides of `iteration.py`, through its public API with default flags."""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from iteration_cases import (
+    SCHEDULE_STEPS,
+    Case,
+    parity_reward,
+    rlhf_config,
+    rollout_rows,
+    supervised_config,
+    supervised_rows,
+)
+from report import clock
+
+import dschat.distributed as dist
+from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
+from dschat.config.steps import SupervisedConfig
+from dschat.hybrid.rollout_form import Refresh, RolloutForm
+from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.models.load import load_score_backbone
+from dschat.models.score_model import ScoreModel
+from dschat.models.tokenizer import load_tokenizer
+from dschat.runtime.deepspeed_engine import sharded_loading, zero_settings
+from dschat.supervised import loop, preference, setup, tasks
+
+Measured = dict[str, Any]
+
+
+class ForcedRollout:
+    """A rollout form that generates answers of the round's lengths and returns its answers.
+
+    Log-probs are those of the tokens that were drawn: with the default flags no loss uses them.
+    """
+
+    def __init__(self, form: RolloutForm) -> None:
+        self._form = form
+        self._generator: Generator | None = None
+        self.answers: list[list[int]] = []
+
+    @property
+    def last_refresh(self) -> Refresh:
+        return self._form.last_refresh
+
+    def enter(self, version: int) -> Generator:
+        self._generator = self._form.enter(version)
+        return self
+
+    def leave(self) -> None:
+        self._form.leave()
+
+    def filled_from(self, stream: Iterable[Any]) -> Generator:
+        return self._form.filled_from(stream)
+
+    def describe(self) -> str:
+        return self._form.describe()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+    ) -> Rollout:
+        lengths = [len(answer) for answer in self.answers[:: sampling.n]]
+        drawn = self._generator.generate(
+            prompts, replace(sampling, ignore_eos=True), indices, max_new_tokens=lengths
+        )
+        return replace(drawn, token_ids=[list(answer) for answer in self.answers])
+
+
+class RLHFSide:
+    """`DeepSpeedPPOTrainer` with PPO, or with GRPO and a reward function."""
+
+    def __init__(self, case: Case, folder: Path, stage: int, **flags: Any) -> None:
+        self.case = case
+        config = rlhf_config(case, folder, stage, **flags)
+        self.engine = DeepSpeedRLHFEngine(
+            actor_model_name_or_path=config.actor_model_name_or_path,
+            critic_model_name_or_path=config.critic_model_name_or_path or None,
+            tokenizer=load_tokenizer(config.actor_model_name_or_path, "--actor_model_name_or_path"),
+            num_total_iters=SCHEDULE_STEPS,
+            args=config,
+        )
+        self.form = self.engine.rollout = ForcedRollout(self.engine.rollout)
+        programs = [] if case.task == "ppo" else [parity_reward]
+        self.trainer = DeepSpeedPPOTrainer(self.engine, config, reward_fns=programs)
+
+    def run(self, number: int) -> Measured:
+        prompts, self.form.answers = rollout_rows(self.case, number, dist.rank())
+        device = dist.device()
+        started = clock(device)
+        experience = self.trainer.generate_experience(prompts)
+        scored = clock(device)
+        generate_s = self.trainer.metrics["time/generate_s"]
+        self.trainer.train_rlhf(experience)
+        ended, metrics = clock(device), self.trainer.metrics
+        named = {"policy": "loss/policy_avg", "value": "loss/value_avg", "kl": "loss/kl_avg"}
+        return {
+            "generate_s": generate_s,
+            "score_s": scored - started - generate_s,
+            "train_s": ended - scored,
+            "iteration_s": ended - started,
+            "losses": {name: metrics[key] for name, key in named.items() if key in metrics},
+        }
+
+
+class SupervisedSide:
+    """A `Task` of steps 1 and 2, one optimizer step a round."""
+
+    def __init__(self, case: Case, folder: Path, stage: int, **flags: Any) -> None:
+        self.case = case
+        config = supervised_config(case, folder, stage, **flags)
+        self.engine, self.task = make_task(case, config)
+        self.size = config.per_device_train_batch_size
+
+    def run(self, number: int) -> Measured:
+        rows = supervised_rows(self.case, number, dist.rank())
+        micro_batches = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
+        device = dist.device()
+        started = clock(device)
+        metrics, _ = loop.train_step(self.engine, self.task, micro_batches)
+        seconds = clock(device) - started
+        return {
+            "train_s": seconds,
+            "iteration_s": seconds,
+            "losses": {self.case.task: metrics["loss"]},
+        }
+
+
+def make_task(case: Case, config: SupervisedConfig) -> tuple[Any, Any]:
+    """Engine and task, built as the step scripts do."""
+    zero, num_steps = zero_settings(config), SCHEDULE_STEPS
+    base = setup.read_base(config, "score" if case.task == "rm" else "lm")
+    pad_id = base.tokenizer.pad_token_id
+    if case.task == "rm":
+        with sharded_loading(zero):
+            model = load_score_backbone(
+                base.name,
+                setup.BASE,
+                zero.dtype,
+                from_base=False,
+                pad_token_id=pad_id,
+                num_tokens=0,
+            )
+        engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
+        return engine, with_packing(tasks.RewardTask, config, pad_id)
+
+    def load(zero: Any, dropout: float | None) -> Any:
+        return setup.load_policy(config, base, zero, dropout)
+
+    engine = setup.build_engine(load(zero, None), config, zero, num_steps)
+    if case.task == "sft":
+        return engine, with_packing(tasks.SFTTask, config, pad_id)
+    reference = preference.load_reference(config, zero, load)
+    return engine, preference.PreferenceTask(config, pad_id, reference)
+
+
+def with_packing(task: type, config: SupervisedConfig, pad_id: int) -> Any:
+    """A ``task`` with the ``packing`` of ``config``, where it takes one."""
+    if "packing" not in inspect.signature(task).parameters:
+        return task(pad_id)
+    return task(pad_id, packing=config.packing)
