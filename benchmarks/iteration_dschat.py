@@ -1,11 +1,11 @@
 """dschat's sides of `iteration.py`, through its public API with default flags."""
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from iteration_cases import (
     SCHEDULE_STEPS,
     Case,
@@ -22,7 +22,9 @@ from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config.steps import SupervisedConfig
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.models.eval_mode import evaluating
 from dschat.models.load import load_score_backbone
+from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.runtime.deepspeed_engine import sharded_loading, zero_settings
@@ -34,13 +36,14 @@ Measured = dict[str, Any]
 class ForcedRollout:
     """A rollout form that generates answers of the round's lengths and returns its answers.
 
-    Log-probs are those of the tokens that were drawn: with the default flags no loss uses them.
+    ``logprobs`` are the actor's of the round's answers, which a generator would return with them.
     """
 
     def __init__(self, form: RolloutForm) -> None:
         self._form = form
         self._generator: Generator | None = None
         self.answers: list[list[int]] = []
+        self.logprobs: list[list[float]] = []
 
     @property
     def last_refresh(self) -> Refresh:
@@ -69,7 +72,8 @@ class ForcedRollout:
         drawn = self._generator.generate(
             prompts, replace(sampling, ignore_eos=True), indices, max_new_tokens=lengths
         )
-        return replace(drawn, token_ids=[list(answer) for answer in self.answers])
+        answers = [list(answer) for answer in self.answers]
+        return replace(drawn, token_ids=answers, logprobs=self.logprobs)
 
 
 class RLHFSide:
@@ -91,6 +95,7 @@ class RLHFSide:
 
     def run(self, number: int) -> Measured:
         prompts, self.form.answers = rollout_rows(self.case, number, dist.rank())
+        self.form.logprobs = self._logprobs(prompts, self.form.answers)
         device = dist.device()
         started = clock(device)
         experience = self.trainer.generate_experience(prompts)
@@ -106,6 +111,19 @@ class RLHFSide:
             "iteration_s": ended - started,
             "losses": {name: metrics[key] for name, key in named.items() if key in metrics},
         }
+
+    @torch.no_grad()
+    def _logprobs(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
+        """The actor's log-probs of ``answers``, the samples of each prompt together."""
+        actor, samples = self.engine.actor, self.case.samples
+        logprobs = []
+        with evaluating(actor):
+            for i, answer in enumerate(answers):
+                prompt = prompts[i // samples]
+                reads = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+                rows = pack([prompt + answer], [reads]).to(dist.device())
+                logprobs.append(actor(rows, self.engine.args.temperature)[0].tolist())
+        return logprobs
 
 
 class SupervisedSide:
@@ -135,7 +153,6 @@ def make_task(case: Case, config: SupervisedConfig) -> tuple[Any, Any]:
     """Engine and task, built as the step scripts do."""
     zero, num_steps = zero_settings(config), SCHEDULE_STEPS
     base = setup.read_base(config, "score" if case.task == "rm" else "lm")
-    pad_id = base.tokenizer.pad_token_id
     if case.task == "rm":
         with sharded_loading(zero):
             model = load_score_backbone(
@@ -143,24 +160,17 @@ def make_task(case: Case, config: SupervisedConfig) -> tuple[Any, Any]:
                 setup.BASE,
                 zero.dtype,
                 from_base=False,
-                pad_token_id=pad_id,
+                pad_token_id=base.tokenizer.pad_token_id,
                 num_tokens=0,
             )
         engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
-        return engine, with_packing(tasks.RewardTask, config, pad_id)
+        return engine, tasks.RewardTask()
 
     def load(zero: Any, dropout: float | None) -> Any:
         return setup.load_policy(config, base, zero, dropout)
 
     engine = setup.build_engine(load(zero, None), config, zero, num_steps)
     if case.task == "sft":
-        return engine, with_packing(tasks.SFTTask, config, pad_id)
+        return engine, tasks.SFTTask()
     reference = preference.load_reference(config, zero, load)
-    return engine, preference.PreferenceTask(config, pad_id, reference)
-
-
-def with_packing(task: type, config: SupervisedConfig, pad_id: int) -> Any:
-    """A ``task`` with the ``packing`` of ``config``, where it takes one."""
-    if "packing" not in inspect.signature(task).parameters:
-        return task(pad_id)
-    return task(pad_id, packing=config.packing)
+    return engine, preference.PreferenceTask(config, reference)

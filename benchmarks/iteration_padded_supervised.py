@@ -38,7 +38,9 @@ class PaddedSupervised:
         self.config = supervised_config(case, folder, stage, **flags)
         self.zero = zero_settings(self.config)
         wrap = ScoreEveryColumn if case.task == "rm" else lambda model: model
-        self.engine = build_engine(self._load(), self.config, self.zero, SCHEDULE_STEPS, wrap)
+        self.engine = build_engine(
+            self._load(), self.config, self.zero, SCHEDULE_STEPS, lambda model, _: wrap(model)
+        )
         self.ref = None
         if case.task == "dpo":
             self.ref = initialize_frozen(self._load(), self.zero.frozen(False))
