@@ -18,8 +18,8 @@ def on_path():
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
-# Large steps and narrow ranges: ratios and values are clipped. Not larger: Adam turns a gradient that
-# is rounding noise into a full step, and packed rows round otherwise than padded ones.
+# Large steps and narrow ranges: ratios and values are clipped. Not larger: Adam turns a gradient
+# that is rounding noise into a full step, and packed rows round otherwise than padded ones.
 LARGE_STEPS = {
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-2,
