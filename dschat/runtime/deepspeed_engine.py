@@ -150,6 +150,16 @@ def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
     return zero
 
 
+def _keeps_gradients_in_place(zero: ZeroSettings) -> bool:
+    """Whether ZeRO-2 need not copy gradients into buckets: one process on a CPU reduces nothing.
+
+    Not on a GPU, where each bucket is a kernel launch and a copy is cheap; not with a user's file.
+    """
+    one_process = dist.world_size() == 1 and not torch.cuda.is_available()
+    is_default = not zero.offload_optimizer and not zero.overrides
+    return one_process and zero.used_stage == 2 and is_default
+
+
 def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
     """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates."""
     in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -158,6 +168,9 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
         zero_section["offload_optimizer"] = in_cpu_memory
     if zero.offload_parameters and zero.shards_parameters:
         zero_section["offload_param"] = in_cpu_memory
+    if _keeps_gradients_in_place(zero):
+        # Each gradient is its own bucket.
+        zero_section |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -166,6 +179,8 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if _keeps_gradients_in_place(zero):
+        config["gradient_allreduce_op"] = "sum"  # the mean divides every gradient by 1
     if zero.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -245,6 +260,9 @@ def initialize_training(
         config=deepspeed_config(zero),
         dist_init_required=False,
     )
+    if zero.used_stage == 0 and dist.world_size() == 1:
+        # Without it DeepSpeed copies all gradients into one tensor and back.
+        engine.enable_backward_allreduce = False
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None:
         # `SkippedSteps` ends a run whose gradients are never finite.

@@ -111,6 +111,9 @@ class OptimizerStep:
         if skip or not math.isfinite(self.grad_norm):
             self._engine.optimizer.zero_grad()
             return False
+        for p in self._engine.module.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)  # as the reduction over several processes does
         self._engine.step()
         return True
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
@@ -230,6 +231,46 @@ def test_a_user_s_settings_reach_the_engine():
     engine = engine_of(net(), 3, zero_optimization={"stage3_param_persistence_threshold": 3})
     assert engine.zero_param_persistence_threshold() == 3
     assert engine_of(net(), 3).zero_param_persistence_threshold() > 3
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the elements that are copied to other memory."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
+            self.num_elements += args[0].numel()
+        if function is torch.ops.aten.cat.default:
+            self.num_elements += sum(t.numel() for t in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU ZeRO-2 fills buckets")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_process_copies_no_gradient(stage):
+    engine = engine_of(net(), stage)
+    step = OptimizerStep(engine, 2, denominator=6.0)
+    for x in inputs(2):
+        loss = engine(x).square().sum()
+        with _Copies() as copies:
+            step.backward(loss)
+        assert copies.num_elements == 0
+    assert step.finish()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_weight_without_gradient_decays(stage):
+    """As in several processes, whose reduction makes its gradient zero."""
+    module = nn.ModuleList([net(), nn.Linear(SIZE, SIZE)])
+    module.forward = lambda x: module[0](x)
+    unused = module[1].weight.detach().clone()
+    engine = engine_of(module, stage, decay=0.3)
+    take_step(engine, inputs(1))
+    torch.testing.assert_close(weights(engine)["1.weight"], unused * (1 - 1e-2 * 0.3))
 
 
 # -- steps of two models together -----------------------------------------------------------------
