@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
 from dschat.distributed.disk_space import is_full, needed_and_free
+from dschat.machine import writable_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +68,7 @@ def resolve_model(name: str, cache_dir: str | os.PathLike | None = None) -> str:
     """
     if name != TINY_NAME:
         return name
-    folder = Path(cache_dir) if cache_dir is not None else _user_cache_dir()
+    folder = Path(cache_dir) if cache_dir is not None else writable_cache()
     folder = folder / f"tiny-{_content_hash()}"
     if not folder.is_dir():
         try:
@@ -181,13 +182,3 @@ def _content_hash() -> str:
     versions = [tokenizers.__version__, transformers.__version__]
     content = json.dumps([recipe, versions, _texts()])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def _user_cache_dir() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dschat"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cache):
-            return cache
-    except OSError:
-        return Path(tempfile.gettempdir()) / f"dschat-{os.getuid()}"

@@ -138,12 +138,3 @@ def test_the_folder_name_follows_its_content(monkeypatch):
     before = builtin._content_hash()
     monkeypatch.setitem(builtin.TINY_CONFIG, "hidden_size", 64)
     assert builtin._content_hash() != before
-
-
-def test_the_user_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert builtin._user_cache_dir() == tmp_path / "cache" / "dschat"
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert builtin._user_cache_dir().parent == tmp_path

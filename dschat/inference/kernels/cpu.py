@@ -14,7 +14,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from dschat.machine import processor, user_cache
 
 logger = logging.getLogger("dschat")
 
@@ -251,7 +252,7 @@ def _library(compiler: str) -> Path:
 
     The file ends in the library's SHA-256: loading a damaged library would crash the process.
     """
-    path = _folder() / f"cpu_kernels-{_key(compiler)}.so"
+    path = user_cache() / f"cpu_kernels-{_key(compiler)}.so"
     if path.is_file() and _is_whole(path.read_bytes()):
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -275,24 +276,9 @@ def _is_whole(data: bytes) -> bool:
     return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dschat"
-
-
 def _key(compiler: str) -> str:
     """Hash of all that the machine code depends on: different machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
     sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
-    parts = [*sources, " ".join(_FLAGS).encode(), version, _processor().encode()]
+    parts = [*sources, " ".join(_FLAGS).encode(), version, processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-
-
-def _processor() -> str:
-    """Processor model and instruction sets, as far as the system reports them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
-    return "\n".join([platform.machine(), *(first.get(name, "") for name in fields)])

@@ -1,0 +1,33 @@
+"""This machine's processor, and the user's cache folder for what is built or measured on it."""
+
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+
+def processor() -> str:
+    """Processor model and instruction sets, as far as the system reports them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
+    return "\n".join([platform.machine(), *(first.get(name, "") for name in fields)])
+
+
+def user_cache() -> Path:
+    """``${XDG_CACHE_HOME:-~/.cache}/dschat``, which may be missing or not writable."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dschat"
+
+
+def writable_cache() -> Path:
+    """`user_cache`, or a temporary folder of this user if that is not writable."""
+    cache = user_cache()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError:
+        return Path(tempfile.gettempdir()) / f"dschat-{os.getuid()}"
