@@ -101,7 +101,7 @@ class EngineSide:
         """Statistics of the last call."""
         stats = self.engine.stats
         return {
-            "backend": str(self.engine.weights.backend),
+            "backends": sorted({*self.engine.weights.backends.values()}),
             "fill_s": rounded(self.fill_s),
             "page_size": self.engine.page_size,
             "prefill_tokens": stats.prefill_tokens,

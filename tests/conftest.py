@@ -11,6 +11,8 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Timing would make results depend on the machine's load; tests/models/test_linear.py covers oneDNN.
+os.environ.setdefault("DSCHAT_CPU_MATMUL", "mkl")
 # A script's `make test &` starts us deaf to Ctrl-C, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -207,8 +207,9 @@ class EngineRollout:
         e, s = self._engine, self._settings
         weights = "training's own weights" if self._layout == "zero_copy" else "its own copy"
         pages = "whole sequences" if e.page_size == e.max_seq_len else f"{e.page_size} tokens"
+        products = "/".join(sorted({*e.weights.backends.values()}))
         return (
-            f"inference engine on {weights} ({e.weights.backend} products), "
+            f"inference engine on {weights} ({products} products), "
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")

@@ -1,34 +1,51 @@
 """Multiplies activations by the decoder's weights, with the fastest kernel of the device.
 
-On a CPU a weight is packed into the blocks that the kernel reads (MKL's in fp32 if torch has MKL,
-else oneDNN's) and its plain form is freed. Elsewhere a weight keeps its address across versions, so
+On a CPU that is timed per shape. MKL and oneDNN pack a weight into the blocks that their kernel
+reads, and its plain form is freed. Elsewhere a weight keeps its address across versions, so
 that captured graphs stay valid. LoRA factors can be added as a side product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["mkl", "onednn", "plain"]
+from dschat.models import cpu_matmul
+from dschat.models.cpu_matmul import Backend, Product, Shape
+
 _PACK_ROWS = 16  # the batch size that a packing is optimised for; any size works
 _PANEL = 32  # PANEL of cpu_step.c
+_MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
 
 
-def best_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest available product. Measured on two AVX-512 cores, fp32, 16 rows: MKL's packed
-    product 170-190 GFLOP/s, oneDNN's 100-150, ``F.linear`` 85-110.
+def fastest_backends(
+    shapes: Iterable[Shape], num_rows: int, dtype: torch.dtype, device: torch.device
+) -> dict[Shape, Backend]:
+    """The fastest backend for products of ``num_rows`` rows with weights of ``shapes`` (out, in).
+
+    On a CPU measured, see `cpu_matmul`; of a large weight a part of the outputs is timed.
     """
     if device.type != "cpu":
-        return "plain"
+        return dict.fromkeys(shapes, "plain")
+    candidates: list[Backend] = ["plain"]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
-        return "mkl"
+        candidates.append("mkl")
     if torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16):
-        return "onednn"
-    return "plain"
+        candidates.append("onednn")
+    makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
+    timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
+    choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
+    return {shape: choices[timed[shape]] for shape in timed}
+
+
+def _timed_product(name: Backend, dtype: torch.dtype, num_rows: int, shape: Shape) -> Product:
+    linear = Linear(shape, False, dtype, torch.device("cpu"), name)
+    linear.open().fill_(1.0)
+    linear.seal()
+    return partial(linear, torch.ones(num_rows, shape[1], dtype=dtype))
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -100,10 +117,12 @@ class Linear:
 
     def seal(self) -> None:
         """Pack the weight, all pieces of which are written."""
+        weight = self._plain if self._shared is None else self._shared
+        assert weight is not None, "sealed before it was opened"
         if self.packs:
-            weight = self._plain if self._shared is None else self._shared
-            assert weight is not None, "sealed before it was opened"
             self.pack(weight)
+        else:
+            self._write_panels(weight)
 
     def pack(self, weight: Tensor) -> None:
         """Pack the whole ``weight`` (out, in); no reference to it is kept."""
@@ -115,11 +134,15 @@ class Linear:
         )
         weight = weight.to(self._dtype).contiguous()
         self._packed = reorder(weight, _PACK_ROWS)
-        if self._keep_panels:
-            if self.panels is None:
-                self.panels = in_panels(weight)
-            else:  # in place: `fused_decode` holds the address
-                self.panels.copy_(in_panels(weight))
+        self._write_panels(weight)
+
+    def _write_panels(self, weight: Tensor) -> None:
+        if not self._keep_panels:
+            return
+        if self.panels is None:
+            self.panels = in_panels(weight)
+        else:  # in place: `fused_decode` holds the address
+            self.panels.copy_(in_panels(weight))
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""

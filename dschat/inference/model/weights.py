@@ -8,6 +8,7 @@ nothing: the decoder then reads the tensors of the module in training.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from dschat.inference.model.linear import (
     BorrowedPart,
     Linear,
     SideProduct,
-    best_backend,
+    fastest_backends,
 )
+from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
@@ -67,7 +69,6 @@ class Weights:
         self.vocab_size = -(-spec.vocab_size // group.size)  # the last rank's may be padding
         self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.backend = best_backend(device, dtype)
         self.has_panels = keep_panels  # for `dschat.inference.kernels.fused_decode`
         self._sources = list(spec.layer_sources())
         self._by_name: dict[str, list[WeightSource]] = defaultdict(list)
@@ -147,7 +148,7 @@ class Weights:
                     has_bias,
                     self.dtype,
                     self.device,
-                    self.backend,
+                    self.backends[shape],
                     shared,
                     self.has_panels,
                 )
@@ -155,6 +156,14 @@ class Weights:
     def _head_is_shared(self, base: str) -> bool:
         """Whether the head is the tied embedding; a packing back end stores it in both forms."""
         return base == "head" and self.spec.tied
+
+    @cached_property
+    def backends(self) -> dict[Shape, Backend]:
+        """Backend of the linear layers of each shape (out, in)."""
+        shapes = (self._linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
+        # With panels only prompts are multiplied here: more rows than decode steps have.
+        num_rows = 256 if self.has_panels else 16
+        return fastest_backends(filter(None, shapes), num_rows, self.dtype, self.device)
 
     # -- this rank's share -------------------------------------------------------------------------
 

@@ -1,0 +1,91 @@
+"""Every backend of the engine's products gives the same answers; each shape has its own."""
+
+from itertools import cycle
+
+import pytest
+import torch
+from families import PROMPTS, build, engine, logprob_gap, stream
+
+from dschat.inference import SamplingParams
+from dschat.inference.kernels import fused_decode
+from dschat.inference.model.linear import fastest_backends
+from dschat.models import cpu_matmul
+from dschat.models.cpu_matmul import VARIABLE
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=9)
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """Deals the backends out to the shapes in turn."""
+
+    def deal(use, shapes, dtype, makers):
+        return dict(zip(sorted(set(shapes)), cycle(makers), strict=False))
+
+    monkeypatch.setattr(cpu_matmul, "choose", deal)
+
+
+def assert_agree(made, module):
+    rollout = made.generate(PROMPTS, SAMPLING)
+    assert logprob_gap(module, PROMPTS, rollout) < 1e-4
+    return rollout.token_ids
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["opt", "llama"])  # a tied head with biases; neither
+def test_backends_agree(name, fused, module_of, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
+    answers = []
+    for backend in ("plain", "mkl", "onednn"):
+        monkeypatch.setenv(VARIABLE, backend)
+        made = engine(build(name, seed=1))
+        assert set(made.weights.backends.values()) == {backend}
+        made.weights.load(stream(module_of(name)))  # a new version replaces panels and packing
+        answers.append(assert_agree(made, module_of(name)))
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.usefixtures("mixed")
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_each_shape_has_its_own_backend(name, module_of, monkeypatch):
+    monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
+    made = engine(module_of(name))
+    assert len(set(made.weights.backends.values())) > 1
+    for linear in made.weights.linears.values():
+        assert linear.packs == (made.weights.backends[linear.shape] != "plain")
+    assert_agree(made, module_of(name))
+
+
+def test_a_part_of_a_large_weight_is_timed(monkeypatch):
+    timed = []
+
+    def choose(use, shapes, dtype, makers):
+        timed.extend(shapes)
+        return dict.fromkeys(timed, "onednn")
+
+    monkeypatch.setattr(cpu_matmul, "choose", choose)
+    shapes = [(50_272, 768), (768, 768)]
+    assert fastest_backends(shapes, 16, FP32, CPU) == dict.fromkeys(shapes, "onednn")
+    assert timed == [(10_923, 768), (768, 768)]  # 2^23 elements
+
+
+def test_the_operands_that_are_timed_are_those_of_the_product(monkeypatch):
+    """Every candidate multiplies 16 rows by a weight of the shape."""
+    outputs = {}
+
+    def choose(use, shapes, dtype, makers):
+        outputs.update({name: make((48, 32))() for name, make in makers.items()})
+        return dict.fromkeys(shapes, "plain")
+
+    monkeypatch.setattr(cpu_matmul, "choose", choose)
+    fastest_backends([(48, 32)], 16, FP32, CPU)
+    assert next(iter(outputs)) == "plain"  # wins ties
+    for y in outputs.values():
+        assert torch.equal(y, torch.full((16, 48), 32.0))
+
+
+def test_devices_other_than_a_cpu_are_not_timed():
+    shapes = [(48, 32)]
+    assert fastest_backends(shapes, 16, FP32, torch.device("cuda")) == {(48, 32): "plain"}
