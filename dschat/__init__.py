@@ -6,6 +6,10 @@ Importing this package loads neither torch nor deepspeed; the names below load o
 from importlib import import_module
 from typing import Any
 
+from dschat.openmp import limit_spinning
+
+limit_spinning()  # NOTE: before torch loads
+
 __version__ = "0.1.0"
 
 _EXPORTS = {

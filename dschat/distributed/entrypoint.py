@@ -30,10 +30,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only rank 0 prints it. Any other exception is a
     bug and keeps its traceback, unless another rank failed first and printed its own.
     """
-    # NOTE: before torch loads OpenMP, whose waiting threads spin for milliseconds by default, also
-    # on cores that other processes need. Measured on two busy cores: steps of a tiny model 2 to 5
-    # times as fast; on idle cores no difference.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     host_checks.plug_streams()
     try:
         host_checks.check()

@@ -36,6 +36,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
+from dschat.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -80,6 +81,7 @@ class InferenceEngine:
         group: Group | None = None,
         cuda_graphs: bool = True,
     ) -> None:
+        limit_spinning_late()
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
         self.group = group or Group()
@@ -111,9 +113,8 @@ class InferenceEngine:
         self._use_graphs = cuda_graphs and device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
-        self.length_limit = "max_seq_len"  # its name in error messages
-        if max_seq_len is None or bound == self.max_seq_len:
-            self.length_limit = "the model's positions"
+        is_models = max_seq_len is None or bound == self.max_seq_len
+        self.length_limit = "the model's positions" if is_models else "max_seq_len"  # in errors
         self.stats = GenerationStats()
 
     @classmethod
@@ -245,9 +246,8 @@ class InferenceEngine:
                 cache or the model, by its number.
         """
         indices = list(range(len(prompts))) if indices is None else indices
-        limits = max_new_tokens
-        if limits is None:
-            limits = [sampling.max_new_tokens] * len(prompts)
+        default = [sampling.max_new_tokens] * len(prompts)
+        limits = default if max_new_tokens is None else max_new_tokens
         for name, values in (("indices", indices), ("max_new_tokens", limits)):
             if len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")

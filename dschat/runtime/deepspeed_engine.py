@@ -24,6 +24,7 @@ from dschat.config.errors import did_you_mean
 from dschat.models.linear import use_fastest_products
 from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
+from dschat.openmp import limit_spinning_late
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -213,6 +214,7 @@ def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
 def start_deepspeed() -> None:
     """Collective. Join the process group and initialize DeepSpeed with it."""
     dist.init()
+    limit_spinning_late()
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return

@@ -1,0 +1,83 @@
+"""The wait policy of OpenMP is set before torch loads, whichever way dschat is used."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat.openmp import num_teams
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Prints the policy as libgomp will read it, at the moment when torch is first imported.
+HOOK = """
+import os, sys
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("policy", os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Hook())
+sys.argv = sys.argv[1:]
+"""
+SCRIPT = HOOK + "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+MODEL = "builtin/tiny"
+USES = {
+    "engine": (HOOK + "from dschat.inference import InferenceEngine", []),
+    "notebook": (HOOK + "from dschat import DeepSpeedRLHFEngine", []),
+    "chat.py": (SCRIPT, ["chat.py", "--path", MODEL]),
+    "step 1": (SCRIPT, ["step1_sft/main.py", "--model_name_or_path", MODEL, "--output_dir", "o"]),
+}
+
+
+def output_of(code, arguments, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
+    environment |= {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_policy_is_set_before_torch_loads(use):
+    code, arguments = USES[use]
+    assert output_of(code, arguments) == "policy 1000"
+
+
+@pytest.mark.parametrize("variables", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_the_users_policy_stays(variables):
+    count = variables.get("GOMP_SPINCOUNT")
+    assert output_of(USES["engine"][0], [], **variables) == f"policy {count}"
+
+
+LATE = """
+import sys, threading
+import {first}
+from families import CONFIGS, empty_engine
+for _ in range(2):
+    empty_engine(CONFIGS["llama"]())
+print([t.name for t in threading.enumerate()].count("openmp"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "threads", "expected"), [("torch", 2, "1"), ("dschat", 2, "0"), ("torch", 1, "0")]
+)
+def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expected):
+    code = "import sys; sys.path.insert(0, 'tests/inference')\n" + LATE.format(first=first)
+    code = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n" + code
+    assert output_of(code, [], OMP_NUM_THREADS=str(threads)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_cores", "expected"),
+    [(1, 2, 0), (2, 2, 1), (2, 1, 1), (16, 16, 1), (8, 16, 2), (4, 4, 1), (2, 4, 3), (2, 64, 0)],
+)
+def test_teams_make_more_threads_than_cores(num_threads, num_cores, expected):
+    """libgomp counts the main thread once and every other thread of every team."""
+    teams = num_teams(num_threads, num_cores)
+    assert teams == expected
+    assert teams == 0 or 1 + (num_threads - 1) * (1 + teams) > num_cores
