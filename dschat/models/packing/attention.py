@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dschat.models.packing.kernels import CPU, CPU_DTYPES, PLAIN, Kernel
+from dschat.models.packing.kernels import CPU, CPU_DTYPES, META, PLAIN, Kernel
 from dschat.models.packing.rows import Segments
 from dschat.models.packing.varlen import VarlenKernel
 
@@ -65,7 +65,7 @@ def attention(
     if dropout or window:
         output = _sequence_by_sequence(query, key, value, segments, scale, dropout, window)
     else:
-        output = _PackedAttention.apply(query, key, value, segments, scale)
+        output = PackedAttention.apply(query, key, value, segments, scale)
     return output.transpose(1, 2), None
 
 
@@ -73,7 +73,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class _PackedAttention(torch.autograd.Function):
+class PackedAttention(torch.autograd.Function):
     """(1, H, N, D) queries, keys and values to (1, H, N, D)."""
 
     @staticmethod
@@ -97,6 +97,8 @@ class _PackedAttention(torch.autograd.Function):
 
 def _kernel(query: Tensor) -> Kernel:
     """The fastest kernel for the device and dtype of ``query``."""
+    if query.is_meta:
+        return META
     if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
         return CPU
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
