@@ -1,7 +1,8 @@
 """Measures the memory of a forward and backward pass by running it on the meta device.
 
-The pass is the real one (the model's own forward, dschat's losses, gradient checkpointing), so
-there are no formulas per architecture. A `Pass` records how many bytes are live at every point.
+The pass is the real one (packed rows, the model's own forward, the head in chunks, gradient
+checkpointing), so there are no formulas per architecture. A `Pass` records how many bytes are live
+at every point.
 
 Fused attention is assumed to save queries, keys, values, output and one number per row, never a
 (T, T) matrix, as torch's flash and memory-efficient kernels do, on a CPU too.
@@ -11,21 +12,36 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from dschat.losses import entropy_from_logits, lm_loss, token_logprobs
+from dschat.models.packing import PackedRows, Segments, pack
+from dschat.models.packing.attention import PackedAttention
 
 # glibc returns freed blocks of at least this size to the system. The process may keep smaller ones
 # (malloc's dynamic mmap threshold grows up to this).
 LARGE_BLOCK = 32 * 2**20
 
 Work = Literal["sft", "policy", "value"]
+
+
+class Batch(NamedTuple):
+    """Rows of equal length that share no prompt, and how many columns of each a pass reads."""
+
+    num_rows: int
+    seq_len: int
+    num_read: int
+
+    def rows(self) -> PackedRows:
+        """On the meta device. They read their first columns: memory does not depend on which."""
+        ids = np.zeros((self.num_rows, self.seq_len), np.int64)
+        return pack(list(ids), [range(self.num_read)] * self.num_rows).to("meta")
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Phase:
 
     num_done: int  # gradient elements complete so far
     live: int
-    logits: int  # the part of `live` that is (B, T, V)
+    logits: int  # the part of `live` that is (..., V): logits, probabilities, their gradients
     large: int  # peak of live bytes in blocks of LARGE_BLOCK or more
     large_logits: int
 
@@ -71,11 +87,10 @@ class Pass:
         return peak
 
     def extended(self, smaller: "Pass", steps: int) -> "Pass":
-        """This pass with ``steps`` more equal layers, or rows; ``smaller`` has one less than this.
+        """This pass with ``steps`` more equal layers; ``smaller`` has one less than this.
 
-        Memory is linear in the number of rows. In the number of layers it is linear as well until
-        the backward pass reaches a layer. The middle layers add no new peaks, so the phases of the
-        two passes are matched from both ends.
+        Memory is linear in the number of layers until the backward pass reaches a layer. The middle
+        layers add no new peaks, so the phases of the two passes are matched from both ends.
         """
         phases, fewer = self.phases, smaller.phases
         first = len(fewer) // 2 if len(phases) > len(fewer) else len(fewer)
@@ -91,27 +106,23 @@ class Pass:
         return Pass(tuple(grown(*pair) for pair in pairs), small)
 
 
-def run_pass(
-    module: nn.Module, work: Work, num_rows: int, seq_len: int, train: bool, vocab_size: int
-) -> Pass:
-    """Run ``work`` on ``module`` (meta device): a causal LM, or for "value" a ``ScoreModel``.
+def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_size: int) -> Pass:
+    """Run ``work`` on ``module`` (meta device): a `LanguageModel`, or for "value" a `ScoreModel`.
 
-    sft: logits of every token and their cross entropy. policy: log-probs of the next tokens, and
-    without ``train`` entropies too. value: a score of every token. ``train`` also runs the backward
-    pass, with dropout on.
+    sft: log-probs of the next tokens. policy: the same, and without ``train`` entropies too. value:
+    scores. ``train`` also runs the backward pass, with dropout on.
 
     Returns:
-        The live memory without parameters, buffers and complete gradients.
+        The live memory without parameters, buffers, rows and complete gradients.
     """
-    ids = torch.zeros(num_rows, seq_len, dtype=torch.int64, device="meta")
-    scores = num_rows * vocab_size if work != "value" else 0
-    ledger = _Ledger(module, vocab_size, {scores * (seq_len - 1), scores * seq_len} - {0})
+    rows = batch.rows()
+    ledger = _Ledger(module, rows, vocab_size if work != "value" else 0)
     trained = [p for p in module.parameters() if p.requires_grad] if train else []
     handles = [p.register_post_accumulate_grad_hook(ledger.gradient_done) for p in trained]
     module.train(train)
     try:
         with torch.set_grad_enabled(train), _fused_attention(), ledger:
-            loss = _WORK[work](module, ids)
+            loss = _WORK[work](module, rows)
             if train:
                 loss.backward()
     finally:
@@ -121,24 +132,20 @@ def run_pass(
     return ledger.result()
 
 
-def _sft(module: nn.Module, ids: Tensor) -> Tensor:
-    logits = module(input_ids=ids, use_cache=False).logits
-    return lm_loss(logits, ids, torch.ones_like(ids, dtype=torch.bool))[0]
+def _sft(module: nn.Module, rows: PackedRows) -> Tensor:
+    return -module(rows)[0].sum()
 
 
-def _policy(module: nn.Module, ids: Tensor) -> Tensor:
-    logits = module(input_ids=ids, use_cache=False).logits[:, :-1]
-    logprobs = token_logprobs(logits, ids[:, 1:])
-    if not logprobs.requires_grad:
-        entropy_from_logits(logits)
+def _policy(module: nn.Module, rows: PackedRows) -> Tensor:
+    logprobs, _ = module(rows, with_entropy=not torch.is_grad_enabled())
     return logprobs.exp().sum()
 
 
-def _value(module: nn.Module, ids: Tensor) -> Tensor:
-    return module(ids).square().sum()
+def _value(module: nn.Module, rows: PackedRows) -> Tensor:
+    return module(rows).square().sum()
 
 
-_WORK: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+_WORK: dict[str, Callable[[nn.Module, PackedRows], Tensor]] = {
     "sft": _sft,
     "policy": _policy,
     "value": _value,
@@ -146,12 +153,15 @@ _WORK: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 class _Ledger(TorchDispatchMode):
-    """Tracks the lifetime of every storage. Recognises logits by last dimension and numel."""
+    """Tracks the lifetime of every storage. Recognises logits by their last dimension; with
+    ``vocab_size`` 0 there are none.
+    """
 
-    def __init__(self, module: nn.Module, vocab_size: int, logits_numels: set[int]) -> None:
+    def __init__(self, module: nn.Module, rows: PackedRows, vocab_size: int) -> None:
         super().__init__()
-        self._vocab_size, self._logits_numels = vocab_size, logits_numels
-        owned = [*module.parameters(), *module.buffers()]
+        self._vocab_size = vocab_size
+        inputs = [value for value in vars(rows).values() if isinstance(value, Tensor)]
+        owned = [*module.parameters(), *module.buffers(), *inputs]
         self._known = {t.untyped_storage()._cdata for t in owned}
         self._live = self._logits = self._large = self._large_logits = 0
         self._peak_small = self._num_done = 0
@@ -175,7 +185,7 @@ class _Ledger(TorchDispatchMode):
         if storage._cdata in self._known:
             return
         size = storage.nbytes()
-        is_logits = tensor.numel() in self._logits_numels and tensor.shape[-1] == self._vocab_size
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocab_size > 0
         self._known.add(storage._cdata)
         self._add(size, is_logits)
         weakref.finalize(storage, self._freed, storage._cdata, size, is_logits).atexit = False
@@ -212,28 +222,17 @@ class _Ledger(TorchDispatchMode):
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Context in which attention saves what fused kernels save.
+    """Context in which attention over padded rows saves what fused kernels save, as that over
+    packed rows does.
 
     On the meta device torch uses the fallback that allocates (T, T) matrices. NOTE: a function mode
     does not work here: it is off while checkpointed layers are recomputed.
     """
     original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)
+    F.scaled_dot_product_attention = lambda q, k, v, *_, **__: PackedAttention.apply(
+        q, k, v, Segments(()), 1.0
+    )
     try:
         yield
     finally:
         F.scaled_dot_product_attention = original
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num_rows, num_heads, seq_len, _ = q.shape
-        # The kernels' output is contiguous by token: merging the heads copies nothing.
-        out = q.new_empty(num_rows, seq_len, num_heads, v.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftModel
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,14 +25,15 @@ from transformers import (
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.config import UserError
-from dschat.estimate.activations import LARGE_BLOCK, Pass, Work, run_pass
+from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
 from dschat.models.config_files import build_from, muted
+from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
+from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
 
 _SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
-_FEW_ROWS = 3  # rows to run; the pass of a larger batch is extrapolated
 # Errors of a forward pass that needs the values of tensors.
 _FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
 
@@ -54,6 +53,7 @@ class Use:
     lora_dim: int = 0
     lora_modules: tuple[str, ...] = ()
     only_optimize_lora: bool = True
+    packing: Packing = "auto"
 
     @property
     def frozen(self) -> "Use":
@@ -78,12 +78,10 @@ class Models:
 
     Args:
         made_from: output folder -> model it is trained from, for checkpoints that do not exist yet.
-        by_row: extrapolate passes without gradients from few rows, which is faster. Not for a CPU,
-            where the size of each block matters.
     """
 
-    def __init__(self, made_from: Mapping[str, str] | None = None, by_row: bool = False) -> None:
-        self._made_from, self._by_row = dict(made_from or {}), by_row
+    def __init__(self, made_from: Mapping[str, str] | None = None) -> None:
+        self._made_from = dict(made_from or {})
         self._sized = cache(self._sizes)
         self._ran = cache(self._run)
         self._config = cache(self._load_config)
@@ -101,7 +99,13 @@ class Models:
 
     def sizes(self, use: Use) -> Sizes:
         """Numbers of elements, which do not depend on the settings of passes."""
-        plain = replace(use, dropout=None, attn_implementation=None, gradient_checkpointing=False)
+        plain = replace(
+            use,
+            dropout=None,
+            attn_implementation=None,
+            gradient_checkpointing=False,
+            packing="off",
+        )
         return self._sized(plain)
 
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -124,39 +128,33 @@ class Models:
         # The score head trains without an adapter, and `base` includes it.
         head = 0
         if use.kind == "score":
-            scorer = self._module(use.frozen, 1)
-            assert isinstance(scorer, ScoreModel)
-            head = scorer.model.score.weight.numel()
+            head = self._module(use.frozen, 1).base.score.weight.numel()
         return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
 
-    def run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
-        """The memory of ``work`` on (num_rows, seq_len) tokens; see `activations.run_pass`."""
+    def run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
+        """The memory of ``work`` on ``batch``; see `activations.run_pass`."""
         if not train:
             use = replace(use, dropout=0.0, gradient_checkpointing=False)
-        # NOTE: with gradients the peak may be in another phase for few rows.
-        if train or not self._by_row or num_rows <= _FEW_ROWS:
-            return self._ran(use, work, num_rows, seq_len, train)
-        some, fewer = (
-            self._ran(use, work, rows, seq_len, train) for rows in (_FEW_ROWS, _FEW_ROWS - 1)
-        )
-        return some.extended(fewer, num_rows - _FEW_ROWS)
+        return self._ran(use, work, batch, train)
 
-    def _run(self, use: Use, work: Work, num_rows: int, seq_len: int, train: bool) -> Pass:
+    def _run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
         text = self.config(use).get_text_config()
 
         def run(num_layers: int | None) -> Pass:
             module = self._module(use, num_layers)
-            return run_pass(module, work, num_rows, seq_len, train, text.vocab_size)
+            return run_pass(module, work, batch, train, text.vocab_size)
 
         try:
             if text.num_hidden_layers <= _SHALLOW:
                 return run(None)
             return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
+        except UserError:
+            raise
         except _FORWARD_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
 
-    def _module(self, use: Use, num_layers: int | None = None) -> nn.Module:
+    def _module(self, use: Use, num_layers: int | None = None) -> PackedModel:
         """``use`` on the meta device; ``num_layers``: with its first layers only."""
         config = copy.deepcopy(self.config(use))
         if num_layers is not None:
@@ -173,7 +171,7 @@ class Models:
         if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
             text.pad_token_id = config.pad_token_id = None
 
-        def build(config: PretrainedConfig) -> nn.Module:
+        def build(config: PretrainedConfig) -> PreTrainedModel:
             with init_empty_weights(include_buffers=True):
                 return auto.from_config(config, **options)
 
@@ -188,14 +186,14 @@ class Models:
                 use.only_optimize_lora,
                 use.flag,
             )
-        module = ScoreModel(module) if use.kind == "score" else module
-        return module.to(use.dtype)  # PEFT makes fp32 adapters, which DeepSpeed casts to 16 bit
+            wrap = ScoreModel if use.kind == "score" else LanguageModel
+            packed = wrap(module, use.packing)
+        return packed.to(use.dtype)  # PEFT makes fp32 adapters, which DeepSpeed casts to 16 bit
 
 
-def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
-    language_model = _language_model(module)
-    embedding = language_model.get_input_embeddings().weight
-    head = language_model.get_output_embeddings()
+def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
+    embedding = module.base.get_input_embeddings().weight
+    head = module.base.get_output_embeddings()
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
     return Sizes(
         total=sum(n for n, _ in counts),
@@ -205,11 +203,6 @@ def _count(module: nn.Module, dtype: torch.dtype) -> Sizes:
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
     )
-
-
-def _language_model(module: nn.Module) -> PreTrainedModel:
-    module = module.model if isinstance(module, ScoreModel) else module
-    return module.get_base_model() if isinstance(module, PeftModel) else module
 
 
 def _cut(config: PretrainedConfig, num_layers: int) -> None:

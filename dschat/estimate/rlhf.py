@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from dschat.config import RLHFConfig
-from dschat.estimate.activations import Work
+from dschat.estimate.activations import Batch, Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.modes import Holding, Items, Mode, StepEstimate, fullest, summed
@@ -35,9 +35,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         # A frozen base serves as the reference, with the adapters off.
         self._is_reference = bool(config.actor_lora_dim) and config.only_optimize_lora
         self._frozen = self._frozen_models()
-        seq_len = config.max_prompt_seq_len + config.max_answer_seq_len
-        self._batch = (config.per_device_training_batch_size, seq_len)
-        self._eval_batch = (config.eval_batch_size, seq_len)
+        columns = config.max_prompt_seq_len + config.max_answer_seq_len, config.max_answer_seq_len
+        self._batch = Batch(config.per_device_training_batch_size, *columns)
+        self._eval_batch = Batch(config.eval_batch_size, *columns)
 
     def _use(self, model: str, kind: Literal["lm", "score"]) -> Use:
         c = self._config
@@ -57,6 +57,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             setting("lora_dim"),
             tuple(setting("lora_modules")),
             c.only_optimize_lora,
+            c.packing,
         )
 
     def _frozen_models(self) -> dict[str, tuple[Held, int]]:
@@ -169,16 +170,17 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         ]
         return passes + self._frozen_passes(self._batch, leftover)
 
-    def _frozen_passes(self, shape: tuple[int, int], leftover: int) -> list[tuple[str, Items]]:
+    def _frozen_passes(self, batch: Batch, leftover: int) -> list[tuple[str, Items]]:
         passes: list[tuple[str, Items]] = []
         if self._config.needs_reference:
             use, gathered = self._actor, self._trained["actor"].gathered
             if not self._is_reference:
                 use, gathered = self._actor.frozen, self._frozen["reference"][1]
-            passes.append(("reference", self._forward(use, gathered, "policy", shape, leftover)))
+            passes.append(("reference", self._forward(use, gathered, "policy", batch, leftover)))
         if "reward" in self._frozen:
             gathered = self._frozen["reward"][1]
-            items = self._forward(self._reward, gathered, "value", shape, leftover)
+            last = batch._replace(num_read=1)
+            items = self._forward(self._reward, gathered, "value", last, leftover)
             passes.append(("reward model", items))
         return passes
 
@@ -186,7 +188,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """The moments of the optimizer steps of actor and critic."""
         c, moments, small = self._config, [], 0
         for _, use, work in self._learners():
-            small = max(small, self._models.run(use, work, *self._batch, train=True).small)
+            small = max(small, self._models.run(use, work, self._batch, train=True).small)
         for name, use, work in self._learners():
             # Pretraining text doubles the actor's micro-batches.
             several = 2 if name == "actor" and c.unsupervised_dataset_name else 1

@@ -36,7 +36,7 @@ def log_lines(request: Request) -> Iterator[str]:
 def make_estimator(request: Request) -> Estimator:
     """A function from a step's configuration to its estimate on the request's device."""
     device = find_device(request.device_memory_gib, request.processes_here)
-    models = Models(request.made_from, by_row=device.on_gpu)
+    models = Models(request.made_from)
 
     def estimate(config: CommonConfig) -> StepEstimate:
         if isinstance(config, RLHFConfig):

@@ -7,7 +7,7 @@ import torch
 
 from dschat.checkpoint import MAX_FILE_BYTES
 from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
-from dschat.estimate.activations import Work
+from dschat.estimate.activations import Batch, Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.modes import Holding, Items, Mode, StepEstimate, fullest, summed
@@ -61,7 +61,7 @@ class StepEstimator(Generic[Config]):
         use: Use,
         training: Training,
         work: Work,
-        shape: tuple[int, int],
+        batch: Batch,
         num_micro_batches: int,
         small: int = 0,
     ) -> list[tuple[str, Items]]:
@@ -69,7 +69,7 @@ class StepEstimator(Generic[Config]):
 
         ``small``: bytes of freed small blocks that malloc retains from other passes.
         """
-        run = self._models.run(use, work, *shape, train=True)
+        run = self._models.run(use, work, batch, train=True)
         retained = self._retained(max(small, run.small))
         several = num_micro_batches > 1
         activations, logits, gradients = run.peak(
@@ -92,16 +92,14 @@ class StepEstimator(Generic[Config]):
             moments.append((moment, items))
         return moments
 
-    def _leftover(self, use: Use, training: Training, work: Work, shape: tuple[int, int]) -> int:
+    def _leftover(self, use: Use, training: Training, work: Work, batch: Batch) -> int:
         """Bytes of small blocks that malloc retains after an optimizer step."""
-        small = self._models.run(use, work, *shape, train=True).small
+        small = self._models.run(use, work, batch, train=True).small
         return small + training.per_gradient * self._models.sizes(use).in_small
 
-    def _forward(
-        self, use: Use, gathered: int, work: Work, shape: tuple[int, int], leftover: int
-    ) -> Items:
+    def _forward(self, use: Use, gathered: int, work: Work, batch: Batch, leftover: int) -> Items:
         """A pass without gradients; ``leftover``: see `_leftover`."""
-        run = self._models.run(use, work, *shape, train=False)
+        run = self._models.run(use, work, batch, train=False)
         activations, logits, _ = run.peak(0, False, self._retained(leftover))
         return {"activations": activations, "logits": logits, "buffers": gathered}
 
@@ -155,6 +153,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             config.lora_dim,
             tuple(config.lora_modules),
             config.only_optimize_lora,
+            config.packing,
         )
 
     def estimate(self) -> StepEstimate:
@@ -163,11 +162,12 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         training = self._training(use, zero)
         work: Work = "sft" if use.kind == "lm" else "value"
         rows = 1 if self._pairs is None else 2  # a pair is two sequences
-        batch = (rows * c.per_device_train_batch_size, c.max_seq_len)
+        columns = c.max_seq_len, 1 if work == "value" else c.max_seq_len - 1
+        batch = Batch(rows * c.per_device_train_batch_size, *columns)
         moments = self._moments(use, training, work, batch, c.gradient_accumulation_steps)
         leftover = self._leftover(use, training, work, batch)
-        shape = (rows * c.per_device_eval_batch_size, c.max_seq_len)
-        evaluation = [("", self._forward(use, training.gathered, work, shape, leftover))]
+        held_out = Batch(rows * c.per_device_eval_batch_size, *columns)
+        evaluation = [("", self._forward(use, training.gathered, work, held_out, leftover))]
         held, lines = trained_holding("model", training), [self._line("model", use, zero)]
         if self._pairs is not None and self._pairs.trains_policy:
             weights, gathered = self._reference(self._pairs, zero)
@@ -175,7 +175,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             lines.append(f"reference: {reference_of(self._pairs)}")
             if not self._pairs.precompute_ref_logprobs:
                 moments += self._reference_pass(self._pairs, gathered, batch, leftover)
-                evaluation += self._reference_pass(self._pairs, gathered, shape, leftover)
+                evaluation += self._reference_pass(self._pairs, gathered, held_out, leftover)
         return self._finished(
             1 if self._pairs is None else 2,
             lines,
@@ -194,12 +194,12 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         return frozen_bytes(total, frozen, self._num_processes)
 
     def _reference_pass(
-        self, config: RewardConfig, gathered: int, shape: tuple[int, int], leftover: int
+        self, config: RewardConfig, gathered: int, batch: Batch, leftover: int
     ) -> list[tuple[str, Items]]:
         use = self._use.frozen
         blocks = 3 if config.loss == "kto" else 2  # KTO adds mismatched answers
-        shape = (shape[0] // 2 * blocks, shape[1])
-        return [("reference", self._forward(use, gathered, "sft", shape, leftover))]
+        batch = batch._replace(num_rows=batch.num_rows // 2 * blocks)
+        return [("reference", self._forward(use, gathered, "sft", batch, leftover))]
 
 
 def reference_of(config: RewardConfig) -> str:

@@ -1,6 +1,7 @@
 """Activations: by hand, extrapolated from few layers, of every family."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from estimates import estimated
 from torch import nn
 
-from dschat.estimate.activations import run_pass
+from dschat.config import UserError
+from dschat.estimate.activations import Batch, run_pass
 from dschat.estimate.models import Models, Use
+from dschat.losses.linear_logprobs import _CHUNK_ELEMENTS
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -22,15 +25,15 @@ class TwoLayers(nn.Module):
         super().__init__()
         self.embed, self.up, self.down = nn.Embedding(10, 4), nn.Linear(4, 16), nn.Linear(16, 1)
 
-    def forward(self, input_ids):
-        return self.down(self.up(self.embed(input_ids)).relu()).squeeze(-1)
+    def forward(self, rows):
+        return self.down(self.up(self.embed(rows.input_ids)).relu()).squeeze(-1)
 
 
 def test_activations_by_hand():
     """3 x 5 tokens, fp32: 15 x 4 embedded, 15 x 16 hidden, 15 scores, squares and their sum."""
     with torch.device("meta"):
         module = TwoLayers()
-    run = run_pass(module, "value", 3, 5, train=True, vocab_size=0)
+    run = run_pass(module, "value", Batch(3, 5, 5), train=True, vocab_size=0)
     tokens = 3 * 5 * 4  # bytes of one number per token
     # Forward: ReLU reads the hidden state and writes another, then the first is freed.
     forward = tokens * (4 + 16 + 16)
@@ -44,7 +47,7 @@ def test_activations_by_hand():
     assert run.phases[-1].num_done == num_trained
     assert run.peak(4, True, None)[2] == 4 * num_trained
     assert run.peak(0, False, retained=10**6)[0] == 10**6  # from other passes
-    forward_only = run_pass(module, "value", 3, 5, train=False, vocab_size=0)
+    forward_only = run_pass(module, "value", Batch(3, 5, 5), train=False, vocab_size=0)
     assert forward_only.peak(0, False, None)[0] == tokens * (16 + 16)  # the embeddings are freed
 
 
@@ -56,9 +59,9 @@ def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 32}))
     use = Use(str(folder), "--x", "lm", FP32, gradient_checkpointing=checkpointing)
-    quick = Models().run(use, "policy", 4, 64, train=True)
+    quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
     monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
-    whole = Models().run(use, "policy", 4, 64, train=True)
+    whole = Models().run(use, "policy", Batch(4, 64, 32), train=True)
     assert len(quick.phases) < len(whole.phases)
     for per_gradient in (0, 2, 4):
         for retained in (None, 0):
@@ -67,15 +70,40 @@ def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch)
     assert quick.small == whole.small
 
 
-def test_attention_memory_is_linear_in_the_length(opt):
-    """Twice the length, twice the activations: no (T, T) matrix."""
-    use = Use(opt("350m"), "--x", "lm", BF16)
-    short, long = (
-        Models().run(use, "sft", 1, length, train=True).phases[0] for length in (512, 1024)
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_attention_memory_is_linear_in_the_length(opt, packing):
+    """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
+    use = Use(opt("350m"), "--x", "lm", BF16, packing=packing)
+    short, middle, long = (
+        Models().run(use, "sft", Batch(2, length, length - 1), train=True).phases[0]
+        for length in (512, 1024, 1536)
     )
-    head = 512 * 50272 * 2  # bytes of its gradient, independent of the length
-    assert long.live - head == pytest.approx(2 * (short.live - head), rel=0.01)
-    assert long.logits == 2 * 1024 * 50272 * 2  # and their gradient
+    assert long.live - middle.live == pytest.approx(middle.live - short.live, rel=0.001)
+    assert short.logits == middle.logits == long.logits
+    assert 0 < long.logits <= 4 * 4 * _CHUNK_ELEMENTS  # at most four fp32 copies of one chunk
+
+
+def test_columns_that_are_not_read_have_no_logits(opt):
+    use = Use(opt("350m"), "--x", "lm", BF16)
+    few, all_but_one = (
+        Models().run(use, "policy", Batch(2, 512, num_read), train=False).phases[0]
+        for num_read in (64, 511)
+    )
+    # At most four fp32 copies: 16-bit logits, those in fp32, probabilities, their entropy terms.
+    assert 0 < few.logits <= 4 * 4 * 2 * 64 * 50272 < all_but_one.logits
+
+
+def test_a_family_that_cannot_be_packed(tiny):
+    """Padded by default; ``--packing on`` is the error of the run itself."""
+    use = Use(tiny("bloom"), "--x", "lm", FP32)
+    batch = Batch(2, 8, 7)
+    padded, default = (
+        Models().run(replace(use, packing=packing), "sft", batch, train=True)
+        for packing in ("off", "auto")
+    )
+    assert padded == default
+    with pytest.raises(UserError, match="^--packing on: a BloomForCausalLM cannot"):
+        Models().run(replace(use, packing="on"), "sft", batch, train=True)
 
 
 FAMILIES = ("llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3")

@@ -47,7 +47,7 @@ PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size
 }
 
 
-SHARED = Models(by_row=True)
+SHARED = Models()
 
 
 @pytest.mark.parametrize("gpu", PUBLISHED)
