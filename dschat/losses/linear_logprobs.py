@@ -109,12 +109,13 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = log_probs.exp_().mul_(-scale)
                 unused = scale == 0
             part.scatter_add_(-1, target_ids[rows].unsqueeze(-1), scale)
-            # A masked position has gradient 0 but its logits may be NaN, and 0 * NaN is NaN.
+            # A masked position has gradient 0 but its logits may be NaN, and 0 * NaN is NaN: in
+            # the sum over positions, too.
             part = part.masked_fill_(unused, 0.0).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = part @ weight
             if grad_weight is not None:
-                grad_weight += part.T @ hidden[rows]
+                grad_weight += part.T @ hidden[rows].masked_fill(unused, 0.0)
             if grad_bias is not None:
                 grad_bias += part.sum(0, dtype=torch.float32)
         if grad_weight is not None:
