@@ -1,0 +1,158 @@
+"""Packed rows: every row can be rebuilt from the stream; columns, targets and positions by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dschat.models.packing import Segments, pack
+
+# Three ids, so that prompts are often equal; 0 is also the padding.
+ROW = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@st.composite
+def packed_input(draw):
+    """Rows, the columns read of each (any order, repeated, none) and the lengths of prompts."""
+    rows = draw(st.lists(ROW, max_size=7))
+    reads = [draw(st.lists(st.integers(0, len(row) - 1), max_size=5)) for row in rows]
+    prefixes = [draw(st.integers(0, len(row))) for row in rows]
+    return rows, reads, draw(st.sampled_from([None, prefixes]))
+
+
+def rebuilt(packed):
+    """Token ids and positions of every row of the stream, in the stream's order."""
+    ids, positions, start = packed.input_ids.tolist(), packed.position_ids.tolist(), 0
+    rows = []
+    for prefix, answers in packed.segments.groups:
+        end = start + prefix
+        for length in answers or [0]:
+            here = [*range(start, start + prefix), *range(end, end + length)]
+            rows.append((here, [ids[i] for i in here], [positions[i] for i in here]))
+            end += length
+        start = end
+    assert start == len(ids)
+    return rows
+
+
+@given(packed_input())
+def test_every_row_can_be_rebuilt(case):
+    rows, reads, prefixes = case
+    packed = pack(rows, reads, prefixes)
+    stream = rebuilt(packed)
+    for _, ids, positions in stream:
+        assert positions == list(range(len(ids)))
+    if rows:
+        assert sorted(ids for _, ids, _ in stream) == sorted(rows)
+    longest = max(map(len, rows), default=1)
+    assert packed.segments.longest == longest
+    assert packed.num_tokens == len(packed.input_ids) <= max(1, sum(map(len, rows)))
+
+
+@given(packed_input())
+def test_columns_are_those_of_their_rows_and_keep_their_order(case):
+    rows, reads, prefixes = case
+    packed = pack(rows, reads, prefixes)
+    by_tokens = {}  # a column of the stream -> the rows' beginnings that end there
+    for here, ids, _ in rebuilt(packed):
+        for count, column in enumerate(here, 1):
+            by_tokens.setdefault(column, ids[:count])
+            assert by_tokens[column] == ids[:count]  # whatever row it is read for
+    expected = [
+        (i, row, c) for i, (row, cs) in enumerate(zip(rows, reads, strict=True)) for c in cs
+    ]
+    assert packed.row_of.tolist() == [i for i, _, _ in expected]
+    for column, target, (_, row, c) in zip(
+        packed.columns.tolist(), packed.targets.tolist(), expected, strict=True
+    ):
+        assert by_tokens[column] == row[: c + 1]
+        assert target == (row[c + 1] if c + 1 < len(row) else 0)
+
+
+@given(packed_input())
+def test_padded_rows_are_the_same_rows(case):
+    rows, reads, prefixes = case
+    packed = pack(rows, reads, prefixes)
+    width = max(map(len, rows), default=1)
+    padded = [row + [0] * (width - len(row)) for row in rows] or [[0]]
+    assert packed.padded_ids.tolist() == padded
+    flat = packed.padded_columns.tolist()
+    assert flat == [i * width + c for i, columns in enumerate(reads) for c in columns]
+
+
+@given(packed_input())
+def test_prompts_are_shared_where_they_can_be(case):
+    """As many tokens as there are distinct prompts and answers; nothing else is left out."""
+    rows, reads, prefixes = case
+    tokens, seen = 0, {}
+    for row, prefix in zip(rows, prefixes or [0] * len(rows), strict=True):
+        shares = 0 < prefix < len(row)
+        tokens += len(row) - (prefix if shares and tuple(row[:prefix]) in seen else 0)
+        if shares:
+            seen[tuple(row[:prefix])] = True
+    assert pack(rows, reads, prefixes).num_tokens == (tokens if rows else 1)
+
+
+@given(packed_input())
+def test_segments_cover_the_stream(case):
+    segments = pack(*case).segments
+    lengths = [n for prefix, answers in segments.groups for n in (prefix, *answers)]
+    assert min(lengths) > 0  # kernels take no empty segment
+    assert [end - start for start, end in segments.pieces] == lengths
+    assert [start for start, _ in segments.pieces] == [0, *np.cumsum(lengths)[:-1]]
+    groups = [(prefix, sum(answers)) for prefix, answers in segments.groups if answers]
+    assert [(b - a, d - c) for (a, b), (c, d) in segments.shared] == groups
+    assert all(b == c for (_, b), (c, _) in segments.shared)
+
+
+def test_a_group_by_hand():
+    rows = [[5, 6, 7, 8], [9], [5, 6, 4], [5, 6, 7, 8]]
+    packed = pack(rows, [[1, 2], [0], [0, 1, 2], [3]], [2, 0, 2, 2])
+    assert packed.segments == Segments(((2, (2, 1, 2)), (1, ())))
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 4, 7, 8, 9]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 2, 2, 3, 0]
+    assert packed.columns.tolist() == [1, 2, 7, 0, 1, 4, 6]
+    assert packed.targets.tolist() == [7, 8, 0, 6, 4, 0, 0]
+    assert packed.row_of.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert packed.segments.pieces == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8)]
+    assert packed.segments.shared == [((0, 2), (2, 7))]
+    assert packed.segments.longest == 4
+
+
+def test_prompts_of_one_row_or_of_whole_rows_are_not_shared():
+    alone = pack([[1, 2, 3], [1, 3, 3]], [[0], [0]], [2, 2])
+    whole = pack([[1, 2], [1, 2]], [[0], [0]], [2, 2])
+    empty = pack([[1, 2], [1, 2]], [[0], [0]], [0, 0])
+    assert alone.segments.groups == ((3, ()), (3, ()))
+    assert whole.segments.groups == empty.segments.groups == ((2, ()), (2, ()))
+
+
+@pytest.mark.parametrize("prefixes", [None, []])
+def test_no_rows_are_one_token_of_which_nothing_is_read(prefixes):
+    packed = pack([], [], prefixes)
+    assert packed.input_ids.tolist() == [0]
+    assert packed.padded_ids.tolist() == [[0]]
+    assert packed.segments.groups == ((1, ()),)
+    for tensor in (packed.columns, packed.targets, packed.row_of, packed.padded_columns):
+        assert tensor.tolist() == []
+        assert tensor.dtype == torch.int64
+
+
+@pytest.mark.parametrize("made", [list, np.array, lambda row: torch.tensor(row, dtype=torch.int32)])
+def test_rows_of_any_kind(made):
+    packed = pack([made([3, 4, 5]), made([3, 4])], [range(2), np.array([1])], [1, 1])
+    assert packed.input_ids.tolist() == [3, 4, 5, 4]
+    assert packed.targets.tolist() == [4, 5, 0]
+    tensors = [v for v in vars(packed).values() if isinstance(v, torch.Tensor)]
+    assert {tensor.dtype for tensor in tensors} == {torch.int64}
+
+
+def test_to_moves_every_tensor_and_keeps_the_lengths():
+    packed = pack([[1, 2]], [[0]])
+    moved = packed.to("meta")
+    tensors = {name for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) == 7
+    assert all(getattr(moved, name).is_meta for name in tensors)
+    assert moved.segments is packed.segments
+    assert not packed.input_ids.is_meta
