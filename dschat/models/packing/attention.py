@@ -61,12 +61,14 @@ def attention(
     if key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    size = value.shape[-1]
     window = sliding_window if sliding_window and sliding_window < segments.longest else None
     if dropout or window:
         output = _sequence_by_sequence(query, key, value, segments, scale, dropout, window)
     else:
-        output = PackedAttention.apply(query, key, value, segments, scale)
-    return output.transpose(1, 2), None
+        output = PackedAttention.apply(*_same_sizes(query, key, value), segments, scale)
+    # NOTE: contiguous, as transformers' own: some families take a view of it.
+    return output[..., :size].transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -95,13 +97,24 @@ class PackedAttention(torch.autograd.Function):
         return (*grads, None, None)
 
 
+def _same_sizes(*tensors: Tensor) -> list[Tensor]:
+    """Heads padded with zeros to one size, on CUDA to a multiple of 8: the same attention.
+
+    DeepSeek's values are smaller than its keys.
+    """
+    size = max(x.shape[-1] for x in tensors)
+    if tensors[0].device.type == "cuda":
+        size = -(-size // 8) * 8
+    return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
+
+
 def _kernel(query: Tensor) -> Kernel:
     """The fastest kernel for the device and dtype of ``query``."""
     if query.is_meta:
         return META
     if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
         return CPU
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+    if query.device.type == "cuda" and VarlenKernel.supports(query):
         return VarlenKernel()
     return PLAIN
 

@@ -73,6 +73,14 @@ def _table(segments: Segments, device: torch.device) -> _Table:
 class VarlenKernel:
     """A `dschat.models.packing.kernels.Kernel`."""
 
+    @staticmethod
+    def supports(query: Tensor) -> bool:
+        """Whether FlashAttention takes heads of this dtype and size, on this GPU (Ampere or
+        later).
+        """
+        fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+        return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:

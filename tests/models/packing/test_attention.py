@@ -1,0 +1,334 @@
+"""Attention over packed rows against dense masked attention in float64, for every kernel."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dschat.models.packing import Segments, attention
+from dschat.models.packing.kernels import CPU, PLAIN
+from dschat.models.packing.varlen import VarlenKernel
+
+GROUPS = {
+    "one_token": ((1, ()),),
+    "one_row": ((6, ()),),
+    "rows": ((3, ()), (1, ()), (5, ()), (1, ())),
+    "one_answer": ((4, (3,)),),
+    "one_token_answers": ((1, (1, 1)),),
+    "many_answers": ((5, (2,) * 9),),
+    "group_last": ((2, ()), (3, (1, 4, 2))),
+    "mixed": ((1, (1, 1)), (7, ()), (2, (5,)), (3, (1, 2, 6, 1)), (1, ()), (4, (2, 2))),
+}
+HEADS, SIZE = 4, 8
+every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+
+
+def positions_and_mask(segments):
+    """Positions (N,), and (N, N) bool: whether token i attends to token j. From the definition:
+    each answer is a row that begins with its prefix.
+    """
+    num_tokens = segments.pieces[-1][1]
+    position, mask = torch.zeros(num_tokens).long(), torch.zeros(num_tokens, num_tokens).bool()
+    start = 0
+    for prefix, answers in segments.groups:
+        end = start + prefix
+        for length in answers or (0,):
+            row = torch.tensor([*range(start, start + prefix), *range(end, end + length)])
+            position[row] = torch.arange(len(row))
+            mask[row[:, None], row] |= torch.ones(len(row), len(row)).tril().bool()
+            end += length
+        start = end
+    return position, mask
+
+
+def dense(q, k, v, segments, scale, window=None):
+    """Attention with an (N, N) mask in float64: (1, H, N, D)."""
+    position, mask = positions_and_mask(segments)
+    if window is not None:
+        mask &= position[:, None] - position < window
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def tensors(segments, heads=HEADS, kv_heads=HEADS, size=SIZE, dtype=torch.float32, v_size=None):
+    """Queries, keys, values and an upstream gradient: transposed views, as models make them."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = segments.pieces[-1][1]
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, v_size or size), (heads, v_size or size)]
+    made = [torch.randn(1, num_tokens, *shape, generator=generator) for shape in shapes]
+    return [x.to(dtype).transpose(1, 2).requires_grad_() for x in made]
+
+
+def check(run, q, k, v, upstream, segments, scale, window=None, tolerance=1e-5):
+    """``run(q, k, v)`` (1, H, N, D) and its gradients are the dense ones."""
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = dense(*doubles, segments, scale, window)
+    output = run(q, k, v)
+    assert output.dtype == q.dtype
+    grads = torch.autograd.grad(output, (q, k, v), upstream.detach())
+    references = torch.autograd.grad(expected, doubles, upstream.detach().double())
+    for actual, reference in zip((output, *grads), (expected, *references), strict=True):
+        assert actual.shape == reference.shape
+        gap = (actual.detach().double() - reference.detach()).abs().max()
+        assert gap <= tolerance * max(1.0, float(reference.detach().abs().max()))
+
+
+def with_kernel(monkeypatch, kernel, segments, scale):
+    monkeypatch.setattr(attention, "_kernel", lambda query: kernel)
+    return lambda q, k, v: attention.attention(None, q, k, v, None, segments, scale)[0].transpose(
+        1, 2
+    )
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+class FlashOnCPU:
+    """Dense stand-ins for torch's variable-length FlashAttention, for `VarlenKernel` on a CPU.
+
+    Arguments are bound by the names in the real operators' schemas. Like the real one, backward
+    uses the output and the log-sum-exps that it is given.
+    """
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        for name in ("_flash_attention_forward", "_flash_attention_backward"):
+            schema = getattr(torch.ops.aten, name).default._schema
+            names = [argument.name for argument in schema.arguments]
+            monkeypatch.setattr(torch.ops.aten, name, self._bound(getattr(self, name[17:]), names))
+
+    def _bound(self, function, names):
+        def call(*args, **kwargs):
+            bound = SimpleNamespace(**dict(zip(names, args, strict=False)), **kwargs)
+            self._check(bound)
+            self.calls.append((function.__name__, bound.is_causal))
+            return function(bound)
+
+        return call
+
+    def _check(self, a):
+        assert a.dropout_p == 0
+        for cumulative, longest, x in (
+            (a.cum_seq_q, a.max_q, a.query),
+            (a.cum_seq_k, a.max_k, a.key),
+        ):
+            assert cumulative.dtype == torch.int32
+            assert longest == cumulative.diff().max()
+            assert cumulative[-1] == len(x)
+            assert x.stride(-1) == 1  # as the kernel demands
+        assert a.key.shape == a.value.shape
+        assert not a.is_causal or torch.equal(a.cum_seq_q, a.cum_seq_k)
+
+    def _parts(self, a):
+        """(queries' and keys' slices, scores (H, Q, K) float64) of every sequence."""
+        q_bounds, k_bounds = a.cum_seq_q.tolist(), a.cum_seq_k.tolist()
+        for i in range(len(q_bounds) - 1):
+            queries, keys = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
+            q, k = (x.double().transpose(0, 1) for x in (a.query[queries], a.key[keys]))
+            scores = q @ k.transpose(-1, -2) * a.scale
+            if a.is_causal:
+                future = torch.ones(scores.shape[-2:]).triu(1).bool()
+                scores = scores.masked_fill(future, -math.inf)
+            yield queries, keys, scores
+
+    def forward(self, a):
+        output = torch.full_like(a.query, math.nan)
+        logsumexp = torch.full((a.query.shape[1], len(a.query)), math.nan)
+        for queries, keys, scores in self._parts(a):
+            values = a.value[keys].double().transpose(0, 1)
+            output[queries] = (scores.softmax(-1) @ values).transpose(0, 1).to(output.dtype)
+            logsumexp[:, queries] = scores.logsumexp(-1).float()
+        return output, logsumexp, None, None, None
+
+    def backward(self, a):
+        assert a.grad_out.is_contiguous()
+        assert a.logsumexp.is_contiguous()
+        assert a.logsumexp.shape == (a.query.shape[1], len(a.query))
+        grads = [torch.full_like(x, math.nan) for x in (a.query, a.key, a.value)]
+        for queries, keys, scores in self._parts(a):
+            grad, output = (x[queries].double().transpose(0, 1) for x in (a.grad_out, a.out))
+            q, k, v = (
+                x.double().transpose(0, 1) for x in (a.query[queries], a.key[keys], a.value[keys])
+            )
+            probs = (scores - a.logsumexp[:, queries, None].double()).exp()
+            delta = (grad * output).sum(-1, keepdim=True)
+            of_scores = probs * (grad @ v.transpose(-1, -2) - delta) * a.scale
+            parts = (of_scores @ k, of_scores.transpose(-1, -2) @ q, probs.transpose(-1, -2) @ grad)
+            for total, part, rows in zip(grads, parts, (queries, keys, keys), strict=True):
+                total[rows] = part.transpose(0, 1).to(total.dtype)
+        return tuple(grads)
+
+
+def test_stand_ins_have_the_cpu_kernels_results(monkeypatch):
+    """One causal sequence: the fake's forward and backward are those of a real flash kernel."""
+    q, k, v, _ = (x.detach() for x in tensors(Segments(((5, ()),))))
+    expected = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    FlashOnCPU(monkeypatch)
+    output, logsumexp = VarlenKernel().forward(q, k, v, Segments(((5, ()),)), SIZE**-0.5)
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(logsumexp, expected[1])
+
+
+@every_group
+@pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
+def test_fp32(monkeypatch, groups, kernel):
+    segments = Segments(groups)
+    if kernel == "varlen":
+        FlashOnCPU(monkeypatch)
+    chosen = {"cpu": CPU, "plain": PLAIN, "varlen": VarlenKernel()}[kernel]
+    q, k, v, upstream = tensors(segments)
+    check(with_kernel(monkeypatch, chosen, segments, 0.3), q, k, v, upstream, segments, 0.3)
+
+
+@every_group
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
+def test_16_bits(monkeypatch, groups, dtype, kernel):
+    """To a few units: outputs and gradients are rounded per part, and a sum of parts again."""
+    segments = Segments(groups)
+    if kernel == "varlen":
+        FlashOnCPU(monkeypatch)
+    chosen = {"cpu": CPU, "plain": PLAIN, "varlen": VarlenKernel()}[kernel]
+    q, k, v, upstream = tensors(segments, dtype=dtype)
+    run = with_kernel(monkeypatch, chosen, segments, 0.3)
+    tolerance = 6 * torch.finfo(dtype).eps
+    check(run, q, k, v, upstream, segments, 0.3, tolerance=tolerance)
+
+
+def test_large_scores_join_without_overflow(monkeypatch):
+    """Scores of hundreds: one part has all the weight, and exp of either log-sum-exp overflows."""
+    segments = Segments(GROUPS["mixed"])
+    q, k, v, upstream = tensors(segments)
+    q = (q.detach() * 100).requires_grad_()
+    for kernel in (CPU, PLAIN):
+        check(
+            with_kernel(monkeypatch, kernel, segments, 1.0),
+            *(q, k, v, upstream),
+            segments,
+            1.0,
+            tolerance=1e-4,
+        )
+
+
+def test_two_varlen_calls_for_any_number_of_groups(monkeypatch):
+    flash = FlashOnCPU(monkeypatch)
+    for name in ("rows", "mixed"):
+        segments = Segments(GROUPS[name])
+        flash.calls.clear()
+        q, k, v, upstream = tensors(segments)
+        with_kernel(monkeypatch, VarlenKernel(), segments, 0.3)(q, k, v).backward(upstream.detach())
+        shared = [("forward", False)] if name == "mixed" else []
+        assert flash.calls[: len(flash.calls) // 2] == [("forward", True), *shared]
+        assert len(flash.calls) == 2 + 2 * len(shared)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "major", "expected"),
+    [
+        ("cpu", torch.float32, 8, 9, CPU),
+        ("cpu", torch.bfloat16, 8, 9, CPU),
+        ("cpu", torch.float64, 8, 9, PLAIN),
+        ("cuda", torch.float32, 8, 9, PLAIN),
+        ("cuda", torch.bfloat16, 256, 8, VarlenKernel),
+        ("cuda", torch.float16, 64, 9, VarlenKernel),
+        ("cuda", torch.bfloat16, 264, 9, PLAIN),  # FlashAttention's largest head is 256
+        ("cuda", torch.float16, 64, 7, PLAIN),  # before Ampere
+    ],
+)
+def test_which_kernel_runs(monkeypatch, device, dtype, size, major, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    query = SimpleNamespace(
+        device=torch.device(device), dtype=dtype, shape=(1, 2, 3, size), is_meta=False
+    )
+    chosen = attention._kernel(query)
+    assert chosen is expected or type(chosen) is expected
+
+
+# -- transformers' interface -----------------------------------------------------------------------
+
+
+def packed(q, k, v, segments, **options):
+    return attention.attention(None, q, k, v, None, segments, **options)[0].transpose(1, 2)
+
+
+@every_group
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_query_heads(groups, kv_heads):
+    segments = Segments(groups)
+    q, k, v, upstream = tensors(segments, kv_heads=kv_heads)
+    run = lambda *x: packed(*x, segments, scaling=0.5)  # noqa: E731
+    check(run, q, k, v, upstream, segments, 0.5)
+
+
+@pytest.mark.parametrize(("size", "v_size"), [(1, 1), (5, 5), (16, 16), (80, 80), (12, 8), (8, 12)])
+def test_head_sizes(size, v_size):
+    """DeepSeek's values are smaller than its keys. The default scale is that of the queries."""
+    segments = Segments(GROUPS["mixed"])
+    q, k, v, upstream = tensors(segments, size=size, v_size=v_size)
+    check(lambda *x: packed(*x, segments), q, k, v, upstream, segments, size**-0.5)
+
+
+@every_group
+@pytest.mark.parametrize("window", [1, 2, 4, 100])
+def test_sliding_window(groups, window):
+    """Keys less than ``window`` positions back; positions continue from a prefix to its answers."""
+    segments = Segments(groups)
+    q, k, v, upstream = tensors(segments, kv_heads=2)
+    run = lambda *x: packed(*x, segments, scaling=0.5, sliding_window=window)  # noqa: E731
+    check(run, q, k, v, upstream, segments, 0.5, window)
+
+
+@every_group
+def test_dropout_runs_row_by_row(groups):
+    """Too small to drop anything it is dense attention; else a seed decides."""
+    segments = Segments(groups)
+    q, k, v, upstream = tensors(segments)
+    check(lambda *x: packed(*x, segments, dropout=1e-12), q, k, v, upstream, segments, SIZE**-0.5)
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return packed(q, k, v, segments, dropout=0.5)
+
+    with torch.no_grad():
+        assert torch.equal(drawn(1), drawn(1))
+        assert not torch.equal(drawn(1), drawn(2))
+
+
+def test_the_result_is_contiguous_as_transformers_is():
+    """Afmoe takes a view of it."""
+    for groups in GROUPS.values():
+        segments = Segments(groups)
+        q, k, v, _ = tensors(segments, size=12, v_size=8)
+        for window in (None, 2):
+            output, weights = attention.attention(
+                None, q, k, v, None, segments, sliding_window=window
+            )
+            assert weights is None
+            assert output.is_contiguous()
+            assert output.shape == (1, q.shape[2], HEADS, 8)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "head_mask"])
+def test_what_changes_scores_is_refused(name):
+    segments = Segments(GROUPS["rows"])
+    q, k, v, _ = tensors(segments)
+    with pytest.raises(attention.UnsupportedAttentionError, match=f"Linear uses {name}"):
+        attention.attention(nn.Linear(1, 1), q, k, v, None, segments, **{name: 1.0})
+    attention.attention(nn.Linear(1, 1), q, k, v, None, segments, **{name: None})
+
+
+def test_without_segments_it_is_sdpa():
+    module = nn.Module()
+    module.config, module.is_causal = LlamaConfig(), True
+    module.num_key_value_groups = 2
+    q, k, v, _ = tensors(Segments(((6, ()),)), kv_heads=2)
+    mask = torch.randn(1, 1, 6, 6)
+    for given in (None, mask):
+        actual, _ = attention.attention(module, q, k, v, given, scaling=0.7, sliding_window=2)
+        expected, _ = sdpa_attention_forward(module, q, k, v, given, scaling=0.7)
+        assert torch.equal(actual, expected)
