@@ -4,7 +4,7 @@ Standard library only, so that ``train.py`` can look for checkpoints before torc
 
 ``OUT/<step>/checkpoints/step_000012/manifest.json`` is written last::
 
-    {"format": 2, "dschat": "0.1.0", "step": 12, "world_size": 2, "settings": {...},
+    {"format": 3, "dschat": "0.1.0", "step": 12, "world_size": 2, "settings": {...},
      "files": {"actor/mp_rank_00_model_states.pt": {"size": 1234, "sha256": "..."}, ...},
      "sha256": "of all of the above"}
 """

@@ -68,7 +68,7 @@ def test_any_byte_of_the_manifest(tmp_path, caplog):
         assert f"{path} is broken" in caplog.text
     content = json.loads(good) | {"format": 99}
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"format 99, this version reads 2"):
+    with pytest.raises(UserError, match=r"format 99, this version reads 3"):
         CheckpointManager(tmp_path, {}).latest(path.parent)
 
 
