@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat.losses import entropy_from_logits, linear_logprobs, token_entropy, token_logprobs
-from dschat.models.packing.model import PackedModel, Packing
+from dschat.models.packing.model import PackedModel, Packing, backbone
 from dschat.models.packing.rows import PackedRows
 
 # Config fields of families that change logits after the head: Gemma's softcap, Cohere's and
 # Granite's scales, Falcon-H1's multiplier.
-_CHANGES_LOGITS = re.compile(r"logit.*(softcap|scal)|(lm_head|output)_mult|mup_width")
+_CHANGES_LOGITS = re.compile(r"logit.*(soft_?cap|scal)|(lm_head|output)_mult|mup_width")
 
 
 class LanguageModel(PackedModel):
@@ -28,7 +28,11 @@ class LanguageModel(PackedModel):
     def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
         super().__init__(model, packing)
         head = self.base.get_output_embeddings()
-        self._head_is_linear = type(head) is nn.Linear and not _changes_logits(self.base.config)
+        self._head_is_linear = (
+            type(head) is nn.Linear
+            and backbone(self.base) is not None
+            and not _changes_logits(self.base.config)
+        )
         if self._head_is_linear:
             head.forward = partial(_head_forward, head)
 
@@ -39,6 +43,7 @@ class LanguageModel(PackedModel):
 
         ``log_softmax(logits / temperature)`` in fp32; temperature 0 (greedy) counts as 1.
         """
+        self.check_once(rows.input_ids.device)
         if self._head_is_linear:
             head = self.base.get_output_embeddings()
             return head(self.hidden_states(rows), rows.targets, temperature, with_entropy)
@@ -48,6 +53,13 @@ class LanguageModel(PackedModel):
             return logprobs, None
         entropy = token_entropy if logits.requires_grad else entropy_from_logits
         return logprobs, entropy(logits, temperature)[0]
+
+    def _check(self, rows: PackedRows) -> None:
+        super()._check(rows)
+        if self._head_is_linear:
+            head = self.base.get_output_embeddings()
+            logits = self.run(rows, "logits")
+            self._head_is_linear = self.gap(head(self.hidden_states(rows)), logits) is None
 
 
 def _changes_logits(config: PretrainedConfig) -> bool:

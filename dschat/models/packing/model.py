@@ -21,6 +21,9 @@ Packing = Literal["auto", "on", "off"]
 # Implementations that packed attention stands in for; others were asked for by name.
 _REPLACED = ("sdpa", "flash_attention_2", attention.NAME)
 
+# Families whose masks have a window or chunks of which their attention is not told.
+WINDOW_IN_MASK = ("doge", "llama4_text", "phimoe", "qwen2_moe")
+
 
 class PackedModel(nn.Module):
     """A transformers model, or PEFT's around it, that reads hidden states of `PackedRows`.
@@ -31,13 +34,21 @@ class PackedModel(nn.Module):
 
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
-            through transformers' interface, or where packed rows changed its hidden states.
+            through transformers' interface, or where packed rows changed its hidden states: the
+            first forward compares them.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
         super().__init__()
         self.model = model
-        self.packs = packing != "off" and _can_pack(self.base, must=packing == "on")
+        self._packing = packing
+        self._is_checked = False
+        self._attention = self.base.config._attn_implementation
+        self.packs = packing != "off"
+        if reason := self.packs and packing_problem(self.base):
+            self._pad(reason)
+        elif self.packs:
+            self.base.set_attn_implementation(attention.NAME)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -48,11 +59,58 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, rows: PackedRows) -> Tensor:
         """Last hidden states at the columns that ``rows`` reads: (M, D)."""
-        return self.run(rows, "last_hidden_state", getattr(self.base, self.base.base_model_prefix))
+        return self.run(rows, "last_hidden_state", backbone(self.base))
 
     def run(self, rows: PackedRows, output: str, module: nn.Module | None = None) -> Tensor:
         """``output`` (..., D) of ``module`` at the columns that ``rows`` reads: (M, D)."""
         return _run(module or self.base, rows, output, self.packs)
+
+    def check_once(self, device: torch.device) -> None:
+        """Collective under ZeRO-3. Before the first forward: run a few tokens both ways.
+
+        NOTE: not when the model is built: its weights may be sharded or on another device then,
+        with other kernels.
+
+        Raises ``UserError`` where ``--packing on`` asks for what the model cannot do.
+        """
+        if self._is_checked or device.type == "meta":
+            return
+        self._is_checked = True
+        with torch.no_grad(), evaluating(self.base):
+            self._check(_probe(self.base).to(device))
+
+    def _check(self, rows: PackedRows) -> None:
+        if not self.packs:
+            return
+        try:
+            packed = self.hidden_states(rows)
+        except (TypeError, attention.UnsupportedAttentionError) as error:
+            return self._pad(str(error).splitlines()[0])
+        self.packs = False
+        gap = self.gap(packed, self.hidden_states(rows))
+        self.packs = True
+        if gap is not None:
+            self._pad(f"hidden states differ by {gap:.2g} of the largest")
+
+    def gap(self, actual: Tensor, expected: Tensor) -> float | None:
+        """The largest difference relative to the largest value; None if it may be rounding."""
+        scale = expected.float().abs().max().clamp(min=1e-6)
+        gap = float((actual.float() - expected.float()).abs().max() / scale)
+        return None if gap <= (1e-3 if self.base.dtype == torch.float32 else 0.05) else gap
+
+    def _pad(self, reason: str) -> None:
+        """Run padded rows from here on."""
+        self.packs = False
+        if self._packing == "on":
+            raise cannot_pack(self.base, reason)
+        if self.base.config._attn_implementation != self._attention:
+            self.base.set_attn_implementation(self._attention)
+        logger.info("%s: rows are padded, not packed (%s)", type(self.base).__name__, reason)
+
+
+def backbone(base: PreTrainedModel) -> nn.Module | None:
+    """``base`` without its head; None where the family does not name it."""
+    return getattr(base, base.base_model_prefix or " ", None)
 
 
 def _run(module: nn.Module, rows: PackedRows, output: str, packs: bool) -> Tensor:
@@ -70,23 +128,11 @@ def _run(module: nn.Module, rows: PackedRows, output: str, packs: bool) -> Tenso
     return getattr(packed, output)[0][rows.columns]
 
 
-def _can_pack(base: PreTrainedModel, must: bool) -> bool:
-    """Whether packed rows give the hidden states of rows by themselves; switches ``base`` to packed
-    attention if so. Logs a line if not; with ``must`` it raises ``UserError``.
-    """
-    before = base.config._attn_implementation
-    reason = packing_problem(base)
-    if not reason:
-        base.set_attn_implementation(attention.NAME)
-        if _is_whole(base):
-            reason = _measured_reason(base)
-        if not reason:
-            return True
-        base.set_attn_implementation(before)
-    if must:
-        raise cannot_pack(base, reason)
-    logger.info("%s: rows are padded, not packed (%s)", type(base).__name__, reason)
-    return False
+def _probe(base: PreTrainedModel) -> PackedRows:
+    """Rows with and without a shared prompt; all columns are read."""
+    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 5], [2, 1]]
+    ids = [[token % base.config.get_text_config().vocab_size for token in row] for row in ids]
+    return pack(ids, [range(len(row)) for row in ids], [3, 3, 1])
 
 
 def cannot_pack(base: PreTrainedModel, reason: str) -> UserError:
@@ -104,35 +150,15 @@ def packing_problem(base: PreTrainedModel) -> str:
     attention_name = base.config._attn_implementation
     if attention_name not in _REPLACED:
         return f"its attention is {attention_name}"
-    backbone = getattr(base, base.base_model_prefix, None)
-    if not getattr(base, "_supports_attention_backend", False) or backbone is None:
+    body = backbone(base)
+    if not getattr(base, "_supports_attention_backend", False) or body is None:
         return "its attention does not use transformers' interface"
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+    if "position_ids" not in inspect.signature(body.forward).parameters:
         return "it takes no positions"
+    config = base.config.get_text_config()
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if config.model_type in WINDOW_IN_MASK and any(windows):
+        return "the window of its attention is in the mask alone"
     if getattr(base, "_is_stateful", False):
         return "it has a recurrent state"
     return ""
-
-
-def _is_whole(base: PreTrainedModel) -> bool:
-    """Whether the weights can be used here: neither sharded nor on the meta device."""
-    weights = list(base.parameters())
-    return not any(hasattr(w, "ds_tensor") or w.is_meta for w in weights)
-
-
-@torch.no_grad()
-def _measured_reason(base: PreTrainedModel) -> str:
-    """Why packed rows of ``base`` give other hidden states than padded ones; "" if they do not."""
-    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 5], [2, 1]]
-    ids = [[token % base.config.get_text_config().vocab_size for token in row] for row in ids]
-    rows = pack(ids, [range(len(row)) for row in ids], [3, 3, 1]).to(base.device)
-    backbone = getattr(base, base.base_model_prefix)
-    with evaluating(base):
-        try:
-            packed = _run(backbone, rows, "last_hidden_state", packs=True).float()
-        except (TypeError, attention.UnsupportedAttentionError) as error:
-            return str(error).splitlines()[0]
-        padded = _run(backbone, rows, "last_hidden_state", packs=False).float()
-    tolerance = 1e-3 if base.dtype == torch.float32 else 0.05
-    gap = float((packed - padded).abs().max() / padded.abs().max().clamp(min=1e-6))
-    return "" if gap <= tolerance else f"hidden states differ by {gap:.2g} of the largest"
