@@ -4,7 +4,7 @@ The language-model head and the log-softmax run over chunks of the positions, an
 backward pass, so that memory does not grow with positions x vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,9 +13,13 @@ from torch import Tensor
 
 from dschat.losses.logprobs import checked_temperature
 
-# Elements of the logits of one chunk (64 MiB in fp32). One chunk's logits are kept for the
-# backward pass: recomputing them would cost a third of the head's arithmetic.
+# Elements of the logits of one chunk (64 MiB in fp32), and at least so many positions: every chunk
+# reads the head and adds to its gradient. One chunk's logits are kept for the backward pass:
+# recomputing them would cost a third of the head's arithmetic.
 _CHUNK_ELEMENTS = 1 << 24
+_CHUNK_ROWS = 256
+
+Product = Callable[..., Tensor]  # (x, weight, bias or None) -> x weight^T + bias
 
 
 def linear_logprobs(
@@ -25,6 +29,7 @@ def linear_logprobs(
     target_ids: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    product: Product = F.linear,
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs`, and `token_entropy` if asked for, of ``hidden @ weight.T + bias``.
 
@@ -35,19 +40,20 @@ def linear_logprobs(
         weight: (V, D) and bias: (V,), the head.
         target_ids: (M,) int64, all in [0, V).
         temperature: T; 0 (greedy) counts as 1.
+        product: computes all products with the head, those of the gradients too.
 
     Returns:
         (M,) fp32 log-probs, and (M,) fp32 entropies in nats or None.
     """
     temperature = checked_temperature(temperature)
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, bias, target_ids, temperature, with_entropy
+        hidden, weight, bias, target_ids, temperature, with_entropy, product
     )
     return logprobs, entropy if with_entropy else None
 
 
 def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // vocabulary)
     for start in range(0, num_rows, size):
         yield slice(start, start + size)
 
@@ -62,6 +68,7 @@ class _LinearLogprobs(torch.autograd.Function):
         target_ids: Tensor,
         temperature: float,
         with_entropy: bool,
+        product: Product,
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocabulary = len(hidden), len(weight)
         logsumexp = hidden.new_empty(num_rows, dtype=torch.float32)
@@ -69,7 +76,7 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logsumexp if with_entropy else logsumexp[:0])
         logits = None
         for rows in _chunks(num_rows, vocabulary):
-            logits = F.linear(hidden[rows], weight, bias)
+            logits = product(hidden[rows], weight, bias)
             scaled = _scaled(logits, temperature)
             logsumexp[rows] = scaled.logsumexp(-1)
             picked[rows] = scaled.gather(-1, target_ids[rows].unsqueeze(-1)).squeeze(-1)
@@ -78,7 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 entropy[rows] = torch.special.entr(probs).sum(-1)
         kept = logits if logits is not None and len(logits) == num_rows else None
         ctx.save_for_backward(hidden, weight, bias, target_ids, logsumexp, entropy, kept)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.temperature, ctx.with_entropy, ctx.product = temperature, with_entropy, product
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return picked - logsumexp, entropy
@@ -95,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         for rows in _chunks(num_rows, vocabulary):
-            logits = F.linear(hidden[rows], weight, bias) if kept is None else kept
+            logits = ctx.product(hidden[rows], weight, bias) if kept is None else kept
             log_probs = _scaled(logits, ctx.temperature) - logsumexp[rows].unsqueeze(-1)
             scale = (grad[rows] / ctx.temperature).unsqueeze(-1)  # (m, 1)
             if ctx.with_entropy:
@@ -113,16 +120,17 @@ class _LinearLogprobs(torch.autograd.Function):
             # the sum over positions, too.
             part = part.masked_fill_(unused, 0.0).to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = part @ weight
+                grad_hidden[rows] = ctx.product(part, weight.t(), None)
             if grad_weight is not None:
-                grad_weight += part.T @ hidden[rows].masked_fill(unused, 0.0)
+                used = hidden[rows].masked_fill(unused, 0.0)
+                grad_weight += ctx.product(part.t(), used.t(), None)
             if grad_bias is not None:
                 grad_bias += part.sum(0, dtype=torch.float32)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

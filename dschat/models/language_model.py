@@ -8,12 +8,12 @@ import re
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat.losses import entropy_from_logits, linear_logprobs, token_entropy, token_logprobs
+from dschat.models.linear import OneDnnLinear, product_of
 from dschat.models.packing.model import PackedModel, Packing, backbone
 from dschat.models.packing.rows import PackedRows
 
@@ -29,7 +29,7 @@ class LanguageModel(PackedModel):
         super().__init__(model, packing)
         head = self.base.get_output_embeddings()
         self._head_is_linear = (
-            type(head) is nn.Linear
+            type(head) in (nn.Linear, OneDnnLinear)
             and backbone(self.base) is not None
             and not _changes_logits(self.base.config)
         )
@@ -80,5 +80,7 @@ def _head_forward(
     backward pass of the module that owns it.
     """
     if target_ids is None:
-        return F.linear(hidden, head.weight, head.bias)
-    return linear_logprobs(hidden, head.weight, head.bias, target_ids, temperature, with_entropy)
+        return type(head).forward(head, hidden)
+    return linear_logprobs(
+        hidden, head.weight, head.bias, target_ids, temperature, with_entropy, product_of(head)
+    )

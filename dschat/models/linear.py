@@ -6,6 +6,7 @@ linear layers in place; parameters and their names stay, so ZeRO, LoRA and gradi
 work as before.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ class OneDnnConv1D(Conv1D):
             return super().forward(x)
         y: Tensor = OneDnnProduct.apply(x, self.weight, self.bias, True)
         return y
+
+
+def product_of(layer: nn.Linear) -> Callable[..., Tensor]:
+    """What computes the products of ``layer``: (x, weight, bias or None) -> x weight^T + bias."""
+    is_onednn = isinstance(layer, OneDnnLinear) and layer.weight.dtype == torch.float32
+    return product if is_onednn else F.linear
 
 
 _ONEDNN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {

@@ -15,6 +15,12 @@ MODULE = importlib.import_module("dschat.losses.linear_logprobs")
 M, D, V = 7, 5, 11
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of any number of rows; `_CHUNK_ELEMENTS` alone decides."""
+    monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 1)
+
+
 def inputs(num_rows=M, dtype=torch.float32, seed=0):
     """hidden (M, D), weight (V, D), bias (V,), targets (M,); logits of a few units."""
     generator = torch.Generator().manual_seed(seed)
