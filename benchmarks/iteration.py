@@ -202,6 +202,8 @@ def start(side: str, stage: int, name: str, case: Case, folder: Path, args: Any)
         command = [args.trl_python, str(here / "iteration_trl.py"), task]
         return Worker(label, [command], [variables])
     variables["PYTHONPATH"] = paths
+    if side in (REFERENCE, LONGEST):
+        variables["DSCHAT_CPU_MATMUL"] = "plain"  # torch's own products, as DeepSpeed-Chat's
     spec = json.dumps(asdict(Spec(name, side, stage, str(folder), args.tiny)))
     command = [sys.executable, str(here / "iteration_worker.py"), spec]
     if case.ranks == 1:
