@@ -1,11 +1,7 @@
-"""Flags and YAML files into dataclasses, error messages, and exit codes of the entry point."""
+"""Flags and YAML files into dataclasses, and error messages."""
 
-import errno
-import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, Optional, Union, get_args, get_origin, get_type_hints
@@ -14,10 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.distributed import entrypoint, stop_signals
-from dschat.distributed.failure_detector import RankFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
@@ -178,93 +171,6 @@ def test_a_key_may_override_a_merged_one(yaml_file):
 def test_no_such_file():
     with pytest.raises(UserError, match=r"nope\.yaml: No such file"):
         parser.parse(SFTConfig, ["--config", "nope.yaml"])
-
-
-def exits_with(main, capsys) -> tuple[int, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        # An earlier test may have joined a process group: the real one would then end this process.
-        patch.setattr(dist, "exit_process", sys.exit)
-        with pytest.raises(SystemExit) as stop:
-            entrypoint.run(main)
-    return stop.value.code, capsys.readouterr().err
-
-
-def raises(error: BaseException):
-    def main():
-        raise error
-
-    return main
-
-
-def test_exit_codes(capsys):
-    assert exits_with(lambda: None, capsys) == (0, "")
-    assert exits_with(lambda: 7, capsys) == (7, "")
-    assert exits_with(raises(UserError("--x is\nwrong")), capsys) == (2, "error: --x is wrong\n")
-    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "interrupted\n")
-    assert exits_with(raises(FloatingPointError("nan")), capsys) == (1, "error: nan\n")
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl")
-    line = "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "
-    assert exits_with(raises(full), capsys) == (2, f"{line}command again\n")
-
-
-def test_stopped_training_says_how_to_resume(capsys, monkeypatch):
-    monkeypatch.setattr(
-        dist, "shutdown", lambda: None
-    )  # other tests of this process need the group
-    saved = stop_signals.TrainingStopped(7, Path("out/checkpoints/step_000007"))
-    line = "stopped at step 7, saved in out/checkpoints/step_000007; "
-    line += "the same command with --resume latest resumes from there\n"
-    assert exits_with(raises(saved), capsys) == (75, line)
-    line = "stopped at step 7, nothing is saved\n"
-    assert exits_with(raises(stop_signals.TrainingStopped(7, None)), capsys) == (75, line)
-    monkeypatch.setenv(entrypoint.LAUNCHED_BY, "1")
-    assert exits_with(raises(saved), capsys) == (75, "")
-
-
-def test_the_first_failure_is_the_one_shown(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, said = exits_with(raises(RuntimeError("mine")), capsys)
-    assert code == 1
-    assert said.splitlines()[-1].endswith("RuntimeError: mine")  # torch may name the rank before
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, 3))
-    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (3, "")
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, None))
-    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (1, "")
-
-
-def test_sigterm_is_one_line_unless_train_py_speaks(capsys, monkeypatch):
-    def terminated():
-        signal.raise_signal(signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    assert exits_with(terminated, capsys) == (143, "terminated\n")
-    monkeypatch.setenv(entrypoint.LAUNCHED_BY, str(os.getppid()))
-    assert exits_with(terminated, capsys) == (143, "")
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ValueError, match="ours"):
-        entrypoint.run(raises(ValueError("ours")))
-
-
-def test_only_the_main_process_speaks(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
-    assert waited  # rank 0 gets to speak before the launcher stops it
-    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "")
-    # ... unless rank 0 sees nothing wrong
-    monkeypatch.setattr(dist, "is_watched", lambda: True)
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(0, 2))
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: None)
-    alone = "error: process 1: --x is wrong\n"
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, alone)
 
 
 def test_every_field_has_help_and_its_own_name():
