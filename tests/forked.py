@@ -1,19 +1,18 @@
-"""Runs many commands fast: imports everything once, then forks for each command.
+"""Runs many commands fast: a server imports everything once, then forks for each command.
 
-    python tests/forked.py FOLDER SETUP < commands.json > outcomes.json
+A `Command` is the arguments of ``python`` (a script, ``-m MODULE`` or ``-c CODE``, and its
+arguments), optionally with environment variables, a signal to send, a working directory. An
+`Outcome` is its exit code, standard output and error, and the files in its working directory, which
+starts empty where none is given. `run_all` runs commands, two at a time: a test's two ranks are two
+commands.
 
-FOLDER is empty, SETUP is a file with a function ``write_inputs(folder)``. A `Command` is the
-arguments of ``python`` (a script, ``-m MODULE`` or ``-c CODE``, and its arguments), optionally with
-a signal to send. An `Outcome` is its exit code, standard output and error, and the files in its
-working directory, which starts empty. `run_all` is the same as a function.
-
-Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds per process, and commands
-that fail on a user's mistake do little else. So the imports happen once, and each command runs in a
-fork: the script as ``__main__``, with its own ``sys.argv``, working directory, file descriptors 0,
-1 and 2, and session. The fork is safe because the process has no other threads: OMP_NUM_THREADS is
-1, and the inputs are written in a fork too. Differences to a new process: modules are already
-imported, and the interpreter does not free them at exit. ``test_wrong_inputs.py`` runs some of the
-commands both ways.
+Importing torch, transformers, datasets and DeepSpeed takes 5 to 8 seconds per process, and many
+tested commands do little else. So the imports happen once per pytest process, and each command runs
+in a fork: the script as ``__main__``, with its own ``sys.argv``, environment, working directory,
+file descriptors 0, 1 and 2, and session. The fork is safe because the server has no other threads:
+OMP_NUM_THREADS is 1, and inputs are written in a fork too. Differences to a new process: modules
+are already imported, and the interpreter does not free them at exit. ``test_wrong_inputs.py`` runs
+some of the commands both ways.
 """
 
 import atexit
@@ -21,17 +20,24 @@ import gc
 import json
 import os
 import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LONGEST_S = 100.0  # time limit of one command; it is killed then
+TOGETHER = 2  # commands
 IMPORTS = (
     "dschat.runtime.deepspeed_engine",  # NOTE first: it sets DeepSpeed's accelerator
     "dschat.supervised.loop",
@@ -48,6 +54,10 @@ IMPORTS = (
     "dschat.launch.preflight",
     "dschat.estimate.run",
     "dschat.launch.summary",
+    "deepspeed.runtime.zero.stage3",  # with torch's compiler
+    "deepspeed.ops.adam",
+    "deepspeed.moe.utils",
+    "transformers.models.llama.modeling_llama",
 )
 
 
@@ -62,6 +72,9 @@ class Command:
     after_s: float = 0.0
     after_file: str = ""
     after_text: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    cwd: str = ""  # "": a new folder
+    limit_s: float = LONGEST_S
 
 
 @dataclass
@@ -76,9 +89,12 @@ class Outcome:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Environment of a command: this checkout, offline, one thread, caches below ``folder``."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "dist")]),
+    """Environment of a command: this checkout, offline, one thread, one process, caches below
+    ``folder``.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/dist"))),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -86,38 +102,92 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def run_all(folder: Path, setup: Path, commands: Sequence[Command]) -> list[Outcome]:
-    """The outcome of each command; two run at a time."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder), str(setup)],
-        input=json.dumps([asdict(command) for command in commands]),
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Outcome(**outcome) for outcome in json.loads(done.stdout)]
+def run_all(folder: Path, setup: Path | None, commands: Sequence[Command]) -> list[Outcome]:
+    """The outcome of each command. ``folder``: for their new folders, and for what the function
+    ``write_inputs(folder)`` of the file ``setup`` writes first.
+    """
+    server = _server()
+    request = (str(folder), setup and str(setup), [asdict(command) for command in commands])
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, Path(server.args[-1]).read_text()[-4000:]
+    return [Outcome(**outcome) for outcome in json.loads(answer)]
+
+
+def run_ranks(argv: list[str], folder: Path, limit_s: float) -> list[Outcome]:
+    """The outcomes of the two processes of a distributed command; ``folder`` is new."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    return run_all(folder, None, [Command(argv, variables=r, limit_s=limit_s) for r in ranks])
+
+
+def run(*argv: str, **options: Any) -> Outcome:
+    """The outcome of one command; ``options``: fields of `Command`."""
+    with tempfile.TemporaryDirectory() as folder:
+        (outcome,) = run_all(Path(folder), None, [Command(list(argv), **options)])
+    return outcome
+
+
+@cache
+def _server() -> subprocess.Popen:
+    """This process's server. It exits when its standard input closes, as at this one's exit."""
+    folder = Path(tempfile.mkdtemp(prefix="forked-"))
+    log = folder / "server.log"
+    with log.open("w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(log)],
+            env=environment(folder),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    atexit.register(_close, server, folder)
+    return server
+
+
+def _close(server: subprocess.Popen, folder: Path) -> None:
+    server.stdin.close()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- the process that forks
 
 
 def main() -> None:
-    folder, setup = Path(sys.argv[1]), sys.argv[2]
-    commands = [Command(**command) for command in json.load(sys.stdin)]
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    gc.disable()
     for name in IMPORTS:
         __import__(name)
-    write_inputs = runpy.run_path(setup)["write_inputs"]
-    if os.waitpid(_fork(write_inputs, folder), 0)[1]:
-        sys.exit("the inputs could not be written")
     gc.freeze()  # so that garbage collection in a fork does not copy shared pages
+    gc.enable()
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch's libraries: 40 ms of every fork's end
+    for request in requests:
+        folder, setup, commands = json.loads(request)
+        if setup and os.waitpid(_fork(_write_inputs, setup, Path(folder)), 0)[1]:
+            sys.exit("the inputs could not be written")
+        outcomes = _outcomes(Path(folder), [Command(**command) for command in commands])
+        print(json.dumps([asdict(outcome) for outcome in outcomes]), file=answers, flush=True)
+
+
+def _write_inputs(setup: str, folder: Path) -> None:
+    runpy.run_path(setup)["write_inputs"](folder)
+
+
+def _outcomes(folder: Path, commands: list[Command]) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     running: dict[int, _Running] = {}
     while len(outcomes) < len(commands):
         number = len(outcomes) + len(running)
-        if len(running) < 2 and number < len(commands):
+        if len(running) < TOGETHER and number < len(commands):
             run = _Running(number, commands[number], folder / "runs" / str(number))
             running[run.pid] = run
             continue
@@ -129,7 +199,7 @@ def main() -> None:
             outcomes[run.number] = run.outcome(os.waitstatus_to_exitcode(status))
         else:
             time.sleep(0.01)
-    json.dump([asdict(outcomes[n]) for n in range(len(commands))], sys.stdout)
+    return [outcomes[number] for number in range(len(commands))]
 
 
 def _fork(child, *args) -> int:
@@ -167,7 +237,9 @@ class _Running:
 
     def __init__(self, number: int, command: Command, folder: Path) -> None:
         self.number, self._command, self._folder = number, command, folder
-        (folder / "work").mkdir(parents=True)
+        self._work = Path(command.cwd or folder / "work")
+        folder.mkdir(parents=True)
+        self._work.mkdir(exist_ok=True)
         self._started, self._signalled = time.monotonic(), False
         self._stdin, writer = os.pipe()  # stays open if the command waits for a signal
         if command.signum is None:
@@ -177,7 +249,8 @@ class _Running:
 
     def _become(self) -> None:
         os.setsid()
-        os.chdir(self._folder / "work")
+        os.chdir(self._work)
+        os.environ.update(self._command.variables)
         os.dup2(self._stdin, 0)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT), number)
@@ -196,11 +269,11 @@ class _Running:
     def poll(self) -> None:
         """Send the signal if its conditions hold; kill a command over the time limit."""
         seconds, command = time.monotonic() - self._started, self._command
-        if seconds > LONGEST_S:
+        if seconds > command.limit_s:
             os.killpg(self.pid, signal.SIGKILL)
         if command.signum is None or self._signalled or seconds < command.after_s:
             return
-        file = self._folder / "work" / command.after_file
+        file = self._work / command.after_file
         if command.after_file and not (file.is_file() and file.stat().st_size):
             return
         if command.after_text in self._text("stderr"):
@@ -208,8 +281,7 @@ class _Running:
             self._signalled = True
 
     def outcome(self, code: int) -> Outcome:
-        work = self._folder / "work"
-        left = sorted(str(path.relative_to(work)) for path in work.rglob("*"))
+        left = sorted(str(path.relative_to(self._work)) for path in self._work.rglob("*"))
         return Outcome(code, self._text("stdout"), self._text("stderr"), left, self._kill_group())
 
     def _kill_group(self) -> bool:

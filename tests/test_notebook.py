@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,18 +52,8 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("notebook")
     script = folder / "cells.py"
     script.write_text("\n\n".join([*code_cells(), REPORT]), encoding="utf-8")
-    launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in launcher_variables}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forked.run(str(script), cwd=str(folder), limit_s=240.0)
+    assert done.code == 0, done.stderr[-3000:]
     return folder
 
 

@@ -1,12 +1,10 @@
 """What README shows runs: its Python snippet on tiny models; its commands parse."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +27,7 @@ def commands() -> list[list[str]]:
     return found
 
 
-def test_the_snippet_runs(tmp_path):
+def test_the_snippet_runs():
     """In a folder where ``output/demo`` holds an (untrained) actor and reward model."""
     prepare = """
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -47,16 +45,8 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
     notebook, standalone = blocks("python")
     standalone = standalone.replace("step3_rlhf/actor", "step1_sft")
     check = "\nassert trainer.iteration == 2 and abs(actor_loss) < 10 and critic_loss > 0\n"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", prepare + notebook + check + standalone],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = forked.run("-c", prepare + notebook + check + standalone, limit_s=300.0)
+    assert result.code == 0, result.stderr[-3000:]
     lines = result.stdout.splitlines()
     printed = [line.split() for line in lines if line.count(" ") == 1]
     assert len(printed) == 2

@@ -4,16 +4,14 @@ Apart from rounding its losses do not depend on ZeRO stage and world size. Besid
 every kind of state that a checkpoint holds: sharded tensors, counters, random generators.
 """
 
-import gc
 import json
-import os
 import random
-import socket
-import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import forked
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -188,37 +186,18 @@ JOBS = {
 
 def launch(folder: Path, jobs: list[tuple[str, Spec, tuple]]) -> list[list[list[float]]]:
     """What two new processes make of ``jobs``: functions of this module by name, and arguments."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    here = Path(__file__).parent
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent / "dist"))),
-    }
     text = json.dumps([(function, asdict(spec), args) for function, spec, args in jobs])
-    command = [sys.executable, "-W", "ignore", __file__, str(folder), text]
-    workers = []
-    for rank in range(2):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(folder / f"rank_{rank}.txt", "w") as log:
-            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [worker.wait(timeout=TIMEOUT_S * (1 + len(jobs) / 6)) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    logs = "\n".join((folder / f"rank_{rank}.txt").read_text()[-3000:] for rank in range(2))
-    assert not any(codes), logs
+    ranks = forked.run_ranks(
+        [__file__, str(folder), text],
+        Path(tempfile.mkdtemp(dir=folder)),
+        TIMEOUT_S * (1 + len(jobs) / 6),
+    )
+    assert not any(rank.code for rank in ranks), "\n".join(rank.stderr[-3000:] for rank in ranks)
     return json.loads((folder / "results.json").read_text())
 
 
 def main(out: str, jobs: str) -> None:
     """One of several processes; RANK, WORLD_SIZE, ... are in the environment."""
-    gc.freeze()
     dist.init(timeout_minutes=3)
     folder = Path(out)
     results = [

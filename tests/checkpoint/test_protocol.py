@@ -5,9 +5,8 @@ import errno
 import os
 import re
 import shutil
-import subprocess
-import sys
 
+import forked
 import pytest
 from fakes import names, save, state_at, step_loaded
 
@@ -65,13 +64,11 @@ def killed_at(operation, folder, step):
 
 def test_kills_in_a_process_of_their_own():
     """A worker that has run other tests may be too large to fork."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "killed_at_every_operation"],
-        env=os.environ | {OWN_PROCESS: "1"},
-        capture_output=True,
-        text=True,
+    result = forked.run(
+        *("-m", "pytest", "-q", __file__, "-k", "killed_at_every_operation"),
+        variables={OWN_PROCESS: "1"},
     )
-    assert result.returncode == 0, result.stdout[-3000:]
+    assert result.code == 0, result.stdout[-3000:]
     assert "2 passed" in result.stdout
 
 

@@ -2,50 +2,27 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import forked
 import pytest
 from filelock import FileLock
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT_S = 200
 
 
-def launch(cases, models, out: Path, world_size: int = 2):
-    """Run ``cases`` on ``world_size`` processes; returns {case: [result of rank 0, of rank 1]}."""
+def launch(cases, models, out: Path):
+    """Run ``cases`` on two processes; returns {case: [result of rank 0, of rank 1]}."""
     out.mkdir(parents=True, exist_ok=True)
     cases_file = out / "cases.json"
     cases_file.write_text(json.dumps([json.dumps(asdict(case)) for case in cases]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(models), str(out), str(cases_file)]
-    workers = []
-    for rank in range(world_size):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(out / f"rank_{rank}.log", "w") as log:
-            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [worker.wait(timeout=TIMEOUT_S * max(1, len(cases) / 12)) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    logs = "\n".join((out / f"rank_{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert not any(codes), logs
-    ranks = [json.loads((out / f"results_{rank}.json").read_text()) for rank in range(world_size)]
-    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+    command = [str(WORKER), str(models), str(out), str(cases_file)]
+    ranks = forked.run_ranks(command, out / "ranks", TIMEOUT_S * max(1, len(cases) / 12))
+    assert not any(rank.code for rank in ranks), "\n".join(rank.stderr[-3000:] for rank in ranks)
+    results = [json.loads((out / f"results_{rank}.json").read_text()) for rank in range(2)]
+    return dict(zip(cases, zip(*results, strict=True), strict=True))
 
 
 @pytest.fixture(scope="session")

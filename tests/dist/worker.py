@@ -16,11 +16,14 @@ def main(models: str, out: str, cases_file: str) -> None:
 
     import dschat.distributed as dist
 
-    gc.freeze()  # DeepSpeed collects garbage for every ZeRO-3 engine: modules are none
     logging.getLogger("dschat").setLevel(logging.ERROR)
     dist.init(timeout_minutes=3)
     cases = [Case.from_json(text) for text in json.loads(Path(cases_file).read_text())]
-    results = [run(case, Path(models), Path(out) / case.name) for case in cases]
+    results = []
+    for case in cases:
+        results.append(run(case, Path(models), Path(out) / case.name))
+        gc.collect()
+        gc.freeze()  # DeepSpeed collects garbage for every ZeRO-3 engine: what is left is none
     (Path(out) / f"results_{dist.rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.shutdown()
