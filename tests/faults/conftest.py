@@ -7,12 +7,12 @@ import pytest
 from runs import Case, finish, make_models, mount
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(models, tmp_path_factory):
     """Case -> the folder of a run to which nothing happens."""
     folder, made = tmp_path_factory.mktemp("whole"), {}

@@ -16,6 +16,7 @@
     nan_scores N RANK      the reward model gives NaN to one answer of the N-th rollout
     nan_logprobs N RANK    a log-prob of the reference is infinite in the N-th rollout
     no_space N             the N-th checkpoint finds no space left, and no other
+    small_files N          no file may grow beyond N bytes
 
 ``PHASES``: a folder, made by the caller, where each process keeps a file with the word for what it
 does: start, evaluation, rollout, update, step.
@@ -23,6 +24,7 @@ does: start, evaluation, rollout, update, step.
 
 import errno
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -218,6 +220,12 @@ def no_space(number: int) -> None:
     before(async_writer.atomic_files, "write_file", full)
 
 
+def small_files(num_bytes: int) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
+
+
 FAULTS = {
     f.__name__: f
     for f in (
@@ -230,6 +238,7 @@ FAULTS = {
         nan_scores,
         nan_logprobs,
         no_space,
+        small_files,
     )
 }
 

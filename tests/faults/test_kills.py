@@ -1,14 +1,24 @@
 """A step that is killed at any moment and resumed records the same as an undisturbed one."""
 
+import signal
+
 import pytest
-from cases import QUICK, SLOW
+from cases import STEP1, SWEEP
 from orphans import run_whole, survive_alone, train_py
-from runs import finish, rows, survive
+from runs import check_same, finish, ran, rows, survive
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=lambda c: c.name
-)
+def test_killed_at_given_points(whole, models, tmp_path):
+    """In a step, within a checkpoint's files, before its rename, and in a step again."""
+    out = tmp_path / "run"
+    for fault in ("die_in_step 2 0", "die_writing 5", "die_renaming 2", "die_in_step 3 0"):
+        ran(STEP1, models, out, code=-signal.SIGKILL, FAULT=fault)
+    ran(STEP1, models, out)
+    check_same(out, whole(STEP1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SWEEP, ids=lambda c: c.name)
 def test_killed_and_resumed(case, models, tmp_path):
     whole = tmp_path / "whole"
     command, log = case.command(models, whole), tmp_path / "whole.log"

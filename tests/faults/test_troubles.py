@@ -5,12 +5,12 @@ After each of them the run continues or resumes, and records the same as an undi
 
 import os
 import re
-import resource
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from cases import GRPO, STEP1
 from orphans import train_py
@@ -19,7 +19,6 @@ from runs import (
     Case,
     check_same,
     finish,
-    kill,
     num_rows,
     processes_of,
     ran,
@@ -39,12 +38,13 @@ slow = pytest.mark.slow
 def cut_short(models, tmp_path_factory):
     """A run that was killed in its last step; it left the checkpoints of steps 4 and 6."""
     out = tmp_path_factory.mktemp("cut_short") / "run"
-    command = STEP1.command(models, out)
-    process = start(command, out.with_suffix(".log"), FAULT="hang_in_step 7 0")
-    newest, deadline = out / "checkpoints/step_000006", time.monotonic() + TIMEOUT_S
-    while not newest.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    kill(process, command)
+    outcome = forked.run(
+        *STEP1.command(models, out)[1:],
+        variables={"FAULT": "hang_in_step 7 0"},
+        signum=signal.SIGKILL,
+        after_file=str(out / "checkpoints/step_000006/manifest.json"),
+    )
+    assert outcome.code == -signal.SIGKILL, outcome.stderr[-3000:]
     assert sorted(os.listdir(out / "checkpoints"))[-2:] == ["step_000004", "step_000006"]
     return out
 
@@ -113,12 +113,7 @@ def test_no_checkpoint_is_complete(cut_short, whole, models, tmp_path):
 def test_a_disk_that_is_too_small_for_checkpoints(whole, models, tmp_path):
     """By a limit on a file's size: what the step saves at its end fits."""
     largest = max(p.stat().st_size for p in whole(STEP1).rglob("*.safetensors"))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, before[1]))
-    try:
-        said = ran(STEP1, models, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = ran(STEP1, models, tmp_path / "run", FAULT=f"small_files {largest + 4096}")
     assert said.count("could not be written") == 1, said
     assert "File too large" in said
     assert not any((tmp_path / "run/checkpoints").iterdir())
