@@ -49,12 +49,25 @@ MORE_KNOBS = [
 ]
 
 
+OVER_MANY = ({}, {"top_k": 3}, {"top_p": 0.7}, KNOBS[-1])  # in the quick suite
+
+
+def is_slow(logits, options):
+    return options in MORE_KNOBS or (logits is MANY and options not in OVER_MANY)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [*KNOBS, *(pytest.param(knobs, marks=pytest.mark.slow) for knobs in MORE_KNOBS)],
-    ids=str,
+    ("logits", "options"),
+    [
+        pytest.param(
+            *(logits, options),
+            marks=[pytest.mark.slow] * is_slow(logits, options),
+            id=f"{name}-{options}",
+        )
+        for name, logits in (("few", FEW), ("many", MANY))
+        for options in (*KNOBS, *MORE_KNOBS)
+    ],
 )
-@pytest.mark.parametrize("logits", [FEW, MANY], ids=["few", "many"])
 def test_draws_follow_the_exact_distribution(logits, options, levels):
     uniform = uniforms(1, *counters(DRAWS))
     ids, logprobs = sample(rows_of(logits), SamplingParams(**options), uniform)

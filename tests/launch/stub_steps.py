@@ -22,9 +22,6 @@ import json, os, pathlib, signal, subprocess, sys, time
 name = pathlib.Path(__file__).parent.name
 out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
 out.mkdir(parents=True, exist_ok=True)
-if os.environ.get("FAIL") == name:
-    sys.stderr.write(f"error: {name} says why\\n")
-    sys.exit(3)
 if os.environ.get("VANISH") == name:
     sys.exit(0)
 if os.environ.get("HANG") == name:
@@ -62,6 +59,9 @@ seen = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "PATH", "RANK", "WORLD
 seen["numbers"] = (dist.rank(), dist.world_size(), dist.local_rank())
 note = {"argv": sys.argv[1:], "environment": seen}
 (out / f"seen{dist.rank()}.json").write_text(json.dumps(note))
+if os.environ.get("FAIL") == name:
+    sys.stderr.write(f"error: {name} says why\\n")
+    sys.exit(3)
 (out / "config.json").write_text("{}")
 (out / "COMPLETE").write_text("")
 """

@@ -59,12 +59,15 @@ def test_a_step_that_ends_without_finishing_is_a_failure(tree):
 
 
 @pytest.mark.dist
-def test_two_processes_under_the_launcher(tree):
+@pytest.mark.parametrize(
+    "failing", ["step1_sft", pytest.param("step2_reward", marks=pytest.mark.slow)]
+)
+def test_two_processes_under_the_launcher(failing, tree):
     """DeepSpeed's launcher starts both and passes on a rank's exit code."""
     argv = ("--recipe", "quiet", "--output-dir", "out", "--num-gpus", "2")
-    done = train(*argv, FAIL="step2_reward")
+    done = train(*argv, FAIL=failing)
     assert done.returncode == 3
-    assert "error: step2_reward says why" in done.stderr
+    assert f"error: {failing} says why" in done.stderr
     seen = [json.loads(Path(f"out/step1_sft/seen{r}.json").read_text()) for r in (0, 1)]
     assert [s["environment"]["RANK"] for s in seen] == ["0", "1"]
     assert {s["environment"]["WORLD_SIZE"] for s in seen} == {"2"}

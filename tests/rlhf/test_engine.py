@@ -61,8 +61,8 @@ def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
     ("zero", "options", "hybrid"),
     [
         (0, (), True),
-        (0, (), False),
-        (3, (), True),
+        pytest.param(0, (), False, marks=pytest.mark.slow),
+        pytest.param(3, (), True, marks=pytest.mark.slow),
         (3, (), False),
         (2, OFFLOAD, True),
         (3, OFFLOAD, True),
@@ -75,7 +75,7 @@ def test_the_rollout_uses_the_current_weights(zero, options, hybrid, models_fold
     trainer = build_trainer(config)
     trainer.engine.actor.eval()
     before = probe_logprobs(trainer.engine.actor)
-    for iteration in range(3):
+    for iteration in range(2):
         experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
         assert trainer.metrics["rollout/logprob_gap"] < 1e-5
         trainer.train_rlhf(experience)

@@ -125,8 +125,14 @@ def answers_of(e):
         yield i, ids[:-1] if e.finished[i] else ids, bool(e.finished[i])
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(
+    ("family", "zero"),
+    [
+        ("opt", 0),
+        ("llama", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("opt", 3), ("llama", 0))),
+    ],
+)
 def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):
     """Prompts known by ids, as text, and as messages; some answers end, some do not."""
     folder = reward_folder(tmp_path / "reward", family)
