@@ -4,11 +4,15 @@ import gc
 import os
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# Compile each module once, not in every worker and process that the tests start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Timing would make results depend on the machine's load; tests/models/test_linear.py covers oneDNN.
@@ -40,10 +44,50 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.module not in starts)
 
 
-def pytest_collection_finish():
-    """DeepSpeed collects garbage for every ZeRO-3 engine: what is imported by now never is any."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without garbage collection, which takes a fifth of the time of importing torch."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        freeze_objects()
+        gc.enable()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        freeze_objects()
+
+
+def freeze_objects():
+    """DeepSpeed collects garbage for every ZeRO-3 engine: modules, and what is left over, are
+    none.
+    """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist loadfile``, but what shares `forked`'s server goes to one worker, as one file."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "forked" if uses_server(config.rootpath / file) else file
+
+    return OneServer(config, log)
+
+
+@cache
+def uses_server(file):
+    """Whether a test file's commands run in forks, some through its folder's fixtures."""
+    text = file.read_text()
+    return file.parent.name in ("dist", "faults") or "forked" in text or "small_run" in text
 
 
 @pytest.fixture(scope="session")
