@@ -40,7 +40,9 @@ LONGEST_S = 100.0  # time limit of one command; it is killed then
 TOGETHER = 2  # commands
 IMPORTS = (
     "dschat.runtime.deepspeed_engine",  # NOTE first: it sets DeepSpeed's accelerator
+    "dschat.runtime.start",
     "dschat.supervised.loop",
+    "dschat.supervised.setup",
     "dschat.rlhf.trainer",
     "dschat.rlhf.reporter",
     "dschat.rlhf.evaluation",
