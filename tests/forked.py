@@ -19,6 +19,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -65,8 +66,9 @@ IMPORTS = (
 
 @dataclass
 class Command:
-    """``signum`` is sent when all conditions hold: ``after_s`` seconds have passed, ``after_file``
-    (relative to the working directory) exists and is not empty, standard error has ``after_text``.
+    """``signum`` is sent when all conditions hold: the command handles SIGTERM, ``after_s`` seconds
+    have passed, ``after_file`` (relative to the working directory) exists and is not empty,
+    standard error has ``after_text``.
     """
 
     argv: list[str]
@@ -278,9 +280,15 @@ class _Running:
         file = self._work / command.after_file
         if command.after_file and not (file.is_file() and file.stat().st_size):
             return
-        if command.after_text in self._text("stderr"):
+        if command.after_text in self._text("stderr") and self._catches(signal.SIGTERM):
             os.kill(self.pid, command.signum)
             self._signalled = True
+
+    def _catches(self, signum: int) -> bool:
+        """Whether the command has set its handler of a signal: on a busy machine it may not yet."""
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        (mask,) = re.findall(r"SigCgt:\s*(\w+)", text)
+        return bool(int(mask, 16) >> (signum - 1) & 1)
 
     def outcome(self, code: int) -> Outcome:
         left = sorted(str(path.relative_to(self._work)) for path in self._work.rglob("*"))
