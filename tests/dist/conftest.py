@@ -1,13 +1,11 @@
 """Two processes, started once for all the cases that need them."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import forked
 import pytest
-from filelock import FileLock
 
 WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT_S = 200
@@ -27,22 +25,12 @@ def launch(cases, models, out: Path):
 
 @pytest.fixture(scope="session")
 def two_processes(models_folder, tmp_path_factory, request):
-    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases.
-
-    One for all of pytest-xdist's workers, too: the first that asks launches, the others wait.
-    """
+    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases."""
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
         if "two_processes" in item.fixturenames
     ]
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    out, answers = shared / "two_processes", shared / "two_processes.json"
-    with FileLock(shared / "two_processes.lock"):
-        if not answers.exists():
-            results = launch(list(dict.fromkeys(wanted)), models_folder, out)
-            answers.write_text(json.dumps({case.name: r[0] for case, r in results.items()}))
-    by_name = json.loads(answers.read_text())
-    return lambda case: (by_name[case.name], out / case.name)
+    out = tmp_path_factory.mktemp("two_processes")
+    results = launch(list(dict.fromkeys(wanted)), models_folder, out)
+    return lambda case: (results[case][0], out / case.name)
