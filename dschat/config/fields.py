@@ -9,6 +9,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dschat.config.errors import UserError
 
+# A flag's whole number, or "auto": the program chooses.
+AUTO = "auto"
+IntOrAuto = Union[int, str]
+_NOT_INT_OR_AUTO = "is neither a whole number nor auto"
+
 # Larger values are typing errors, and overflow once multiplied in fp32.
 LARGEST = 1e6
 
@@ -19,6 +24,16 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def int_or_auto(text: str) -> int | str:
+    """The value of an `IntOrAuto` flag, as argparse reads it."""
+    return text if text == AUTO else int(text)
+
+
+def fixed_or_zero(value: int | str) -> int:
+    """An `IntOrAuto` flag's number; 0 where the program has yet to choose."""
+    return 0 if value == AUTO else int(value)
 
 
 def require_types(config: Any, prefix: str = "--") -> None:
@@ -43,6 +58,9 @@ _hints = functools.cache(get_type_hints)
 def _type_problem(value: Any, hint: Any) -> str:
     """Why ``value`` is not a ``hint``, in a few words; empty if it is one."""
     kind, choices = get_origin(hint), get_args(hint)
+    if hint == IntOrAuto:
+        is_int = isinstance(value, Integral) and not isinstance(value, bool)
+        return "" if value == AUTO else _type_problem(value, int) if is_int else _NOT_INT_OR_AUTO
     if kind is Union:
         return "" if value is None else _type_problem(value, choices[0])
     if kind is Literal:

@@ -16,6 +16,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
+from dschat.config.fields import IntOrAuto, int_or_auto
 from dschat.config.text_file import read_text
 
 
@@ -28,6 +29,7 @@ Config = TypeVar("Config", bound=_Validated)
 _REWORDINGS = (
     (r"invalid int value: (.*)", r"\1 is not a whole number"),
     (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"invalid int_or_auto value: (.*)", r"\1 is neither a whole number nor auto"),
     (r"invalid choice: (.*?) \(choose from (.*)\)", r"\1 is not one of \2"),
     (r"expected one argument", "needs a value"),
     (r"expected at least one argument", "needs at least one value"),
@@ -163,7 +165,10 @@ class _Parser(HfArgumentParser):
             self.add_argument(
                 "--config", help="YAML file with flag names as keys; flags override it."
             )
+        hints = get_type_hints(config_class)
         for f in fields(config_class):
+            if hints[f.name] == IntOrAuto:  # HfArgumentParser would take whole numbers only
+                self._option_string_actions[f"--{f.name}"].type = int_or_auto
             if f.type == Optional[bool]:  # HfArgumentParser would require a value
                 action = self._option_string_actions[f"--{f.name}"]
                 action.nargs, action.const = "?", True
