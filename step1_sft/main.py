@@ -38,6 +38,7 @@ def main() -> None:
     companions = setup.policy_companions(config, base, model)
     num_steps = loop.num_total_steps(config, batches[0])
     engine = setup.build_engine(model, config, zero, num_steps)
+    setup.settle_micro_batches(engine, *batches)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))

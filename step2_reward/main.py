@@ -70,6 +70,7 @@ def train_reward_model(config, zero, base, tables) -> None:
         )
     companions = setup.Companions(model.config, base.tokenizer, type(model).__name__)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
+    setup.settle_micro_batches(engine, *batches)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))
@@ -95,6 +96,7 @@ def train_policy(config, zero, base, tables) -> None:
     model = load(zero, config.dropout or 0.0)
     companions = setup.policy_companions(config, base, model)
     engine = setup.build_engine(model, config, zero, num_steps)
+    setup.settle_micro_batches(engine, *batches)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
 
@@ -102,7 +104,7 @@ def train_policy(config, zero, base, tables) -> None:
     metrics_log = setup.claim_output(config, record_of(config))
     if config.precompute_ref_logprobs:
         for table in tables:
-            task.precompute(engine, table, config.per_device_eval_batch_size)
+            task.precompute(engine, table, batches[1].size)
     gold = GoldEvaluation(
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )

@@ -42,6 +42,7 @@ MAY_CHANGE = {
     # machine
     "local_rank": "set by the launcher",
     "reward_workers": "how many calls at a time",
+    "max_tokens_per_micro_batch": "how a step is cut",
 }
 # Settings that may change if their product times the world size does not: see `check_step_size`.
 _Flags = tuple[str, ...]

@@ -10,7 +10,7 @@ from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, require_types
+from dschat.config.fields import AUTO, IntOrAuto, flag, require_types
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
@@ -57,6 +57,11 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
     gradient_accumulation_steps: int = flag(
         1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
+    )
+    max_tokens_per_micro_batch: IntOrAuto = flag(
+        0,
+        "Cut each process's rows of an optimizer step into micro-batches of at most N tokens; "
+        "auto: as many as fit in memory. 0: into micro-batches of the batch size per device.",
     )
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.")
     max_steps: int = flag(0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.")
@@ -113,12 +118,13 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         for name in (
             "max_grad_norm",
             "num_warmup_steps",
+            "max_tokens_per_micro_batch",
             "max_steps",
             "save_steps",
             "save_total_limit",
         ):
             value = getattr(self, name)
-            require(value >= 0, f"--{name} {value} must not be negative")
+            require(value == AUTO or value >= 0, f"--{name} {value} must not be negative")
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
@@ -142,6 +148,15 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
             if f.name.endswith("dropout"):
                 require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
         self.validate_deepspeed()
+
+    def require_room(self, row_tokens: int, flags: str) -> None:
+        """``UserError`` where a micro-batch cannot hold the longest row, of ``flags`` tokens."""
+        budget = self.max_tokens_per_micro_batch
+        require(
+            budget == AUTO or not 0 < int(budget) < row_tokens,
+            f"--max_tokens_per_micro_batch {budget} is less than one row can have: "
+            f"{flags} = {row_tokens}; raise it, or use auto",
+        )
 
     @property
     def end_of_turn(self) -> Optional[str]:
@@ -216,6 +231,10 @@ class SFTConfig(SupervisedConfig):
 
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
 
+    def validate(self) -> None:
+        super().validate()
+        self.require_room(self.max_seq_len, "--max_seq_len")
+
 
 @dataclass
 class RewardConfig(PreferenceConfig, SupervisedConfig):
@@ -240,6 +259,8 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     def validate(self) -> None:
         super().validate()
         self.validate_preferences(self.streaming)
+        answers = 3 if self.loss == "kto" else 2
+        self.require_room(answers * self.max_seq_len, f"{answers} x --max_seq_len (one pair)")
 
 
 @dataclass
@@ -383,6 +404,10 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
+        self.require_room(
+            self.max_prompt_seq_len + self.max_answer_seq_len,
+            "--max_prompt_seq_len + --max_answer_seq_len",
+        )
         for name in ("unsup_coef", "eval_steps"):
             value = getattr(self, name)
             require(value >= 0, f"--{name} {value} must not be negative")

@@ -1,10 +1,11 @@
-"""Splits rows into optimizer steps, and each step's rows over ranks and micro-batches.
+"""Splits rows into optimizer steps, and each step's rows over ranks.
 
 Ranks do not communicate: each computes the same permutation, or reads the same stream, and takes
 its own share.
 
 The rows of global batch k of epoch e depend on (seed, e, global batch size) alone. So runs with the
-same global batch size take the same optimizer steps, for any number of ranks and micro-batches.
+same global batch size take the same optimizer steps, for any number of ranks and any
+micro-batches (`dschat.data.micro_batches`).
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any, Protocol, Union
 
 import numpy as np
 
+from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
 from dschat.data.sources.columns import unpack, unpacked_names
 
 Rows = list[Any]
@@ -51,7 +53,8 @@ class StepBatches:
     Args:
         dataset: the rows, a table or a stream.
         global_batch_size: rows of one optimizer step, over all ranks and micro-batches.
-        micro_batch_size: maximum rows of a micro-batch.
+        size: how the shares are cut into micro-batches, by their readers. With a token budget the
+            shares of a table are balanced by tokens, for which every rank reads all rows.
         rank, world_size: the share of every global batch to take.
         seed: seeds the permutation, together with the epoch.
         shuffle: False keeps the order of the rows (evaluation: each row once, over all ranks).
@@ -62,7 +65,7 @@ class StepBatches:
         self,
         dataset: Union[RowTable, RowStream],
         global_batch_size: int,
-        micro_batch_size: int,
+        size: MicroBatchSize,
         rank: int,
         world_size: int,
         seed: int,
@@ -70,11 +73,10 @@ class StepBatches:
         drop_last: bool = False,
     ) -> None:
         assert global_batch_size >= 1, global_batch_size
-        assert micro_batch_size >= 1, micro_batch_size
         assert 0 <= rank < world_size, (rank, world_size)
         self.dataset = dataset
         self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.size = size
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -96,11 +98,10 @@ class StepBatches:
         """The epoch that optimizer step number ``step`` (from 0) belongs to."""
         return 0 if isinstance(self.dataset, RowStream) else step // max(1, len(self))
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Rows]]:
-        """Each optimizer step of an epoch as micro-batches; ``first_step`` > 0 resumes.
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Rows]:
+        """This rank's rows of each optimizer step of an epoch; ``first_step`` > 0 resumes.
 
-        Every rank gets the same number of micro-batches in a step; a rank with fewer rows gets
-        short or empty ones at the end. Shares of a global batch differ by at most one row.
+        Shares of a global batch differ by at most one row, unless they are balanced by tokens.
         """
         if isinstance(self.dataset, RowStream):
             yield from self._stream(self.dataset, first_step)
@@ -113,25 +114,21 @@ class StepBatches:
         for step in range(first_step, len(self)):
             start = step * self.global_batch_size
             indices = order[start : start + self.global_batch_size]
-            share = _share(indices, self.rank, self.world_size).tolist()
-            parts = self._micro_batches(share, len(indices))
-            yield [[dataset[i] for i in part] for part in parts]
+            if self.size.tokens:
+                rows = [dataset[i] for i in indices.tolist()]
+                parts = spread([row_tokens(row).total for row in rows], self.world_size)
+                yield [rows[i] for i in sorted(parts[self.rank])]
+            else:
+                share = _share(indices, self.rank, self.world_size)
+                yield [dataset[i] for i in share.tolist()]
 
-    def _stream(self, stream: RowStream, first_step: int) -> Iterator[list[Rows]]:
+    def _stream(self, stream: RowStream, first_step: int) -> Iterator[Rows]:
         examples = stream.examples()
         for _ in islice(examples, first_step * self.global_batch_size):
             pass
         while True:
             step = list(islice(examples, self.global_batch_size))
-            rows = stream.encode(_share(step, self.rank, self.world_size))
-            yield self._micro_batches(rows, len(step))
-
-    def _micro_batches(self, share: list[Any], num_rows: int) -> list[list[Any]]:
-        """A rank's share, in the number of micro-batches that the largest share needs."""
-        largest_share = -(-num_rows // self.world_size)
-        num_micro_batches = -(-largest_share // self.micro_batch_size)
-        starts = range(0, num_micro_batches * self.micro_batch_size, self.micro_batch_size)
-        return [share[i : i + self.micro_batch_size] for i in starts]
+            yield stream.encode(_share(step, self.rank, self.world_size))
 
 
 class TokenizedPrompts(list):
@@ -213,8 +210,9 @@ class PromptBatches:
             self._rollouts = _full_rollouts(dataset, rollout_prompts)
         else:
             drop_last = len(dataset) >= rollout_prompts
+        size = MicroBatchSize(rollout_prompts)
         self._batches = StepBatches(
-            dataset, rollout_prompts, rollout_prompts, rank, world_size, seed, drop_last=drop_last
+            dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
         )
 
     def __len__(self) -> int:
@@ -232,7 +230,7 @@ class PromptBatches:
                 yield prompts_of(_share(rows, *self._place), self._columns)
             return
         epoch, self._epoch = self._epoch, self._epoch + 1
-        for (rows,) in self._batches.epoch(epoch):
+        for rows in self._batches.epoch(epoch):
             yield prompts_of(rows, self._columns)
 
     def endless(self) -> Endless:
@@ -242,7 +240,7 @@ class PromptBatches:
     def _from(self, taken: int) -> Iterator[TokenizedPrompts]:
         batches = self._batches
         if not isinstance(batches.dataset, RowStream):
-            for (rows,) in _steps(batches, taken):
+            for rows in _steps(batches, taken):
                 yield prompts_of(rows, self._columns)
             return
         rollouts = _full_rollouts(batches.dataset, batches.global_batch_size)
@@ -300,11 +298,11 @@ def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
 
 
 def endless(batches: StepBatches) -> Endless:
-    """The optimizer steps of epoch 0, 1, 2, ..., endlessly."""
+    """This rank's rows of the optimizer steps of epoch 0, 1, 2, ..., endlessly."""
     return Endless(lambda taken: _steps(batches, taken))
 
 
-def _steps(batches: StepBatches, taken: int) -> Iterator[list[Rows]]:
+def _steps(batches: StepBatches, taken: int) -> Iterator[Rows]:
     if isinstance(batches.dataset, RowStream):
         yield from batches.epoch(0, taken)
     epoch, first = divmod(taken, len(batches))

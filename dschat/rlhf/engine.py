@@ -19,12 +19,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
+from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
-from dschat.hybrid.rollout_form import (
-    RolloutForm,
-    RolloutSettings,
-    rollout_form,
-)
+from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_form
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
@@ -64,6 +61,8 @@ class DeepSpeedRLHFEngine:
             LoRA adapters off.
         reward: frozen; None where only reward functions score.
         ema: the actor's moving average; None unless ``enable_ema``.
+        token_budget: tokens of a micro-batch; 0: rows decide, as they do before ``auto`` is
+            measured.
 
     Args:
         actor_model_name_or_path: a causal LM, normally step 1's folder.
@@ -133,6 +132,7 @@ class DeepSpeedRLHFEngine:
             self.args.enable_hybrid_engine,
         )
         self.version = 0  # optimizer steps the actor has taken
+        self.token_budget = fixed_or_zero(self.args.max_tokens_per_micro_batch)
         self._announce()
 
     def _load_actor(self, zero: ZeroSettings, dropout: float) -> nn.Module:

@@ -98,7 +98,7 @@ def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
     """Collective. Sum over this rank's answers of log policy - log reference, in nats."""
     total = 0.0
     with evaluating(engine.actor):
-        for part, piece in pieces(e, engine.args.eval_batch_size):
+        for part, piece in pieces(engine, e, engine.args.eval_batch_size):
             with engine.reference() as reference:
                 ref_logprobs, _ = action_logprobs(reference, piece, engine.args.temperature)
             if part:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.data.collate import pad_right
+from dschat.data.micro_batches import RowTokens
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
 from dschat.models.packing import PackedRows, pack
@@ -74,6 +75,15 @@ class Experience:
         reads = [range(start - 1, end - 1) if rows else () for start, end in actions]
         part.rows = pack(sequences, reads, part.prompt_lengths.tolist())
         return part.to(device)
+
+    def tokens_of(self, rows: list[int]) -> list[RowTokens]:
+        """What these rows take in a micro-batch."""
+        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
+        ids = self.input_ids.numpy()
+        return [
+            RowTokens(lengths[i], lengths[i], 1, ids[i, : prompts[i]].tobytes(), prompts[i])
+            for i in rows
+        ]
 
     def by_action(self, values: Tensor) -> Tensor:
         """What a forward read of ``rows`` (M,) as (S, A): 0 where there is no action."""
@@ -212,10 +222,3 @@ def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np
     return np.array(
         [permutations[b][p] for b, p in zip(blocks, places, strict=True)], dtype=np.int64
     )
-
-
-def chunks(rows: list[int], size: int, count: int) -> list[list[int]]:
-    """Split ``rows`` into ``count`` micro-batches of at most ``size``; the last may be empty."""
-    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    assert len(parts) <= count
-    return parts + [[] for _ in range(count - len(parts))]

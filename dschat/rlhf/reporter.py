@@ -15,6 +15,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig
 from dschat.data.batches import StepBatches, endless
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.tokenize import text_dataset
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
@@ -40,8 +41,8 @@ _NUM_PRINTED = 3
 
 def unsupervised_steps(
     args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[list[list[dict[str, Any]]]] | None:
-    """Yield this rank's micro-batches of pretraining text per optimizer step; None without ptx.
+) -> Iterator[list[dict[str, Any]]] | None:
+    """Yield this rank's rows of pretraining text per optimizer step; None without ptx.
 
     A step has as many blocks of text as a mini-batch has sequences, each of the maximal length of
     prompt + answer.
@@ -60,7 +61,7 @@ def unsupervised_steps(
     batches = StepBatches(
         blocks,
         args.mini_batch_size(world),
-        args.per_device_training_batch_size,
+        MicroBatchSize(args.per_device_training_batch_size),
         dist.rank(),
         world,
         args.seed,

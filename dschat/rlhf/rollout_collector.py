@@ -215,7 +215,7 @@ class Collector:
     def sources_of(self, collected: Collected, size: int) -> list[SourceScores]:
         """Collective. Every source's scores, after waiting for reward functions; to be called once.
 
-        ``size``: sequences per forward of the reward model.
+        ``size``: sequences per forward of the reward model, unless there is a token budget.
         """
         sources, pending = [], collected.pending
         assert pending is not None, "already scored"

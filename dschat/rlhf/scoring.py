@@ -11,10 +11,12 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.eval_mode import evaluating
+from dschat.models.packing.model import packs
 from dschat.models.training_engine import ModelOrEngine
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import Experience, chunks
+from dschat.rlhf.experience import Experience
 
 
 @overload
@@ -94,7 +96,7 @@ def _recompute(
     engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig, rows: list[int]
 ) -> None:
     """Collective. Log-probs and entropies of ``rows`` by the actor's training form."""
-    for part, batch in pieces(e, args.per_device_training_batch_size, rows):
+    for part, batch in pieces(engine, e, args.per_device_training_batch_size, rows):
         logprobs, entropy = action_logprobs(
             engine.actor, batch, args.temperature, with_entropy=True
         )
@@ -104,7 +106,7 @@ def _recompute(
 
 def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
     """Collective. The reference's log-probs and the critic's values."""
-    for part, batch in pieces(e, args.per_device_training_batch_size):
+    for part, batch in pieces(engine, e, args.per_device_training_batch_size):
         filled: dict[str, Tensor] = {}
         if engine.has_reference:
             with engine.reference() as reference:
@@ -124,9 +126,11 @@ def _keep(e: Experience, part: list[int], batch: Experience, filled: dict[str, T
 
 @torch.no_grad()
 def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
-    """Collective. The reward model's score of every sequence, ``size`` at a time: (S,) fp32."""
+    """Collective. The reward model's score of every sequence, ``size`` at a time unless there is a
+    token budget: (S,) fp32.
+    """
     scores = torch.zeros(e.num_sequences)
-    for part, batch in pieces(e, size):
+    for part, batch in pieces(engine, e, size):
         value = engine.score(batch)
         if part:
             scores[part] = value.cpu()
@@ -157,13 +161,30 @@ def not_finite(e: Experience) -> str:
     return f"{', '.join(named)} not finite" if named else ""
 
 
+def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
+    """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
+    models = (engine.actor, engine.ref, engine.critic, engine.reward)
+    pads = any(model is not None and not packs(model) for model in models)
+    return MicroBatchSize(rows, engine.token_budget, pads)
+
+
+def micro_batches(
+    engine: DeepSpeedRLHFEngine, e: Experience, rows: list[int], size: int
+) -> list[list[int]]:
+    """Collective. ``rows`` of ``e`` in micro-batches of ``size`` or, if set, within the engine's
+    token budget; equally many on every rank.
+    """
+    parts = micro_batch_size(engine, size).split(e.tokens_of(rows))
+    return [[rows[i] for i in part] for part in parts]
+
+
 def pieces(
-    e: Experience, size: int, rows: list[int] | None = None
+    engine: DeepSpeedRLHFEngine, e: Experience, size: int, rows: list[int] | None = None
 ) -> Iterator[tuple[list[int], Experience]]:
     """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
 
     ``rows``: of ``e``; default: all.
     """
     rows = list(range(e.num_sequences)) if rows is None else rows
-    for part in chunks(rows, size, dist.max_int(-(-len(rows) // size))):
+    for part in micro_batches(engine, e, rows, size):
         yield part, e.take(part, dist.device())

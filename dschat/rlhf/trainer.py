@@ -16,6 +16,7 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
+from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
     POLICY_LOSSES,
@@ -25,14 +26,21 @@ from dschat.losses import (
     kl_penalty,
     value_loss,
 )
-from dschat.models.packing import pack
+from dschat.models.packing import PackedRows, pack
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import Experience, chunks, mini_batch_of
+from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import experience_metrics, throughput, training_metrics, warn_of_gap
 from dschat.rlhf.rollout_collector import Collector, PromptBatch
-from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
+from dschat.rlhf.scoring import (
+    action_logprobs,
+    action_values,
+    fill_in,
+    micro_batch_size,
+    micro_batches,
+    not_finite,
+)
 from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,
@@ -51,8 +59,8 @@ class DeepSpeedPPOTrainer:
     Args:
         engine: the models.
         args: an `RLHFConfig` or any namespace with some of its fields; default: the engine's.
-        unsupervised: yields for every optimizer step the micro-batches (lists of rows with
-            ``input_ids``) of the pretraining loss.
+        unsupervised: yields for every optimizer step this rank's rows (with ``input_ids``) of the
+            pretraining loss.
         reward_fns: reward functions in addition to those of ``args`` and any reward model: a
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
@@ -72,7 +80,7 @@ class DeepSpeedPPOTrainer:
         self,
         engine: DeepSpeedRLHFEngine,
         args: Any = None,
-        unsupervised: Iterator[list[list[dict[str, Any]]]] | None = None,
+        unsupervised: Iterator[list[dict[str, Any]]] | None = None,
         reward_fns: Sequence[Any] = (),
         more_prompts: Iterator[PromptBatch] | None = None,
         programs: RewardPrograms | None = None,
@@ -253,27 +261,28 @@ class DeepSpeedPPOTrainer:
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
         """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
-        size = self.args.per_device_training_batch_size
-        count = dist.max_int(max(1, -(-len(rows) // size)))
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
         policy_count = float(aggregation_count(experience.loss_mask[rows], self.args.aggregation))
         all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
+        size = self.args.per_device_training_batch_size
+        cut = micro_batches(self.engine, experience, rows, size)
         # All on the device before the first forward: a copy from host memory waits for the device.
-        batches = [experience.take(part, self._device) for part in chunks(rows, size, count)]
+        batches = [experience.take(part, self._device) for part in cut]
         sums = {"actions": num_actions, "policy_count": policy_count}
         parts: list[DeviceSums] = []
         train_actor = train_actor and all_policy > 0  # else no action has a loss
-        text = next(self._unsupervised) if self._unsupervised is not None and train_actor else []
+        text = self._text_micro_batches() if train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
-            step = steps["actor"] = OptimizerStep(self.engine.actor, count + len(text), all_policy)
+            num_batches = len(batches) + len(text)
+            step = steps["actor"] = OptimizerStep(self.engine.actor, num_batches, all_policy)
             parts += [self._actor_micro_batch(step, batch) for batch in batches]
             self._measures_gap = False  # the step changes the actor
             parts += self._ptx_micro_batches(step, text, all_policy)
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
-            step = steps["critic"] = OptimizerStep(self.engine.critic, count, all_actions)
+            step = steps["critic"] = OptimizerStep(self.engine.critic, len(batches), all_actions)
             parts += [self._critic_micro_batch(step, batch) for batch in batches]
             finish_together([step for step in steps.values() if step.outcome is None])
         _add(sums, sum_parts(parts))
@@ -324,16 +333,23 @@ class DeepSpeedPPOTrainer:
         step.backward(loss)
         return {"value_clipped": metrics["value_clipped"], "value_loss": loss.detach()}
 
+    def _text_micro_batches(self) -> list[PackedRows]:
+        """Collective. The next step's text of the pretraining loss; empty without that loss."""
+        if self._unsupervised is None:
+            return []
+        ids = [row["input_ids"] for row in next(self._unsupervised)]
+        size = micro_batch_size(self.engine, self.args.per_device_training_batch_size)
+        parts = size.split([row_tokens({"input_ids": row}) for row in ids])
+        texts = [[ids[i] for i in part] for part in parts]
+        packed = (pack(rows, [range(len(row) - 1) for row in rows]) for rows in texts)
+        return [rows.to(self._device) for rows in packed]
+
     def _ptx_micro_batches(
-        self, step: OptimizerStep, text: list[list[dict[str, Any]]], denominator: float
+        self, step: OptimizerStep, batches: list[PackedRows], denominator: float
     ) -> list[DeviceSums]:
         """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
-        if not text:
+        if not batches:
             return []
-        batches = []
-        for rows in text:
-            ids = [row["input_ids"] for row in rows]
-            batches.append(pack(ids, [range(len(row) - 1) for row in ids]).to(self._device))
         (num_tokens,) = dist.sum_floats([float(sum(len(batch.targets) for batch in batches))])
         # `step` divides by the action tokens; this factor replaces that by the text's tokens.
         weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
+from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.observability.console import format_line, progress
@@ -28,10 +30,17 @@ def _reduce(parts: list[DeviceSums]) -> dict[str, float]:
     return dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
 
 
+def _micro_batches(task: Task, rows: Rows, size: MicroBatchSize) -> list[Any]:
+    """Collective. This rank's ``rows`` in micro-batches; equally many on every rank."""
+    parts = size.split([row_tokens(row) for row in rows])
+    return [task.collate([rows[i] for i in part]) for part in parts]
+
+
 @torch.no_grad()
 def evaluate(model: ModelOrEngine, task: Task, batches: StepBatches) -> dict[str, float]:
     """Collective. ``eval/...`` metrics over every held-out row, each counted once."""
-    micro_batches = [task.collate(rows) for step in batches.epoch(0) for rows in step]
+    rows = [row for step in batches.epoch(0) for row in step]
+    micro_batches = _micro_batches(task, rows, batches.size)
     with evaluating(model):
         parts = [
             task.loss(model, batch.to(dist.device()))[1]
@@ -46,13 +55,13 @@ def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
 
 
 def train_step(
-    engine: TrainingEngine, task: Task, micro_batches: list[Rows]
+    engine: TrainingEngine, task: Task, rows: Rows, size: MicroBatchSize
 ) -> tuple[dict[str, float], OptimizerStep]:
-    """Collective. One optimizer step on this rank's part of a global batch.
+    """Collective. One optimizer step on ``rows``, this rank's part of a global batch.
 
     Returns the metrics of the global batch, and the finished step.
     """
-    batches = [task.collate(rows) for rows in micro_batches]
+    batches = _micro_batches(task, rows, size)
     (denominator,) = dist.sum_floats([float(sum(map(task.weight, batches)))])
     step = OptimizerStep(engine, len(batches), denominator)
     # All on the device before the first forward: a copy from host memory waits for the device.
@@ -108,7 +117,7 @@ def train(
         while steps.taken < total:
             epoch = train_batches.epoch_of(steps.taken)
             rate, started = learning_rate(engine), time.perf_counter()
-            metrics, step = train_step(engine, task, next(steps))
+            metrics, step = train_step(engine, task, next(steps), train_batches.size)
             done = steps.taken
             bar.update()
             skipped.take(step, f"step {done}")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
-from dschat.data.batches import RowStream, RowTable, StepBatches
+from dschat.data.batches import RowStream, RowTable
 from dschat.data.collate import PreferenceBatch, collate_preferences
+from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
@@ -151,24 +152,22 @@ class PreferenceTask:
         pairs = max(sums["pairs"], 1.0)
         return {name: value / pairs for name, value in sums.items() if name != "pairs"}
 
-    def precompute(self, model: ModelOrEngine, pairs: Pairs, batch_size: int) -> None:
+    def precompute(self, model: ModelOrEngine, pairs: Pairs, size: MicroBatchSize) -> None:
         """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
-        first step is its own reference. ``batch_size``: pairs per micro-batch and process.
+        first step is its own reference.
         """
-        ranks = dist.world_size()
-        batches = StepBatches(
-            pairs, batch_size * ranks, batch_size, dist.rank(), ranks, seed=0, shuffle=False
-        )
-        local: list[list[list[float]]] = []
-        bar = progress(len(batches), "reference log-probs")
-        for (rows,) in batches.epoch(0):
-            logps = self._all_logps(model, self.collate(rows))
-            local.append(logps.view(len(self._blocks), len(rows)).T.tolist())
+        share = dist.my_share(list(range(len(pairs))))
+        micro_batches = size.split([row_tokens(pairs[i]) for i in share])
+        local: dict[int, list[float]] = {}
+        bar = progress(len(micro_batches), "reference log-probs")
+        for part in micro_batches:
+            logps = self._all_logps(model, self.collate([pairs[share[i]] for i in part]))
+            by_row = logps.view(len(self._blocks), len(part)).T.tolist()
+            local |= zip(part, by_row, strict=True)
             bar.update()
         bar.close()
-        shares = dist.gather_objects(local)
-        pairs.ref_logps = [row for parts in zip(*shares, strict=True) for p in parts for row in p]
-        assert len(pairs.ref_logps) == len(pairs)
+        shares = dist.gather_objects([local[i] for i in range(len(share))])
+        pairs.ref_logps = [row for part in shares for row in part]
 
     @contextmanager
     def _reference_of(self, model: ModelOrEngine) -> Iterator[ModelOrEngine]:

@@ -1,6 +1,7 @@
 """Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,9 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
+from dschat.config.fields import fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
@@ -19,8 +22,9 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config
 from dschat.models.lora import prepare_for_training
 from dschat.models.model_kind import require_causal_lm, require_score_head
-from dschat.models.packing.model import PackedModel
+from dschat.models.packing.model import PackedModel, packs
 from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
@@ -143,11 +147,12 @@ def step_batches(
 ) -> tuple[StepBatches, StepBatches]:
     """This rank's share of the shuffled training rows, and of the held-out rows in order."""
     rank, world = dist.rank(), dist.world_size()
+    tokens = fixed_or_zero(config.max_tokens_per_micro_batch)
     return (
         StepBatches(
             train,
             config.global_batch_size(world),
-            config.per_device_train_batch_size,
+            MicroBatchSize(config.per_device_train_batch_size, tokens),
             rank,
             world,
             config.seed,
@@ -155,13 +160,19 @@ def step_batches(
         StepBatches(
             held_out,
             config.per_device_eval_batch_size * world,
-            config.per_device_eval_batch_size,
+            MicroBatchSize(config.per_device_eval_batch_size, tokens),
             rank,
             world,
             config.seed,
             shuffle=False,
         ),
     )
+
+
+def settle_micro_batches(engine: TrainingEngine, *batches: StepBatches) -> None:
+    """Complete the sizes of micro-batches by what they depend on the model for."""
+    for each in batches:
+        each.size = replace(each.size, padded=not packs(engine))
 
 
 def claim_output(config: SupervisedConfig, record: str) -> MetricsLog:

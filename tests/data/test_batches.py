@@ -1,4 +1,4 @@
-"""Optimizer steps over ranks and micro-batches, and their padding."""
+"""Optimizer steps over ranks, and collating their rows."""
 
 import numpy as np
 import torch
@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from dschat.data.batches import PromptBatches, StepBatches, endless
 from dschat.data.collate import collate_pairs, collate_sft, pad_right
+from dschat.data.micro_batches import MicroBatchSize
+
+ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
 
 
-def steps_of_all_ranks(rows, size, micro, world, epoch=0, **options):
-    """Per step, per rank: its micro-batches."""
+def steps_of_all_ranks(rows, size, world, epoch=0, micro=ROWS, **options):
+    """Per step, per rank: its rows."""
     ranks = [
         list(StepBatches(rows, size, micro, rank, world, seed=7, **options).epoch(epoch))
         for rank in range(world)
@@ -22,58 +25,58 @@ def steps_of_all_ranks(rows, size, micro, world, epoch=0, **options):
 @given(
     num_rows=st.integers(0, 40),
     size=st.integers(1, 17),
-    micro=st.integers(1, 6),
     world=st.integers(1, 5),
     epoch=st.integers(0, 3),
     drop_last=st.booleans(),
 )
-def test_a_global_batch_has_the_same_rows_for_any_ranks_and_micro_batches(
-    num_rows, size, micro, world, epoch, drop_last
-):
+def test_a_global_batch_has_the_same_rows_for_any_ranks(num_rows, size, world, epoch, drop_last):
     rows = list(range(num_rows))
-    whole = steps_of_all_ranks(rows, size, size, 1, epoch, drop_last=drop_last)
-    parts = steps_of_all_ranks(rows, size, micro, world, epoch, drop_last=drop_last)
-    assert len(parts) == len(whole) == len(StepBatches(rows, size, 1, 0, 1, 7, True, drop_last))
+    whole = steps_of_all_ranks(rows, size, 1, epoch, drop_last=drop_last)
+    parts = steps_of_all_ranks(rows, size, world, epoch, drop_last=drop_last)
+    assert len(parts) == len(whole) == len(StepBatches(rows, size, ROWS, 0, 1, 7, True, drop_last))
     for (whole_rank,), ranks in zip(whole, parts, strict=True):
-        flat = sorted(row for rank in ranks for micro_batch in rank for row in micro_batch)
-        assert flat == sorted(row for micro_batch in whole_rank for row in micro_batch)
-        assert len({len(rank) for rank in ranks}) == 1, "ranks differ in their micro-batches"
-        assert all(len(micro_batch) <= micro for rank in ranks for micro_batch in rank)
-    seen = sorted(r for step in parts for rank in step for mb in rank for r in mb)
+        assert sorted(sum(ranks, [])) == sorted(whole_rank)
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    seen = sorted(row for step in parts for rank in step for row in rank)
     full = num_rows - num_rows % size
     assert len(seen) == (full if drop_last else num_rows)
     assert len(set(seen)) == len(seen)
 
 
-def test_a_rank_with_fewer_rows_gets_empty_micro_batches():
-    ((rank_0, rank_1, rank_2),) = steps_of_all_ranks([10, 11], 6, 1, 3, shuffle=False)
-    assert sorted([rank_0, rank_1, rank_2]) == [[[]], [[10]], [[11]]]
-
-
-def test_full_steps_have_the_expected_number_of_micro_batches():
-    for ranks in steps_of_all_ranks(list(range(24)), 12, 2, 2):
-        assert [[len(micro_batch) for micro_batch in rank] for rank in ranks] == [[2, 2, 2]] * 2
+def test_a_token_budget_balances_ranks_by_tokens_and_keeps_global_batches():
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": [i] * int(n)} for i, n in enumerate(rng.integers(1, 90, 64))]
+    rows[3]["input_ids"] = [3] * 400
+    whole = steps_of_all_ranks(rows, 16, 1)
+    loads = []
+    for (batch,), ranks in zip(whole, steps_of_all_ranks(rows, 16, 4, micro=BUDGET), strict=True):
+        assert sorted(i for row in sum(ranks, []) for i in row["input_ids"][:1]) == sorted(
+            row["input_ids"][0] for row in batch
+        )
+        loads.append([sum(len(row["input_ids"]) for row in rank) for rank in ranks])
+    assert sum(max(load) == 400 for load in loads) == 1, "the longest row is alone on its rank"
+    assert max(max(load) - min(load) for load in loads if max(load) < 400) < 20
 
 
 def test_epochs_and_seeds_shuffle_differently_and_repeatably():
     rows = list(range(50))
     orders = {
-        (seed, epoch): [r for s in StepBatches(rows, 50, 50, 0, 1, seed).epoch(epoch) for r in s[0]]
+        (seed, epoch): [r for s in StepBatches(rows, 50, ROWS, 0, 1, seed).epoch(epoch) for r in s]
         for seed in (0, 1)
         for epoch in (0, 1)
     }
     assert len({tuple(order) for order in orders.values()}) == 4
-    again = [r for s in StepBatches(rows, 50, 50, 0, 1, 1).epoch(1) for r in s[0]]
+    again = [r for s in StepBatches(rows, 50, ROWS, 0, 1, 1).epoch(1) for r in s]
     assert again == orders[1, 1]
 
 
 def test_without_shuffling_the_order_stays():
-    steps = StepBatches("abcdefg", 3, 2, 0, 1, seed=1, shuffle=False)
-    assert list(steps.epoch(0)) == [[["a", "b"], ["c"]], [["d", "e"], ["f"]], [["g"]]]
+    steps = StepBatches("abcdefg", 3, ROWS, 0, 1, seed=1, shuffle=False)
+    assert list(steps.epoch(0)) == [list("abc"), list("def"), ["g"]]
 
 
 def test_an_epoch_resumes_at_any_step():
-    steps = StepBatches(list(range(31)), 4, 3, 1, 2, seed=5)
+    steps = StepBatches(list(range(31)), 4, ROWS, 1, 2, seed=5)
     assert list(steps.epoch(2, first_step=3)) == list(steps.epoch(2))[3:]
 
 
@@ -138,13 +141,13 @@ def test_rows_of_a_table_come_as_dicts():
     from datasets import Dataset
 
     table = Dataset.from_dict({"x": np.arange(5).tolist()})
-    ((batch,),) = [list(step) for step in StepBatches(table, 5, 5, 0, 1, 0, False).epoch(0)]
+    (batch,) = StepBatches(table, 5, ROWS, 0, 1, 0, False).epoch(0)
     assert batch == [{"x": i} for i in range(5)]
 
 
 def test_an_endless_iterator_resumes_where_another_stopped():
     rows = [{"n": n} for n in range(10)]
-    batches = StepBatches(rows, 3, 2, 0, 1, seed=5)
+    batches = StepBatches(rows, 3, ROWS, 0, 1, seed=5)
     first = endless(batches)
     steps = [next(first) for _ in range(11)]
     assert first.taken == 11

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.stream import ExampleStream, shuffled
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset, text_dataset
@@ -159,31 +160,29 @@ def test_every_step_gets_its_rows(write):
         assert 0 < len(held_out) < 30
 
 
-def test_a_global_batch_has_the_same_rows_for_any_ranks_and_micro_batches(write):
+@pytest.mark.parametrize("size", [MicroBatchSize(2), MicroBatchSize(2, tokens=500)])
+def test_a_global_batch_has_the_same_rows_for_any_ranks(write, size):
     config = SFTConfig(**STEP, data_path=[write(pairs(60))], data_split="1,0,0")
     stream = sft_dataset(config, TOKENIZER)
 
-    def steps(micro, rank, world):
-        return list(islice(StepBatches(stream, 12, micro, rank, world, seed=0).epoch(0), 6))
+    def steps(rank, world, first=0):
+        batches = StepBatches(stream, 12, size, rank, world, seed=0)
+        return list(islice(batches.epoch(0, first), 6 - first))
 
-    whole = steps(12, 0, 1)
-    for world, micro in ((2, 3), (5, 2)):
-        ranks = [steps(micro, rank, world) for rank in range(world)]
-        for number, (expected,) in enumerate(whole):
-            cut = [rank[number] for rank in ranks]
-            assert len({len(batches) for batches in cut}) == 1
-            assert [row for batches in cut for batch in batches for row in batch] == expected
-    assert list(islice(StepBatches(stream, 12, 12, 0, 1, 0).epoch(0, first_step=2), 4)) == whole[2:]
+    whole = steps(0, 1)
+    for world in (2, 5):
+        ranks = [steps(rank, world) for rank in range(world)]
+        for number, expected in enumerate(whole):
+            assert sum((rank[number] for rank in ranks), []) == expected
+    assert steps(0, 1, first=2) == whole[2:]
 
 
 def test_unusable_rows_make_a_batch_smaller_for_any_number_of_ranks():
     stream = RowStream(lambda: iter(range(40)), lambda rows: [row for row in rows if row % 3])
     for world in (1, 2, 3):
-        ranks = [
-            next(StepBatches(stream, 12, 2, rank, world, seed=0).epoch(0)) for rank in range(world)
-        ]
-        assert len({len(batches) for batches in ranks}) == 1
-        rows = [row for batches in ranks for batch in batches for row in batch]
+        size = MicroBatchSize(2)
+        ranks = [StepBatches(stream, 12, size, rank, world, seed=0) for rank in range(world)]
+        rows = sum((next(batches.epoch(0)) for batches in ranks), [])
         assert rows == [row for row in range(12) if row % 3]
 
 
@@ -226,8 +225,8 @@ def test_pretraining_text_streams(write):
     path = write([{"text": f"document {i}"} for i in range(50)])
     config = CommonConfig(streaming=True, max_steps=1, shuffle_buffer_size=8)
     stream = text_dataset(path, None, "text", TOKENIZER, block_len=16, config=config)
-    steps = islice(StepBatches(stream, 4, 2, 0, 1, seed=0).epoch(0), 30)
-    blocks = [row["input_ids"] for step in steps for batch in step for row in batch]
+    steps = islice(StepBatches(stream, 4, MicroBatchSize(2), 0, 1, seed=0).epoch(0), 30)
+    blocks = [row["input_ids"] for step in steps for row in step]
     assert len(blocks) == 120
     assert {len(block) for block in blocks} == {16}
 

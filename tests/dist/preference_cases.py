@@ -12,6 +12,8 @@ from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig
+from dschat.config.fields import fixed_or_zero
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
@@ -55,9 +57,10 @@ def build_preference(case: Case, models: Path, out: Path):
     task = preference.PreferenceTask(config, reference)
     rows = pair_rows()
     tables = preference.as_pairs(config, rows, rows[:NUM_HELD_OUT])
+    budget = fixed_or_zero(config.max_tokens_per_micro_batch)
     if config.precompute_ref_logprobs:
         for table in tables:
-            task.precompute(engine, table, 5)
+            task.precompute(engine, table, MicroBatchSize(5, budget))
     return engine, task, config, tables, companions
 
 

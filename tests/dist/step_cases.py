@@ -18,6 +18,7 @@ import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.collate import pad_right
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
@@ -272,7 +273,7 @@ def text_steps(config: RLHFConfig):
     batches = StepBatches(
         blocks,
         config.mini_batch_size(world),
-        config.per_device_training_batch_size,
+        MicroBatchSize(config.per_device_training_batch_size),
         dist.rank(),
         world,
         config.seed,
@@ -372,13 +373,13 @@ def _run_nan(case: Case, models: Path, out: Path) -> dict[str, Any]:
     batches, _ = setup.step_batches(config, sft_rows(), [])
     steps = list(batches.epoch(0))[:3]
     applied, moved = [], []
-    for number, micro_batches in enumerate(steps):
+    for number, rows in enumerate(steps):
         if number == 1 and case.step == "skip":
             continue
         before = _checksum(engine)
         poisoned = number == 1 and dist.rank() == dist.world_size() - 1
         task_of_step = _Poisoned(task) if poisoned else task
-        _, step = loop.train_step(engine, task_of_step, micro_batches)
+        _, step = loop.train_step(engine, task_of_step, rows, batches.size)
         applied.append(step.outcome == "applied")
         moved.append(_checksum(engine) != before)
     engine.eval()

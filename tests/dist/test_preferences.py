@@ -16,17 +16,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 LORA = (("lora_dim", 4),)
 ALL_TRAINED = (("lora_dim", 4), ("only_optimize_lora", False))  # with adapters, and a copy
 BEFORE = (("precompute_ref_logprobs", True),)
+BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload_reference_model", True),)
 HERE = [
     Case("dpo", 3, 2),
     Case("dpo", 0, 4, options=LORA + BEFORE),
     Case("kto", 0, 2, options=BEFORE),
+    Case("kto", 0, 2, options=BUDGET + BEFORE),
 ]
 TWO = [
     Case("dpo", 3, 2, options=LORA),
     Case("dpo", 0, 1, options=ALL_TRAINED),
     Case("kto", 3, 1, options=AWAY),
     Case("ipo", 2, 4, options=BEFORE),
+    Case("kto", 3, 2, options=BUDGET),
 ]
 SLOW = [
     Case(loss, zero, 2, options=options)

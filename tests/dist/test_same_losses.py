@@ -35,9 +35,11 @@ def _report(name, value, expected):
 
 def reference(case):
     """The same case in one process, ZeRO 0, whole batches."""
-    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=())
+    options = tuple(option for option in case.options if option not in BUDGET)
+    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
 
 
+BUDGET = (("max_tokens_per_micro_batch", 38),)
 LORA = (("lora_dim", 4),)
 # Estimators without a critic, whose groups lie on one rank or another.
 GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3), ("loss_aggregation", "sequence"))
@@ -55,6 +57,10 @@ HERE = [
     Case("reward", 3, 8),
     Case("ppo", 2, 4),
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
+    Case("sft", options=BUDGET),
+    Case("ppo", 0, 4, options=BUDGET),
+    Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
+    Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 TWO = [
     Case("sft", 0, 4),
@@ -70,6 +76,9 @@ TWO = [
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("sft", 2, 2, options=BUDGET),
+    Case("reward", 3, 1, options=BUDGET),
+    Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [

@@ -14,6 +14,7 @@ from step_cases import GLOBAL_BATCH, Case, build_supervised, build_trainer, my_p
 from test_same_losses import close, slow
 from test_saved import check_saved
 
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.supervised import loop
 
@@ -146,7 +147,7 @@ def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tm
     }
     engine.train()
     count = forwards(unwrap(engine))
-    loop.train_step(engine, task, [rows[step]])
+    loop.train_step(engine, task, rows[step], MicroBatchSize(8))
     assert count() == (2 if on else 1)
 
 

@@ -1,13 +1,12 @@
 """Token alignment of actions, by hand; assignment of sequences to mini-batches."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import Rollout
-from dschat.rlhf.experience import chunks, from_rollout, joined, mini_batch_of
+from dschat.rlhf.experience import from_rollout, joined, mini_batch_of
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -101,8 +100,10 @@ def test_epochs_have_different_mini_batches():
     assert dealt[0] != dealt[1]
 
 
-def test_chunks():
-    assert chunks([1, 2, 3], 2, 3) == [[1, 2], [3], []]
-    assert chunks([], 2, 2) == [[], []]
-    with pytest.raises(AssertionError):
-        chunks([1, 2, 3], 1, 2)
+def test_rows_count_the_tokens_that_they_pack_into():
+    e = small()
+    twice = joined([e, e])  # every prompt has two answers
+    for rows in ([0, 1, 2], [0, 3], [1, 4, 5, 2]):
+        prompts = {t.prompt: t.prompt_tokens for t in twice.tokens_of(rows)}
+        own = [t.total - t.prompt_tokens for t in twice.tokens_of(rows)]
+        assert sum(prompts.values()) + sum(own) == twice.take(rows, CPU).rows.num_tokens

@@ -87,7 +87,7 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
             loss = loss - torch.minimum(ratio * advantages[j], clipped * advantages[j])
             count += 1
     text_loss, text_count = 0.0, 0
-    for row in (row for micro_batch in text[0] for row in micro_batch):
+    for row in text[0]:
         logprobs = torch.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0], -1)
         for t, target in enumerate(row["input_ids"][1:]):
             text_loss = text_loss - logprobs[t, target]

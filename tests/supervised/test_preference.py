@@ -12,6 +12,7 @@ from torch import nn
 
 from dschat.config import RewardConfig, UserError
 from dschat.data.collate import collate_preferences
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.language_model import LanguageModel
 from dschat.observability.console import format_line
 from dschat.supervised import loop
@@ -176,13 +177,13 @@ def test_the_reference_stays_while_the_policy_moves(case, is_reference, models_f
     torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
     engine.train()
     for _ in range(2):
-        loop.train_step(engine, task, [rows])
+        loop.train_step(engine, task, rows, MicroBatchSize(5))
     torch.testing.assert_close(of_reference(), start, atol=1e-4, rtol=1e-5)
     assert (of_policy() - start).abs().max() > 0.01
 
 
 def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
-    """Whatever the batch size: 37 rows in batches of 5, the last with two."""
+    """Whatever the micro-batches: 37 rows in batches of 5, the last with two, or by tokens."""
     case = Case("kto", options=(("precompute_ref_logprobs", True),))
     engine, task, _, (pairs, _), _ = build_preference(case, models_folder, tmp_path)
     exact = causal_lm("llama").double()
@@ -195,8 +196,9 @@ def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
         ]
         assert row["ref_logps"] == pytest.approx(expected, rel=1e-4)
     first = list(pairs.ref_logps)
-    task.precompute(engine, pairs, 37)
-    np.testing.assert_allclose(pairs.ref_logps, first, rtol=1e-4)
+    for size in (MicroBatchSize(37), MicroBatchSize(1, tokens=60)):
+        task.precompute(engine, pairs, size)
+        np.testing.assert_allclose(pairs.ref_logps, first, rtol=1e-4)
 
 
 # -- flags

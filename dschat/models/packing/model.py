@@ -13,6 +13,7 @@ from dschat.config import UserError
 from dschat.models.eval_mode import evaluating
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
+from dschat.models.training_engine import ModelOrEngine
 
 logger = logging.getLogger("dschat")
 
@@ -111,6 +112,13 @@ class PackedModel(nn.Module):
 def backbone(base: PreTrainedModel) -> nn.Module | None:
     """``base`` without its head; None where the family does not name it."""
     return getattr(base, base.base_model_prefix or " ", None)
+
+
+def packs(model: ModelOrEngine) -> bool:
+    """Whether the `PackedModel` in ``model`` runs rows as one stream."""
+    module = getattr(model, "module", model)
+    assert isinstance(module, PackedModel)
+    return module.packs
 
 
 def _run(module: nn.Module, rows: PackedRows, output: str, packs: bool) -> Tensor:

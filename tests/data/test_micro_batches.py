@@ -1,0 +1,111 @@
+"""Cutting a rank's rows into micro-batches."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat.data.collate import collate_pairs, collate_sft
+from dschat.data.micro_batches import MicroBatchSize, RowTokens, row_tokens, spread
+
+
+def answer(prompt, prompt_tokens, own):
+    total = prompt_tokens + own
+    return RowTokens(total, total, 1, prompt, prompt_tokens)
+
+
+def tokens_of(rows):
+    """Packed: every prompt once."""
+    prompts = {row.prompt: row.prompt_tokens for row in rows}
+    return sum(prompts.values()) + sum(row.total - row.prompt_tokens for row in rows)
+
+
+LENGTHS = {"a": 9, "b": 1, "c": 30}
+answers = st.lists(
+    st.builds(
+        lambda p, own: answer(p.encode(), LENGTHS[p], own),
+        st.sampled_from("abc"),
+        st.integers(1, 20),
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=answers, budget=st.integers(50, 200), padded=st.booleans())
+def test_every_row_is_in_one_micro_batch_within_the_budget(rows, budget, padded):
+    parts = MicroBatchSize(1, budget, padded).split(rows)
+    assert sorted(sum(parts, [])) == list(range(len(rows)))
+    for part in ([rows[i] for i in part] for part in parts):
+        if padded:
+            assert len(part) * max((row.longest for row in part), default=0) <= budget
+        else:
+            assert tokens_of(part) <= budget
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 12), st.integers(1, 5))
+def test_without_a_budget_rows_are_cut_in_their_order(num_rows, size):
+    parts = MicroBatchSize(size).split([answer(None, 0, 3)] * num_rows)
+    assert sum(parts, []) == list(range(num_rows))
+    assert all(len(part) == size for part in parts[:-1])
+    assert len(parts) == max(1, -(-num_rows // size))
+
+
+def test_other_ranks_decide_how_many_micro_batches_there_are(monkeypatch):
+    monkeypatch.setattr("dschat.distributed.max_int", lambda value: 3)
+    assert MicroBatchSize(2).split([answer(None, 0, 1)] * 3) == [[0, 1], [2], []]
+    assert MicroBatchSize(1, 100).split([answer(None, 0, 9)] * 3) == [[0, 1, 2], [], []]
+
+
+def test_micro_batches_are_as_few_as_possible_and_evenly_filled():
+    rows = [answer(None, 0, n) for n in (50, 40, 30, 30, 30, 20)]
+    parts = MicroBatchSize(1, 100).split(rows)  # 200 tokens
+    assert [sum(rows[i].total for i in part) for part in parts] == [100, 100]
+
+
+def test_answers_to_one_prompt_stay_together():
+    """Apart, each prompt would stand in every micro-batch."""
+    rows = [answer(prompt, 60, 10) for _ in range(4) for prompt in (b"x", b"y", b"z")]
+    parts = MicroBatchSize(1, 100).split(rows)
+    assert len(parts) == 3
+    assert all(len({rows[i].prompt for i in part}) == 1 for part in parts)
+
+
+def test_a_prompt_with_too_many_answers_is_divided_evenly():
+    rows = [answer(b"x", 40, 10) for _ in range(9)]
+    parts = MicroBatchSize(1, 100).split(rows)  # six answers fit beside the prompt
+    assert sorted(map(len, parts)) == [4, 5]
+
+
+def test_a_row_above_the_budget_is_alone():
+    rows = [answer(None, 0, n) for n in (5, 300, 5)]
+    for padded in (False, True):
+        assert [1] in MicroBatchSize(1, 100, padded).split(rows)
+
+
+def test_padded_rows_stand_with_rows_of_their_length():
+    rows = [answer(None, 0, n) for n in (2, 50, 2, 49, 2)]
+    assert MicroBatchSize(1, 100, padded=True).split(rows) == [[1, 3], [0, 2, 4]]
+
+
+def test_rows_count_as_many_tokens_as_they_are_packed_into():
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        prompt, chosen, rejected = (rng.integers(0, 9, n).tolist() for n in rng.integers(1, 9, 3))
+        sft = {"input_ids": prompt + chosen, "loss_mask": [True] * len(prompt + chosen)}
+        assert row_tokens(sft).total == collate_sft([sft]).rows.num_tokens
+        pair = {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
+        pair["prompt_length"] = len(prompt)
+        assert row_tokens(pair).total == collate_pairs([pair]).rows.num_tokens
+        assert row_tokens(pair).num_sequences * row_tokens(pair).longest == (
+            collate_pairs([pair]).rows.padded_ids.numel()
+        )
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_sums_differ_by_less_than_the_largest_size(count):
+    sizes = np.random.default_rng(2).integers(1, 50, 40).tolist()
+    sums = [sum(sizes[i] for i in part) for part in spread(sizes, count)]
+    assert sum(sums) == sum(sizes)
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] - sums[-1] < max(sizes)
