@@ -20,6 +20,7 @@ from report import clock
 import dschat.distributed as dist
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config.steps import SupervisedConfig
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.eval_mode import evaluating
@@ -133,14 +134,13 @@ class SupervisedSide:
         self.case = case
         config = supervised_config(case, folder, stage, **flags)
         self.engine, self.task = make_task(case, config)
-        self.size = config.per_device_train_batch_size
+        self.size = MicroBatchSize(config.per_device_train_batch_size)
 
     def run(self, number: int) -> Measured:
         rows = supervised_rows(self.case, number, dist.rank())
-        micro_batches = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
         device = dist.device()
         started = clock(device)
-        metrics, _ = loop.train_step(self.engine, self.task, micro_batches)
+        metrics, _ = loop.train_step(self.engine, self.task, rows, self.size)
         seconds = clock(device) - started
         return {
             "train_s": seconds,

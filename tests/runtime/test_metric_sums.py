@@ -69,6 +69,7 @@ def test_policy_and_value_losses_read_nothing_from_the_device(models_folder, mon
         engine=SimpleNamespace(actor=None, critic=object(), has_reference=True),
         kl=SimpleNamespace(value=0.1),
         _measures_gap=True,
+        _is_on_policy=False,
     )
     step = SimpleNamespace(backward=lambda loss: loss.backward())
     actor = DeepSpeedPPOTrainer._actor_micro_batch(stub, step, batch)
