@@ -103,19 +103,16 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         for rows in _chunks(num_rows, vocabulary):
             logits = ctx.product(hidden[rows], weight, bias) if kept is None else kept
-            log_probs = _scaled(logits, ctx.temperature) - logsumexp[rows].unsqueeze(-1)
             scale = (grad[rows] / ctx.temperature).unsqueeze(-1)  # (m, 1)
+            unused, entropies = scale == 0, None
             if ctx.with_entropy:
                 entropy_scale = (grad_entropy[rows] / ctx.temperature).unsqueeze(-1)
-                probs = log_probs.exp()
-                # entr(p) = -p log p is 0 at p = 0, where log p is not finite.
-                part = torch.special.entr(probs).sub_(probs * entropy[rows].unsqueeze(-1))
-                part.mul_(entropy_scale).sub_(probs.mul_(scale))
-                unused = (scale == 0) & (entropy_scale == 0)
-            else:
-                part = log_probs.exp_().mul_(-scale)
-                unused = scale == 0
-            part.scatter_add_(-1, target_ids[rows].unsqueeze(-1), scale)
+                unused &= entropy_scale == 0
+                entropies = entropy[rows].unsqueeze(-1), entropy_scale
+            probs = _scaled(logits, ctx.temperature) - logsumexp[rows].unsqueeze(-1)
+            logits = None  # NOTE: a chunk's temporaries are the peak of memory
+            part = _grad_logits(probs.exp_(), scale, target_ids[rows], entropies)
+            probs = None
             # A masked position has gradient 0 but its logits may be NaN, and 0 * NaN is NaN: in
             # the sum over positions, too.
             part = part.masked_fill_(unused, 0.0).to(hidden.dtype)
@@ -131,6 +128,24 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _grad_logits(
+    probs: Tensor, scale: Tensor, target_ids: Tensor, entropies: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Gradient of the logits (m, V), perhaps in the memory of ``probs``.
+
+    d log p_t / dlogit_j = [j = t] - p_j, times ``scale`` (m, 1); dH/dlogit_j = -p_j (log p_j + H),
+    where ``entropies`` are H and its scale, each (m, 1).
+    """
+    if entropies is None:
+        part = probs.mul_(-scale)
+    else:
+        entropy, entropy_scale = entropies
+        # entr(p) = -p log p is 0 at p = 0, where log p is not finite.
+        part = torch.special.entr(probs).addcmul_(probs, entropy, value=-1.0)
+        part.mul_(entropy_scale).sub_(probs.mul_(scale))
+    return part.scatter_add_(-1, target_ids.unsqueeze(-1), scale)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
