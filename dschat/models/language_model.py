@@ -43,7 +43,6 @@ class LanguageModel(PackedModel):
 
         ``log_softmax(logits / temperature)`` in fp32; temperature 0 (greedy) counts as 1.
         """
-        self.check_once(rows.input_ids.device)
         if self._head_is_linear:
             head = self.base.get_output_embeddings()
             return head(self.hidden_states(rows), rows.targets, temperature, with_entropy)

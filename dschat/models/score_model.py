@@ -15,7 +15,6 @@ class ScoreModel(PackedModel):
 
     def forward(self, rows: PackedRows) -> Tensor:
         """Scores (M,) fp32."""
-        self.check_once(rows.input_ids.device)
         return self.base.score(self.hidden_states(rows)).squeeze(-1).float()
 
 

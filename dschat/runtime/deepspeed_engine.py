@@ -276,6 +276,8 @@ def initialize_training(
     if scaler is not None:
         # `SkippedSteps` ends a run whose gradients are never finite.
         scaler.raise_error_at_min_scale = False
+    if isinstance(module, PackedModel):
+        module.check(dist.device())
     return engine
 
 
@@ -283,14 +285,18 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     """Collective. A frozen model for scoring: sharded under ZeRO-3, else on the device."""
     module.requires_grad_(False).eval()
     _use_fastest_products(module, zero)
-    if not zero.shards_parameters:
-        return module.to(device=dist.device(), dtype=zero.dtype)
-    start_deepspeed()
-    engine, *_ = deepspeed.initialize(
-        model=module, config=deepspeed_config(zero), dist_init_required=False
-    )
-    engine.eval()  # NOTE: DeepSpeed's eval() returns None, not the engine
-    return engine
+    frozen = module
+    if zero.shards_parameters:
+        start_deepspeed()
+        frozen, *_ = deepspeed.initialize(
+            model=module, config=deepspeed_config(zero), dist_init_required=False
+        )
+        frozen.eval()  # NOTE: DeepSpeed's eval() returns None, not the engine
+    else:
+        module.to(device=dist.device(), dtype=zero.dtype)
+    if isinstance(module, PackedModel):
+        module.check(dist.device())
+    return frozen
 
 
 def unwrap(model: ModelOrEngine) -> nn.Module:

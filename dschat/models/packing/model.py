@@ -35,15 +35,13 @@ class PackedModel(nn.Module):
 
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
-            through transformers' interface, or where packed rows changed its hidden states: the
-            first forward compares them.
+            through transformers' interface, or where `check` found other hidden states.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
         super().__init__()
         self.model = model
         self._packing = packing
-        self._is_checked = False
         self._attention = self.base.config._attn_implementation
         self.packs = packing != "off"
         if reason := self.packs and packing_problem(self.base):
@@ -66,17 +64,15 @@ class PackedModel(nn.Module):
         """``output`` (..., D) of ``module`` at the columns that ``rows`` reads: (M, D)."""
         return _run(module or self.base, rows, output, self.packs)
 
-    def check_once(self, device: torch.device) -> None:
-        """Collective under ZeRO-3. Before the first forward: run a few tokens both ways.
+    def check(self, device: torch.device) -> None:
+        """Collective under ZeRO-3. Run a few tokens both ways, on the device that trains.
 
-        NOTE: not when the model is built: its weights may be sharded or on another device then,
-        with other kernels.
+        NOTE: not while the model is built, when weights are sharded without the engine's hooks; nor
+        inside a forward: ZeRO-3 would take all of it for the order of modules in every forward,
+        and keep the weights for a second use.
 
         Raises ``UserError`` where ``--packing on`` asks for what the model cannot do.
         """
-        if self._is_checked or device.type == "meta":
-            return
-        self._is_checked = True
         with torch.no_grad(), evaluating(self.base):
             self._check(_probe(self.base).to(device))
 

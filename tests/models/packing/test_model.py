@@ -22,7 +22,6 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     Qwen2MoeConfig,
     RecurrentGemmaConfig,
@@ -116,6 +115,13 @@ def build(name):
         return tiny_models._randomised(model)
 
 
+def checked(model, packing="auto", wrap=LanguageModel):
+    """``model`` wrapped, after the check that an engine makes."""
+    wrapped = wrap(model, packing)
+    wrapped.check(torch.device("cpu"))
+    return wrapped
+
+
 def rows_of(ids=ROWS, prompts=PROMPTS):
     """Reading every column that has a next token."""
     return pack(ids, [range(len(row) - 1) for row in ids], prompts)
@@ -181,7 +187,7 @@ def every_family():
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_every_family_is_its_own_forward(name, packing):
     model = build(name)
-    wrapped = LanguageModel(copy.deepcopy(model), packing)
+    wrapped = checked(copy.deepcopy(model), packing)
     assert_same(wrapped, model)
     assert wrapped.packs == (packing == "auto" and name not in PADDED)
     assert wrapped._head_is_linear == (name not in FULL_LOGITS)
@@ -193,7 +199,7 @@ def test_every_family_is_its_own_forward(name, packing):
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_scores_are_those_of_the_score_head(name, packing):
     model = tiny_models.score_model(name)
-    wrapped = ScoreModel(copy.deepcopy(model), packing)
+    wrapped = checked(copy.deepcopy(model), packing, ScoreModel)
     body = getattr(model, model.base_model_prefix)
     expected = torch.cat(
         [model.score(body(torch.tensor([row])).last_hidden_state)[0, :, 0] for row in ROWS]
@@ -225,7 +231,7 @@ def test_gradient_checkpointing_and_adapters(name, lora):
         elif isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0
     models[0].eval()
-    wrapped = LanguageModel(models[1])
+    wrapped = checked(models[1])
     assert_same(wrapped, models[0])
     if lora:
         with_adapters = wrapped(rows_of())[0]
@@ -237,7 +243,7 @@ def test_gradient_checkpointing_and_adapters(name, lora):
 
 def test_rows_do_not_depend_on_their_company():
     model = build("llama")
-    wrapped = LanguageModel(copy.deepcopy(model))
+    wrapped = checked(copy.deepcopy(model))
     expected, _ = own(model)
     together = rows_of()
     for order in (range(8), (7, 2, 0, 5, 4, 1, 6, 3), (2,), (5, 2), (4,), (3, 0)):
@@ -254,12 +260,12 @@ def test_rows_do_not_depend_on_their_company():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_no_rows_give_every_weight_a_gradient_of_zero(name, packing):
     """Under ZeRO-3 a rank without rows takes part in the backward pass of every weight."""
-    wrapped = LanguageModel(build(name), packing)
+    wrapped = checked(build(name), packing)
     logprobs, entropy = wrapped(pack([], []), 1.0, True)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert all((p.grad == 0).all() for p in wrapped.parameters())
-    scores = ScoreModel(tiny_models.score_model("llama"), packing)
+    scores = checked(tiny_models.score_model("llama"), packing, ScoreModel)
     scores(pack([], [])).sum().backward()
     assert all((p.grad == 0).all() for p in scores.parameters())
 
@@ -268,7 +274,7 @@ def test_no_rows_give_every_weight_a_gradient_of_zero(name, packing):
 def test_bf16(name):
     """Packed and padded rows differ by roundings of bf16."""
     model = build(name).bfloat16()
-    packed, padded = LanguageModel(copy.deepcopy(model)), LanguageModel(model, "off")
+    packed, padded = checked(copy.deepcopy(model)), checked(model, "off")
     with torch.no_grad():
         values, expected = packed(rows_of())[0], padded(rows_of())[0]
     assert packed.packs
@@ -282,9 +288,8 @@ def test_bf16(name):
 @pytest.mark.parametrize("name", PADDED)
 def test_padded_families_say_why_once(name, caplog):
     with caplog.at_level(logging.INFO, logger="dschat"):
-        wrapped = LanguageModel(build(name))
-        for _ in range(2):
-            wrapped(rows_of())
+        wrapped = checked(build(name))
+        wrapped(rows_of())
     (record,) = [r for r in caplog.records if r.name == "dschat"]
     assert PADDED[name] in record.getMessage()
     with pytest.raises(UserError, match="--packing on: .* --packing auto pads its rows"):
@@ -311,13 +316,14 @@ def test_a_family_that_mixes_tokens_elsewhere_is_found_out(shifting, caplog):
     wrapped = LanguageModel(copy.deepcopy(shifting))
     assert wrapped.packs  # nothing but its results tells
     with caplog.at_level(logging.INFO, logger="dschat"):
-        assert_same(wrapped, shifting)
+        wrapped.check(torch.device("cpu"))
     assert not wrapped.packs
+    assert_same(wrapped, shifting)
     assert wrapped.base.config._attn_implementation == "sdpa"
     (record,) = caplog.records
     assert "hidden states differ by" in record.getMessage()
     with pytest.raises(UserError, match="--packing on: .*hidden states differ"):
-        LanguageModel(shifting, "on")(rows_of())
+        checked(shifting, "on")
 
 
 class SoftcappedAttention(LlamaAttention):
@@ -325,16 +331,13 @@ class SoftcappedAttention(LlamaAttention):
         return super().forward(*args, softcap=2.0, **kwargs)
 
 
-def test_an_argument_that_packed_attention_does_not_have_pads_the_rows(caplog):
+def test_an_argument_that_packed_attention_does_not_have_pads_the_rows():
     model = build("llama")
     for module in model.modules():
         if type(module) is LlamaAttention:
             module.__class__ = SoftcappedAttention
-    wrapped = LanguageModel(copy.deepcopy(model))
-    with caplog.at_level(logging.INFO, logger="dschat"):
-        assert_same(wrapped, model)  # by sdpa, which ignores it
-    assert not wrapped.packs
-    assert "SoftcappedAttention uses softcap" in caplog.text
+    with pytest.raises(UserError, match="SoftcappedAttention uses softcap"):
+        checked(model, "on")
 
 
 class ScaledLogits(LlamaForCausalLM):
@@ -356,7 +359,7 @@ class NamelessBody(LlamaForCausalLM):
 def test_a_head_that_cannot_run_alone_runs_inside_its_model(cls, packs):
     torch.manual_seed(0)
     model = cls(families.CONFIGS["llama"]()).eval()
-    wrapped = LanguageModel(copy.deepcopy(model))
+    wrapped = checked(copy.deepcopy(model))
     assert_same(wrapped, model)
     assert not wrapped._head_is_linear
     assert wrapped.packs == packs
@@ -384,9 +387,10 @@ def test_families_whose_windows_are_in_masks_alone():
 
 
 def test_sharded_weights_are_checked_too(shifting, tmp_path):
-    """Under ZeRO-3 the weights are not there before the first forward."""
+    """Under ZeRO-3 they are there in the engine's forward only, and gone after the check."""
     shifting.save_pretrained(tmp_path)
-    zero = ZeroSettings(3, torch.float32)
+    section = {"stage3_param_persistence_threshold": 0}  # small weights would stay
+    zero = ZeroSettings(3, torch.float32, overrides={"zero_optimization": section})
     with sharded_loading(zero):
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for module in model.modules():
@@ -396,6 +400,7 @@ def test_sharded_weights_are_checked_too(shifting, tmp_path):
     with torch.no_grad():
         values, _ = engine(rows_of(), TEMPERATURE)
     assert not engine.module.packs
+    assert sum(p.numel() for p in engine.parameters()) == 0
     assert_close(values, own(shifting)[0].detach())
 
 
@@ -404,7 +409,7 @@ def test_sharded_weights_are_checked_too(shifting, tmp_path):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_has_its_own_head(copied):
-    wrapped = LanguageModel(build("llama_tied"))
+    wrapped = checked(build("llama_tied"))
     before, _ = wrapped(rows_of())
     other = copied(wrapped)
     for parameter in other.parameters():
@@ -421,17 +426,9 @@ def test_the_model_inside_generates_and_is_saved_as_before(tmp_path):
         model = build(name)
         options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
         expected = model.generate(ids, **options)
-        wrapped = LanguageModel(model)
+        wrapped = checked(model)
         assert torch.equal(wrapped.base.generate(ids, **options), expected)
         wrapped(rows_of())
         assert torch.equal(wrapped.base.generate(ids, **options), expected)
         wrapped.base.save_pretrained(tmp_path / name)
         assert "dschat" not in (tmp_path / name / "config.json").read_text()
-
-
-def test_the_meta_device_is_not_checked():
-    """`dschat.estimate` runs models without weights."""
-    with torch.device("meta"):
-        wrapped = LanguageModel(LlamaForCausalLM(LlamaConfig(**tiny_models._LLAMA)))
-    wrapped.check_once(torch.device("meta"))
-    assert wrapped.packs
