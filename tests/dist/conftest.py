@@ -25,11 +25,17 @@ def launch(cases, models, out: Path):
 
 @pytest.fixture(scope="session")
 def two_processes(models_folder, tmp_path_factory, request):
-    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases."""
+    """``two_processes(case)``: rank 0's result and the folder. One launch runs all cases that are
+    parameters of tests.
+    """
+    from step_cases import Case
+
     wanted = [
-        item.callspec.params["case"]
+        value
         for item in request.session.items
         if "two_processes" in item.fixturenames
+        for value in item.callspec.params.values()
+        if isinstance(value, Case)
     ]
     out = tmp_path_factory.mktemp("two_processes")
     results = launch(list(dict.fromkeys(wanted)), models_folder, out)

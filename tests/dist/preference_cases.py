@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from step_cases import EOS, Case, _batch_sizes, pair_rows, probe_logprobs
+from step_cases import EOS, Case, _batch_sizes, probe_logprobs, training_rows
 from transformers import set_seed
 
 import dschat.distributed as dist
@@ -55,7 +55,7 @@ def build_preference(case: Case, models: Path, out: Path):
     engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
-    rows = pair_rows()
+    rows = training_rows(case)
     tables = preference.as_pairs(config, rows, rows[:NUM_HELD_OUT])
     budget = fixed_or_zero(config.max_tokens_per_micro_batch)
     if config.precompute_ref_logprobs:

@@ -58,6 +58,7 @@ class Case:
     iterations: int = NUM_ITERATIONS
     shares: tuple[int, ...] = ()  # PPO, rollouts: prompts of each rank; default: equal
     options: tuple[tuple[str, Any], ...] = field(default=())
+    rows: str = ""  # of steps 1 and 2; see `training_rows`
 
     @property
     def name(self) -> str:
@@ -72,6 +73,7 @@ class Case:
             self.iterations,
             shares,
             extras,
+            self.rows,
         )
         return "_".join(str(p) for p in parts if p != "")
 
@@ -123,6 +125,29 @@ def pair_rows() -> list[dict[str, Any]]:
         {"chosen_ids": p + c + [EOS], "rejected_ids": p + r + [EOS], "prompt_length": len(p)}
         for p, c, r in zip(prompts, chosen, rejected, strict=True)
     ]
+
+
+def training_rows(case: Case) -> list[dict[str, Any]]:
+    """The rows of ``case``: all; "one" alone; or eleven "awkward" ones, of one token, or of three
+    with or without targets; answers of one token each.
+    """
+    rows = sft_rows() if case.step == "sft" else pair_rows()
+    if case.rows == "awkward":
+        cut = _cut_text if case.step == "sft" else _cut_pair
+        return [cut(row, i) for i, row in enumerate(rows[:11])]
+    return rows[:1] if case.rows == "one" else rows
+
+
+def _cut_text(row: dict[str, Any], number: int) -> dict[str, Any]:
+    length = 1 if number % 5 == 0 else 3
+    return {name: values[:length] for name, values in row.items()}
+
+
+def _cut_pair(row: dict[str, Any], number: int) -> dict[str, Any]:
+    return row | {side: row[side][: row["prompt_length"] + 1] for side in _SIDES}
+
+
+_SIDES = ("chosen_ids", "rejected_ids")
 
 
 @torch.no_grad()
@@ -222,7 +247,7 @@ def build_supervised(case: Case, models: Path, out: Path):
 
 def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine, task, config, companions = build_supervised(case, models, out)
-    rows = sft_rows() if case.step == "sft" else pair_rows()
+    rows = training_rows(case)
     batches = setup.step_batches(config, rows, rows[:7])
     log = MetricsLog(config.output_dir, config)
     loop.train(engine, task, config, *batches, log)

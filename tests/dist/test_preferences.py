@@ -73,9 +73,12 @@ def test_training_prefers_what_people_prefer(loss, run_here):
     result, _ = run_here(plain(Case(loss)))
     start = {"dpo": 0.6931472, "ipo": 25.0, "kto": 0.5}[loss]  # log 2; (1 / 2 beta)^2; weight / 2
     assert result["eval/loss"][0] == pytest.approx(start)
-    assert result["eval/rewards/accuracies"][0] == 0.5
     assert result["eval/rewards/accuracies"][-1] > 0.8  # of pairs that it was trained on
     assert result["eval/rewards/margins"][-1] > 0.3
     assert result["eval/loss"][-1] < start
     if loss == "kto":  # a reference point that moves, and is never negative
-        assert result["kl"][0] == 0 == min(result["kl"]) < max(result["kl"])
+        # Policy and reference run in other packs, hence a rounding.
+        assert result["kl"][0] == pytest.approx(0.0, abs=1e-5)
+        assert 0 <= min(result["kl"]) <= 1e-5 < max(result["kl"])
+    else:
+        assert result["eval/rewards/accuracies"][0] == 0.5
