@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 HERE = Path(__file__).parent
 sys.path[:0] = [
     str(HERE),
-    *(str(HERE / name) for name in ("dist", "inference", "faults", "launch")),
+    *(str(HERE / name) for name in ("dist", "inference", "faults", "launch", "models/packing")),
 ]
 
 

@@ -1,0 +1,151 @@
+"""Which models are not packed or do not run their heads alone, and how that is found out."""
+
+import copy
+import logging
+import re
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import transformers
+from own_forward import (
+    PADDED,
+    TEMPERATURE,
+    assert_close,
+    assert_same,
+    build,
+    checked,
+    own,
+    rows_of,
+)
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from dschat.config import UserError
+from dschat.models.language_model import LanguageModel
+from dschat.models.packing.model import WINDOW_IN_MASK
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_families_say_why_once(name, caplog):
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        wrapped = checked(build(name))
+        wrapped(rows_of())
+    (record,) = [r for r in caplog.records if r.name == "dschat"]
+    assert PADDED[name] in record.getMessage()
+    with pytest.raises(UserError, match="--packing on: .* --packing auto pads its rows"):
+        LanguageModel(build(name), "on")
+
+
+class ShiftingMLP(LlamaMLP):
+    """A planted fault: tokens mix outside attention, as in a short convolution."""
+
+    def forward(self, x):
+        return super().forward(x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+@pytest.fixture
+def shifting():
+    model = build("llama")
+    for module in model.modules():
+        if type(module) is LlamaMLP:
+            module.__class__ = ShiftingMLP
+    return model
+
+
+def test_a_family_that_mixes_tokens_elsewhere_is_found_out(shifting, caplog):
+    wrapped = LanguageModel(copy.deepcopy(shifting))
+    assert wrapped.packs  # nothing but its results tells
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        wrapped.check(torch.device("cpu"))
+    assert not wrapped.packs
+    assert_same(wrapped, shifting)
+    assert wrapped.base.config._attn_implementation == "sdpa"
+    (record,) = caplog.records
+    assert "hidden states differ by" in record.getMessage()
+    with pytest.raises(UserError, match="--packing on: .*hidden states differ"):
+        checked(shifting, "on")
+
+
+class SoftcappedAttention(LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, softcap=2.0, **kwargs)
+
+
+def test_an_argument_that_packed_attention_does_not_have_pads_the_rows():
+    model = build("llama")
+    for module in model.modules():
+        if type(module) is LlamaAttention:
+            module.__class__ = SoftcappedAttention
+    with pytest.raises(UserError, match="SoftcappedAttention uses softcap"):
+        checked(model, "on")
+
+
+class ScaledLogits(LlamaForCausalLM):
+    """A planted family that changes logits after the head, by no field of its configuration."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+
+class NamelessBody(LlamaForCausalLM):
+    """Its backbone is not where ``base_model_prefix`` says (Llama 4 is one)."""
+
+    base_model_prefix = "language_model"
+
+
+@pytest.mark.parametrize(("cls", "packs"), [(ScaledLogits, True), (NamelessBody, False)])
+def test_a_head_that_cannot_run_alone_runs_inside_its_model(cls, packs):
+    torch.manual_seed(0)
+    model = cls(families.CONFIGS["llama"]()).eval()
+    wrapped = checked(copy.deepcopy(model))
+    assert_same(wrapped, model)
+    assert not wrapped._head_is_linear
+    assert wrapped.packs == packs
+
+
+def test_families_whose_windows_are_in_masks_alone():
+    """All families of transformers that make such masks, by their source: each either tells its
+    attention of the window or is in our table, or does not use transformers' interface.
+    """
+    missing = []
+    for path in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
+        source = path.read_text()
+        makes = "create_sliding_window_causal_mask" in source or "create_chunked_" in source
+        tells = re.search(r"(?<!config\.)\bsliding_window=", source)
+        if makes and not tells and "_supports_attention_backend = True" in source:
+            missing.append(path.parent.name)
+    assert {name.removesuffix("_text") for name in WINDOW_IN_MASK} <= set(missing)
+    # PaliGemma and the assistants are no causal language models.
+    assert set(missing) - {name.removesuffix("_text") for name in WINDOW_IN_MASK} <= {
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+        "moonshine_streaming",
+        "paligemma",
+    }
+
+
+def test_sharded_weights_are_checked_too(shifting, tmp_path):
+    """Under ZeRO-3 they are there in the engine's forward only, and gone after the check."""
+    shifting.save_pretrained(tmp_path)
+    section = {"stage3_param_persistence_threshold": 0}  # small weights would stay
+    zero = ZeroSettings(3, torch.float32, overrides={"zero_optimization": section})
+    with sharded_loading(zero):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for module in model.modules():
+        if type(module) is LlamaMLP:
+            module.__class__ = ShiftingMLP
+    engine = initialize_frozen(LanguageModel(model), zero)
+    with torch.no_grad():
+        values, _ = engine(rows_of(), TEMPERATURE)
+    assert not engine.module.packs
+    assert sum(p.numel() for p in engine.parameters()) == 0
+    assert_close(values, own(shifting)[0].detach())
