@@ -38,9 +38,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Files that start processes come first: last, they would leave the other worker idle."""
+    """Files that start processes or wait come first: last, they would leave a core idle."""
     starts = {item.module for item in items if "two_processes" in item.fixturenames}
-    starts |= {item.module for item in items if {"subprocess", "forked"} & vars(item.module).keys()}
+    words = {"subprocess", "forked", "signal"}
+    starts |= {item.module for item in items if words & vars(item.module).keys()}
     items.sort(key=lambda item: item.module not in starts)
 
 

@@ -1,6 +1,6 @@
 """The same data gives the same losses under any ZeRO stage, number of processes and micro-batches.
 
-Each case takes ten optimizer steps or more, and is compared with one process at ZeRO 0 with whole
+Each case takes four optimizer steps or more, and is compared with one process at ZeRO 0 with whole
 batches. PPO takes three iterations of four steps, two under ZeRO-3 on two processes, one where only
 an estimator or a reward model differs (all three of those are slow).
 """
