@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from own_forward import (
+    FULL_LOGITS,
     PADDED,
     TEMPERATURE,
     assert_close,
@@ -110,6 +111,12 @@ def test_a_head_that_cannot_run_alone_runs_inside_its_model(cls, packs):
     assert_same(wrapped, model)
     assert not wrapped._head_is_linear
     assert wrapped.packs == packs
+
+
+@pytest.mark.parametrize("name", FULL_LOGITS)
+def test_families_that_change_logits_are_known_before_the_check(name):
+    """A softcap hardly changes the small logits of a model that has not been trained."""
+    assert not LanguageModel(build(name))._head_is_linear
 
 
 def test_families_whose_windows_are_in_masks_alone():
