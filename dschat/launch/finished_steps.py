@@ -45,7 +45,6 @@ LAYOUT = {
     "precompute_ref_logprobs",
     "per_device_eval_batch_size",
     "eval_batch_size",
-    "max_tokens_per_micro_batch",
     "enable_hybrid_engine",
     "inference_tp_size",
     "tp_gather_partition_size",
