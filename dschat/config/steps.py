@@ -10,7 +10,8 @@ from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import AUTO, IntOrAuto, flag, require_types
+from dschat.config.fields import flag, require_types
+from dschat.config.micro_batches import MicroBatchConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
@@ -19,7 +20,7 @@ Config = TypeVar("Config", bound="CommonConfig")
 
 
 @dataclass
-class CommonConfig(DeepSpeedConfig, DataConfig):
+class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
     """Flags of all three steps: data, optimization, checkpoints, DeepSpeed, logging."""
 
     # output
@@ -55,14 +56,6 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
     )
     num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.")
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
-    gradient_accumulation_steps: int = flag(
-        1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
-    )
-    max_tokens_per_micro_batch: IntOrAuto = flag(
-        0,
-        "Cut each process's rows of an optimizer step into micro-batches of at most N tokens; "
-        "auto: as many as fit in memory. 0: into micro-batches of the batch size per device.",
-    )
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.")
     max_steps: int = flag(0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.")
     max_bad_steps: int = flag(
@@ -72,11 +65,6 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         None,
         "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
         "choice.",
-    )
-    packing: Literal["auto", "on", "off"] = flag(
-        "auto",
-        "Train and score on token streams without padding, in which answers to one prompt share "
-        "it; auto: pad where the model's family cannot, on: stop there.",
     )
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
@@ -118,13 +106,12 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
         for name in (
             "max_grad_norm",
             "num_warmup_steps",
-            "max_tokens_per_micro_batch",
             "max_steps",
             "save_steps",
             "save_total_limit",
         ):
             value = getattr(self, name)
-            require(value == AUTO or value >= 0, f"--{name} {value} must not be negative")
+            require(value >= 0, f"--{name} {value} must not be negative")
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
@@ -148,15 +135,6 @@ class CommonConfig(DeepSpeedConfig, DataConfig):
             if f.name.endswith("dropout"):
                 require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
         self.validate_deepspeed()
-
-    def require_room(self, row_tokens: int, flags: str) -> None:
-        """``UserError`` where a micro-batch cannot hold the longest row, of ``flags`` tokens."""
-        budget = self.max_tokens_per_micro_batch
-        require(
-            budget == AUTO or not 0 < int(budget) < row_tokens,
-            f"--max_tokens_per_micro_batch {budget} is less than one row can have: "
-            f"{flags} = {row_tokens}; raise it, or use auto",
-        )
 
     @property
     def end_of_turn(self) -> Optional[str]:
@@ -233,7 +211,7 @@ class SFTConfig(SupervisedConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.require_room(self.max_seq_len, "--max_seq_len")
+        self.validate_micro_batches(self.max_seq_len, "--max_seq_len")
 
 
 @dataclass
@@ -244,8 +222,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
         None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     shuffle_labels: bool = flag(
-        False,
-        "Swap chosen and rejected at random in training; a control experiment.",
+        False, "Swap chosen and rejected at random in training; a control experiment."
     )
 
     @property
@@ -260,7 +237,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
         super().validate()
         self.validate_preferences(self.streaming)
         answers = 3 if self.loss == "kto" else 2
-        self.require_room(answers * self.max_seq_len, f"{answers} x --max_seq_len (one pair)")
+        self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")
 
 
 @dataclass
@@ -404,10 +381,8 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         ):
             value = getattr(self, name)
             require(value >= 1, f"--{name} {value} must be at least 1")
-        self.require_room(
-            self.max_prompt_seq_len + self.max_answer_seq_len,
-            "--max_prompt_seq_len + --max_answer_seq_len",
-        )
+        longest = self.max_prompt_seq_len + self.max_answer_seq_len
+        self.validate_micro_batches(longest, "--max_prompt_seq_len + --max_answer_seq_len")
         for name in ("unsup_coef", "eval_steps"):
             value = getattr(self, name)
             require(value >= 0, f"--{name} {value} must not be negative")
