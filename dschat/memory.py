@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
 
 
 def available_memory() -> int:
@@ -35,16 +37,50 @@ def free_bytes(device: "torch.device") -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def restart_peak(device: "torch.device") -> int:
+    """Restart `peak_bytes` at the bytes that this process holds now, which are returned."""
+    if device.type == "cuda":
+        import torch
+
+        _note_peak(device, torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_reserved(device)
+    import psutil
+
+    _note_peak(device, peak_bytes(device))
+    with suppress(OSError):  # not Linux, or not permitted: the peak stays the process's
+        Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss
+
+
+def peak_bytes(device: "torch.device") -> int:
+    """Most bytes held since `restart_peak`: by torch's allocator on CUDA, else resident."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved(device)
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, else KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def peak_memory_gib(device: "str | torch.device") -> float:
     """Most memory held so far, in GiB (2^30 bytes).
 
-    CUDA: tensors on this device, since its peak statistics were last reset. Otherwise: this
-    process's resident set since it began, children and other ranks not included.
+    CUDA: tensors on this device. Otherwise: this process's resident set since it began, children
+    and other ranks not included.
     """
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = peak_bytes(device)
+    return max(peak, _earlier_peaks.get(device.type, 0)) / 2**30
+
+
+def _note_peak(device: "torch.device", peak: int) -> None:
+    _earlier_peaks[device.type] = max(peak, _earlier_peaks.get(device.type, 0))

@@ -62,9 +62,19 @@ def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(containe
 def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
-    peak_gib = memory.peak_memory_gib("cpu")
-    # Linux keeps ru_maxrss across exec, so that a larger parent may show through; a unit is 1,024.
-    assert 0.9 * high_water_gib <= peak_gib < 100 * high_water_gib
+    assert memory.peak_memory_gib("cpu") == pytest.approx(high_water_gib, rel=0.1)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
+def test_a_restarted_peak_counts_from_there_and_the_process_keeps_its_own():
+    cpu = torch.device("cpu")
+    torch.ones(2**26)  # 256 MiB, dropped at once
+    whole = memory.peak_memory_gib(cpu)
+    held = memory.restart_peak(cpu)
+    assert memory.peak_bytes(cpu) - held < 2**26
+    torch.ones(2**25)
+    assert memory.peak_bytes(cpu) - held == pytest.approx(2**27, rel=0.1)
+    assert memory.peak_memory_gib(cpu) >= whole
 
 
 @pytest.mark.gpu
