@@ -180,6 +180,7 @@ def write_models(folder: Path) -> None:
     folder.mkdir()
     good = tiny_models.ensure(folder, "llama")
     reward = tiny_models.ensure(folder, "llama_reward")
+    tiny_models.ensure(folder, "bloom")
     tiny_models.ensure(folder, "llama_reward_reversed").rename(folder / "reversed_reward")
     for name, damage in DAMAGES.items():
         source = reward if name.endswith("_reward") else good

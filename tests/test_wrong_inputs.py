@@ -28,6 +28,7 @@ PLAIN = (  # one per script and kind: flags, names, data, weights
 NOT_HERE = {
     "without a GPU": Path("/dev/nvidiactl").exists(),
     "without wandb": importlib.util.find_spec("wandb") is not None,
+    "without flash-attn": importlib.util.find_spec("flash_attn") is not None,
 }
 
 

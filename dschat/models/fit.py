@@ -24,6 +24,7 @@ from dschat.config import UserError
 from dschat.models.config_files import build_from, muted, read_generation_config
 from dschat.models.lora import check_rank
 from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
+from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 
 Kind = Literal["lm", "score"]
 
@@ -37,6 +38,7 @@ def check_fit(
     lora_dim: int = 0,
     lora_modules: Sequence[str] = (),
     lora_flag: str = "--lora_dim",
+    packing: Packing = "auto",
 ) -> None:
     """Raise ``UserError`` unless this checkpoint loads as a model of ``kind``.
 
@@ -44,8 +46,8 @@ def check_fit(
         lora_dim: rank of the adapters on ``lora_modules``; 0: no adapters.
 
     Raises:
-        UserError: missing, reshaped or integer weights, an attention implementation or LoRA modules
-            that the architecture lacks, or adapters that exceed the memory.
+        UserError: missing, reshaped or integer weights, an attention implementation, packing or
+            LoRA modules that the architecture lacks, or adapters that exceed the memory.
     """
     headers = checkpoint_headers(name_or_path, flag)
     if not headers:
@@ -63,6 +65,8 @@ def check_fit(
     if getattr(config, "auto_map", None):
         return  # only its own code can build it, which loading runs
     model = _meta_model(config, name_or_path, flag, kind, attn_implementation)
+    if packing == "on" and (problem := packing_problem(model)):
+        raise cannot_pack(model, problem)
     legacy = kind == "score" and reward_form(config, name_or_path, flag) == "v_head"
     shapes = {key: stored.shape for key, stored in headers.items()}
     missing, reshaped = _differences(model, shapes, "score." if kind == "score" else "\0")

@@ -68,7 +68,7 @@ def find_checkpoints(
     check_tensor_parallel(actor_config, args.inference_tp_size)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     attention = args.attn_implementation
-    check_fit(actor_config, checkpoints.actor, ACTOR, "lm", attention, *lora)
+    check_fit(actor_config, checkpoints.actor, ACTOR, "lm", attention, *lora, args.packing)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
     if not (scores or args.has_critic) and critic and resolve_model(critic) != checkpoints.actor:
         raise UserError(
@@ -100,7 +100,7 @@ def _find_reward(
     require_score_head(config, name, flag)
     if reward_form(config, name, flag) == "base":
         raise not_a_reward_model(name, flag, config)
-    check_fit(config, name, flag, "score", args.attn_implementation)
+    check_fit(config, name, flag, "score", args.attn_implementation, packing=args.packing)
     reward_tokenizer = _tokenizer_of(name, config, flag, tokenizer, trust)
     checkpoints.reward = name
     if reward_tokenizer is not None and not same_tokens(tokenizer, reward_tokenizer):
@@ -146,7 +146,7 @@ def _find_critic(
     config = load_config(name, flag, trust)
     require_score_head(config, name, flag)
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
-    check_fit(config, name, flag, "score", args.attn_implementation, *lora)
+    check_fit(config, name, flag, "score", args.attn_implementation, *lora, args.packing)
     checkpoints.critic, checkpoints.critic_flag = name, flag
     checkpoints.critic_from_base = reward_form(config, name, flag) == "base"
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.

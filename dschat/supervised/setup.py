@@ -65,8 +65,8 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     model_config = load_config(name, BASE, config.trust_remote_code)
     require_kind = require_causal_lm if kind == "lm" else require_score_head
     require_kind(model_config, name, BASE)
-    lora = config.lora_dim, config.lora_modules
-    check_fit(model_config, name, BASE, kind, config.attn_implementation, *lora)
+    lora = config.lora_dim, config.lora_modules, "--lora_dim"
+    check_fit(model_config, name, BASE, kind, config.attn_implementation, *lora, config.packing)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
     tokenizer = load_tokenizer(
         config.tokenizer_name_or_path or name,
