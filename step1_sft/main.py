@@ -38,11 +38,11 @@ def main() -> None:
     companions = setup.policy_companions(config, base, model)
     num_steps = loop.num_total_steps(config, batches[0])
     engine = setup.build_engine(model, config, zero, num_steps)
-    setup.settle_micro_batches(engine, *batches)
+    task = tasks.SFTTask()
+    setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))
-    task = tasks.SFTTask()
     gold = GoldEvaluation(
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )

@@ -70,11 +70,11 @@ def train_reward_model(config, zero, base, tables) -> None:
         )
     companions = setup.Companions(model.config, base.tokenizer, type(model).__name__)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
-    setup.settle_micro_batches(engine, *batches)
+    task = tasks.RewardTask()
+    setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))
-    task = tasks.RewardTask()
     loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
@@ -96,9 +96,9 @@ def train_policy(config, zero, base, tables) -> None:
     model = load(zero, config.dropout or 0.0)
     companions = setup.policy_companions(config, base, model)
     engine = setup.build_engine(model, config, zero, num_steps)
-    setup.settle_micro_batches(engine, *batches)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
+    setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
     metrics_log = setup.claim_output(config, record_of(config))

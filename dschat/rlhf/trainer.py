@@ -41,6 +41,7 @@ from dschat.rlhf.scoring import (
     micro_batches,
     not_finite,
 )
+from dschat.rlhf.token_budget import settle_token_budget
 from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,
@@ -174,6 +175,7 @@ class DeepSpeedPPOTrainer:
         """
         started = time.perf_counter()
         collected = self.collector.collect(prompt_batch, self.sampling())
+        settle_token_budget(self.engine, self.args)
         # Before the scores: reward functions may run meanwhile.
         self._say_old_logprobs(fill_in(self.engine, collected.experience, self.args))
         self.collector.score(collected)

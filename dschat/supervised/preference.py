@@ -115,6 +115,10 @@ class PreferenceTask:
     def collate(self, rows: Rows) -> PreferenceBatch:
         return collate_preferences(rows, self._blocks)
 
+    def longest_row(self, num_tokens: int) -> dict[str, Any]:
+        sequences = {block: [0] * num_tokens for block in self._blocks}
+        return {**sequences, "prompt_length": 1, "ref_logps": [0.0] * len(self._blocks)}
+
     def weight(self, batch: PreferenceBatch) -> int:
         return batch.num_real
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
-from dschat.config.fields import fixed_or_zero
+from dschat.config.fields import AUTO, fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.distributed import stop_signals
@@ -30,6 +30,8 @@ from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
 from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete
+from dschat.runtime.token_budget import measure_budget
+from dschat.supervised.tasks import Task
 
 logger = logging.getLogger("dschat")
 
@@ -169,10 +171,29 @@ def step_batches(
     )
 
 
-def settle_micro_batches(engine: TrainingEngine, *batches: StepBatches) -> None:
-    """Complete the sizes of micro-batches by what they depend on the model for."""
+def settle_micro_batches(
+    config: SupervisedConfig, engine: TrainingEngine, task: Task, *batches: StepBatches
+) -> None:
+    """Collective. Set the size of micro-batches by what they depend on the model for: padding, and
+    the token budget where that is auto.
+    """
+    size = MicroBatchSize(0, batches[0].size.tokens, padded=not packs(engine))
+    if config.max_tokens_per_micro_batch == AUTO:
+        size = replace(size, tokens=_measured_budget(config, engine, task))
     for each in batches:
-        each.size = replace(each.size, padded=not packs(engine))
+        each.size = replace(size, rows=each.size.rows)
+
+
+def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Task) -> int:
+    """Collective. The token budget by a trial of the longest rows."""
+    row = task.longest_row(config.max_seq_len)
+    longest = sum(len(ids) for name, ids in row.items() if name.endswith("_ids"))
+
+    def forward(num_rows: int) -> Tensor:
+        (batch,) = task.prepare(engine, [task.collate([row] * num_rows)])
+        return task.loss(engine, batch.to(dist.device()))[0]
+
+    return measure_budget([(engine, forward)], longest, config.global_batch_size(1))
 
 
 def claim_output(config: SupervisedConfig, record: str) -> MetricsLog:

@@ -21,6 +21,10 @@ class Task(Protocol):
 
     def collate(self, rows: Rows) -> Any: ...
 
+    def longest_row(self, num_tokens: int) -> dict[str, Any]:
+        """A synthetic row of sequences of ``num_tokens`` that takes the most memory."""
+        ...
+
     def weight(self, batch: Any) -> int:
         """This batch's part of the step's denominator: its target tokens, or its pairs."""
         ...
@@ -50,6 +54,9 @@ class SFTTask(Task):
     def collate(self, rows: Rows) -> SFTBatch:
         return collate_sft(rows)
 
+    def longest_row(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_ids": [0] * num_tokens, "loss_mask": [True] * num_tokens}
+
     def weight(self, batch: SFTBatch) -> int:
         return len(batch.rows.targets)
 
@@ -71,6 +78,9 @@ class RewardTask(Task):
 
     def collate(self, rows: Rows) -> PairBatch:
         return collate_pairs(rows)
+
+    def longest_row(self, num_tokens: int) -> dict[str, Any]:
+        return {"chosen_ids": [0] * num_tokens, "rejected_ids": [0] * num_tokens}
 
     def weight(self, batch: PairBatch) -> int:
         return batch.num_real

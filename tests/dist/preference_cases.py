@@ -66,8 +66,10 @@ def build_preference(case: Case, models: Path, out: Path):
 
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine, task, config, tables, companions = build_preference(case, models, out)
+    batches = setup.step_batches(config, *tables)
+    setup.settle_micro_batches(config, engine, task, *batches)
     log = MetricsLog(config.output_dir, config)
-    loop.train(engine, task, config, *setup.step_batches(config, *tables), log)
+    loop.train(engine, task, config, *batches, log)
     log.close()
     engine.eval()
     result: dict[str, Any] = {"probe": probe_logprobs(engine)}

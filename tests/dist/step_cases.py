@@ -210,6 +210,7 @@ def build_supervised(case: Case, models: Path, out: Path):
         learning_rate=3e-3,
         dtype="fp32",
         num_train_epochs=2,
+        max_seq_len=20,
         per_device_train_batch_size=case.micro,
         per_device_eval_batch_size=3,
         enable_tensorboard=False,
@@ -249,6 +250,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine, task, config, companions = build_supervised(case, models, out)
     rows = training_rows(case)
     batches = setup.step_batches(config, rows, rows[:7])
+    setup.settle_micro_batches(config, engine, task, *batches)
     log = MetricsLog(config.output_dir, config)
     loop.train(engine, task, config, *batches, log)
     log.close()

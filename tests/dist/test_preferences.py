@@ -30,6 +30,7 @@ TWO = [
     Case("kto", 3, 1, options=AWAY),
     Case("ipo", 2, 4, options=BEFORE),
     Case("kto", 3, 2, options=BUDGET),
+    Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
 ]
 SLOW = [
     Case(loss, zero, 2, options=options)

@@ -35,11 +35,12 @@ def _report(name, value, expected):
 
 def reference(case):
     """The same case in one process, ZeRO 0, whole batches."""
-    options = tuple(option for option in case.options if option not in BUDGET)
+    options = tuple(option for option in case.options if option not in BUDGET + AUTO)
     return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
 
 
 BUDGET = (("max_tokens_per_micro_batch", 38),)
+AUTO = (("max_tokens_per_micro_batch", "auto"),)
 LORA = (("lora_dim", 4),)
 # Estimators without a critic, whose groups lie on one rank or another.
 GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3), ("loss_aggregation", "sequence"))
@@ -59,6 +60,8 @@ HERE = [
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("sft", options=BUDGET),
     Case("ppo", 0, 4, options=BUDGET),
+    Case("sft", 2, 4, options=AUTO),
+    Case("ppo", 3, 4, iterations=1, options=AUTO + (("align_overflow", True),)),
     Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
     Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
@@ -77,6 +80,8 @@ TWO = [
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("sft", 2, 2, options=BUDGET),
+    Case("reward", 3, 4, options=AUTO),
+    Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=AUTO),
     Case("reward", 3, 1, options=BUDGET),
     Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
 ]

@@ -68,6 +68,15 @@ def test_a_failing_reward_function_loses_no_iteration(models_folder, tmp_path):
     assert loop(models_folder, tmp_path / "cut", parity, "latest") == {4: whole[4]}
 
 
+@pytest.mark.parametrize("budget", [60, "auto"])
+def test_a_run_resumes_with_another_token_budget(budget, models_folder, tmp_path):
+    whole = loop(models_folder, tmp_path / "whole", parity)
+    with pytest.raises(RewardError, match="no more"):
+        loop(models_folder, tmp_path, fails_at(3), max_tokens_per_micro_batch=40)
+    rest = loop(models_folder, tmp_path, parity, "latest", max_tokens_per_micro_batch=budget)
+    assert rest == pytest.approx({3: whole[3], 4: whole[4]}, rel=1e-4, abs=1e-5)
+
+
 def rows(out):
     """What metrics.jsonl says, but for what a clock decides."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
