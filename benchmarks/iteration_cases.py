@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rollout_cases import MODELS as ROLLOUT_MODELS
+from rollout_workloads import MODELS as ROLLOUT_MODELS
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from report import clock, rounded, spread
-from rollout_cases import MODELS, Case
+from rollout_workloads import MODELS, Case
 from rollout_sides import make_prompts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from report import clock, rounded
-from rollout_cases import MODELS, Case
+from rollout_workloads import MODELS, Case
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 

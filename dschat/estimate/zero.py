@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dschat.runtime.deepspeed_engine import ZeroSettings, deepspeed_config
+from dschat.runtime.deepspeed_engine import ZeroSettings, deepspeed_config, keeps_gradients_in_place
 
 # DeepSpeed's defaults, in elements; dschat's settings and the user's file override them.
 BUCKET_DEFAULTS = {
@@ -96,7 +96,7 @@ def training_bytes(
         masters, moments = _placed(4 * shard, offload), _placed(8 * shard, offload)
     gradients, buffers, partition = NOTHING, 0, 0
     if stage == 0:
-        reduced = min(trained, ALLREDUCE_BUCKET + largest)
+        reduced = min(trained, ALLREDUCE_BUCKET + largest) if num_processes > 1 else 0
         backward, reduction, step = 0, (size * trained, size * reduced), size * reduced
     elif stage == 1:
         backward = bucket if on_gpu else 0
@@ -104,7 +104,8 @@ def training_bytes(
     elif stage == 2:
         backward = bucket if on_gpu else 0
         partition = sum_size * shard
-        space = bucket + flat + (4 * largest if converts else 0)
+        in_place = keeps_gradients_in_place(zero, num_processes, on_gpu)
+        space = (0 if in_place else bucket + flat) + (4 * largest if converts else 0)
         step = 0 if converts else size * shard + (4 * shard if size != 4 else 0)
         if offload:
             # A buffer of one tensor on device and host; gradients and 16-bit weights on the host.
@@ -148,7 +149,7 @@ def frozen_bytes(total: int, zero: ZeroSettings, num_processes: int) -> tuple[He
 
 def bucket_sizes(zero: ZeroSettings) -> dict[str, int]:
     """DeepSpeed's limits in elements, with the values of dschat and of the user's file."""
-    section: dict[str, Any] = deepspeed_config(zero)["zero_optimization"]
+    section: dict[str, Any] = deepspeed_config(zero, in_place=False)["zero_optimization"]
     sizes = {}
     for name, default in BUCKET_DEFAULTS.items():
         short = name.removeprefix("stage3_")

@@ -68,13 +68,13 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
     rows = list(range(e.num_sequences))
     checked = [] if args.old_logprobs == "rollout" else rows
     if args.old_logprobs == "auto" and args.rollout_is == "off":
-        checked = rows[: -(-len(rows) // _CHECKED_SHARE)]
+        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
     with evaluating(engine.actor, engine.critic):
         if args.old_logprobs != "rollout":
             _recompute(engine, e, args, checked)
         is_rollouts = args.old_logprobs == "rollout" or _rollout_serves(engine, e, args)
         if not is_rollouts:
-            _recompute(engine, e, args, rows[len(checked) :])
+            _recompute(engine, e, args, [i for i in rows if not e.recomputed[i]])
         if engine.has_reference or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
     return is_rollouts

@@ -152,25 +152,29 @@ def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
     return zero
 
 
-def _keeps_gradients_in_place(zero: ZeroSettings) -> bool:
+def keeps_gradients_in_place(zero: ZeroSettings, num_processes: int, on_gpu: bool) -> bool:
     """Whether ZeRO-2 need not copy gradients into buckets: one process on a CPU reduces nothing.
 
     Not on a GPU, where each bucket is a kernel launch and a copy is cheap; not with a user's file.
     """
-    one_process = dist.world_size() == 1 and not torch.cuda.is_available()
     is_default = not zero.offload_optimizer and not zero.overrides
-    return one_process and zero.used_stage == 2 and is_default
+    return num_processes == 1 and not on_gpu and zero.used_stage == 2 and is_default
 
 
-def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
-    """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates."""
+def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates.
+
+    ``in_place``: see `keeps_gradients_in_place`; None: that of this process.
+    """
+    if in_place is None:
+        in_place = keeps_gradients_in_place(zero, dist.world_size(), torch.cuda.is_available())
     in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     zero_section: dict[str, Any] = {"stage": zero.used_stage}
     if zero.offload_optimizer:
         zero_section["offload_optimizer"] = in_cpu_memory
     if zero.offload_parameters and zero.shards_parameters:
         zero_section["offload_param"] = in_cpu_memory
-    if _keeps_gradients_in_place(zero):
+    if in_place:
         # Each gradient is its own bucket.
         zero_section |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
     config: dict[str, Any] = {
@@ -181,7 +185,7 @@ def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
-    if _keeps_gradients_in_place(zero):
+    if in_place:
         config["gradient_allreduce_op"] = "sum"  # the mean divides every gradient by 1
     if zero.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
