@@ -118,5 +118,5 @@ def test_two_processes(case, two_processes, run_here):
 def test_rollout_and_training_form_agree(run_here):
     result, _ = run_here(Case("ppo"))
     assert 0 < max(result["gap"]) < 1e-5
-    assert result["objective/kl"][0] == 0  # the reference is the actor's start
+    assert abs(result["objective/kl"][0]) < 1e-5  # the reference is the actor's start
     assert abs(result["objective/kl"][2]) > 0.01  # and not the actor itself
