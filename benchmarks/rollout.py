@@ -41,8 +41,8 @@ from pathlib import Path
 
 import torch
 from report import ROOT, environment, machine_rates, rounded, spread
-from rollout_workloads import CASES, MODELS, Case
 from rollout_sides import RATES, EngineSide, GenerateSide, make_module
+from rollout_workloads import CASES, MODELS, Case
 from transformers.utils import logging as transformers_logging
 
 import dschat.distributed as dist

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 from report import clock, rounded, spread
-from rollout_workloads import MODELS, Case
 from rollout_sides import make_prompts
+from rollout_workloads import MODELS, Case
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM

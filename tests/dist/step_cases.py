@@ -111,8 +111,8 @@ PROMPTS = sequences(seed=7, count=4 * NUM_ITERATIONS, low=1, high=6)
 
 
 def sft_rows() -> list[dict[str, Any]]:
-    """21 examples: three steps an epoch, the last with five rows, which no even cut divides."""
-    answers, prompts = sequences(1, 21), sequences(2, 21, high=5)
+    """37 examples: five steps an epoch, the last with five rows, which no even cut divides."""
+    answers, prompts = sequences(1, 37), sequences(2, 37, high=5)
     return [
         {"input_ids": p + a + [EOS], "loss_mask": [0] * len(p) + [1] * (len(a) + 1)}
         for p, a in zip(prompts, answers, strict=True)
@@ -131,7 +131,7 @@ def training_rows(case: Case) -> list[dict[str, Any]]:
     """The rows of ``case``: all; "one" alone; or eleven "awkward" ones, of one token, or of three
     with or without targets; answers of one token each.
     """
-    rows = sft_rows() if case.step == "sft" else pair_rows()[:21]
+    rows = sft_rows() if case.step == "sft" else pair_rows()
     if case.rows == "awkward":
         cut = _cut_text if case.step == "sft" else _cut_pair
         return [cut(row, i) for i, row in enumerate(rows[:11])]
