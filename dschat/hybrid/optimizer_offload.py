@@ -4,11 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.offload_states import (
-    offload_optimizer_states,
-    reload_optimizer_states,
-)
 
 import dschat.distributed as dist
 from dschat.models.training_engine import TrainingEngine
@@ -47,7 +42,14 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+# NOTE: DeepSpeed is imported late. Its import warns unless `dschat.runtime.deepspeed_engine` came
+# before.
+
+
 def _offload(engine: TrainingEngine) -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+
     if _has_masters(engine):
         engine.offload_states(
             include=[OffloadStateTypeEnum.hp_params], device=OffloadDeviceEnum.cpu
@@ -56,6 +58,8 @@ def _offload(engine: TrainingEngine) -> None:
 
 
 def _reload(engine: TrainingEngine) -> None:
+    from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+
     if _has_masters(engine):
         engine.reload_states()
     # The copies are complete on return, so the host buffers can be freed.

@@ -6,9 +6,8 @@ where ZeRO-3 gathers its weight.
 
 import re
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -16,6 +15,9 @@ from dschat.losses import entropy_from_logits, linear_logprobs, token_entropy, t
 from dschat.models.linear import OneDnnLinear, product_of
 from dschat.models.packing.model import PackedModel, Packing, backbone
 from dschat.models.packing.rows import PackedRows
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # Config fields of families that change logits after the head: Gemma's softcap, Cohere's and
 # Granite's scales, Falcon-H1's multiplier.
@@ -25,7 +27,7 @@ _CHANGES_LOGITS = re.compile(r"logit.*(soft_?cap|scal)|(lm_head|output)_mult|mup
 class LanguageModel(PackedModel):
     """Log-probs of the ids that follow the columns which rows read."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__(model, packing)
         head = self.base.get_output_embeddings()
         self._head_is_linear = (

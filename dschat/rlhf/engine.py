@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -396,5 +395,5 @@ class DeepSpeedRLHFEngine:
 
 
 def _config(model: ModelOrEngine) -> PretrainedConfig:
-    module = unwrap(model)
-    return module.get_base_model().config if isinstance(module, PeftModel) else module.config
+    module: Any = unwrap(model)
+    return module.get_base_model().config if hasattr(module, "get_base_model") else module.config

@@ -2,10 +2,9 @@
 
 import inspect
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -14,6 +13,10 @@ from dschat.models.eval_mode import evaluating
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.training_engine import ModelOrEngine
+
+# NOTE: PEFT imports DeepSpeed, which reads settings of `dschat.runtime.deepspeed_engine`.
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = logging.getLogger("dschat")
 
@@ -38,7 +41,7 @@ class PackedModel(nn.Module):
             through transformers' interface, or where `check` found other hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, packing: Packing = "auto") -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()
         self.model = model
         self._packing = packing
@@ -54,7 +57,7 @@ class PackedModel(nn.Module):
         """The transformers model."""
         # NOTE: PEFT's wrapper has a `model` attribute of its own, which would shadow the backbone.
         model = self.model
-        return model.get_base_model() if isinstance(model, PeftModel) else model
+        return model.get_base_model() if hasattr(model, "peft_config") else model
 
     def hidden_states(self, rows: PackedRows) -> Tensor:
         """Last hidden states at the columns that ``rows`` reads: (M, D)."""
