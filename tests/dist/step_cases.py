@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import EOS, VOCAB, causal_lm
+from step_rows import NUM_ITERATIONS, PROBES, PROMPTS, rows_of, sequences, sft_rows
+from tiny_models import EOS, causal_lm
 from transformers import set_seed
 
 import dschat.distributed as dist
@@ -39,7 +40,6 @@ from dschat.supervised import loop, setup, tasks
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenises the text
 GLOBAL_BATCH = 8
-NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
 
 @dataclass(frozen=True)
@@ -93,61 +93,9 @@ class Case:
         return cls(**values | {"shares": tuple(values["shares"])})
 
 
-def random_ids(generator: torch.Generator, low: int, high: int) -> list[int]:
-    """Between ``low`` and ``high`` words."""
-    length = int(torch.randint(low, high + 1, (1,), generator=generator))
-    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
-
-
-def sequences(seed: int, count: int, low: int = 1, high: int = 12) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [random_ids(generator, low, high) for _ in range(count)]
-
-
-PROBES = [
-    ids + [EOS] * (i % 2) for i, ids in enumerate(sequences(seed=99, count=6, low=2))
-]  # every other one ends
-PROMPTS = sequences(seed=7, count=4 * NUM_ITERATIONS, low=1, high=6)
-
-
-def sft_rows() -> list[dict[str, Any]]:
-    """37 examples: five steps an epoch, the last with five rows, which no even cut divides."""
-    answers, prompts = sequences(1, 37), sequences(2, 37, high=5)
-    return [
-        {"input_ids": p + a + [EOS], "loss_mask": [0] * len(p) + [1] * (len(a) + 1)}
-        for p, a in zip(prompts, answers, strict=True)
-    ]
-
-
-def pair_rows() -> list[dict[str, Any]]:
-    chosen, rejected, prompts = sequences(3, 37), sequences(4, 37), sequences(5, 37, high=5)
-    return [
-        {"chosen_ids": p + c + [EOS], "rejected_ids": p + r + [EOS], "prompt_length": len(p)}
-        for p, c, r in zip(prompts, chosen, rejected, strict=True)
-    ]
-
-
 def training_rows(case: Case) -> list[dict[str, Any]]:
-    """The rows of ``case``: all; "one" alone; or eleven "awkward" ones, of one token, or of three
-    with or without targets; answers of one token each.
-    """
-    rows = sft_rows() if case.step == "sft" else pair_rows()
-    if case.rows == "awkward":
-        cut = _cut_text if case.step == "sft" else _cut_pair
-        return [cut(row, i) for i, row in enumerate(rows[:11])]
-    return rows[:1] if case.rows == "one" else rows
-
-
-def _cut_text(row: dict[str, Any], number: int) -> dict[str, Any]:
-    length = 1 if number % 5 == 0 else 3
-    return {name: values[:length] for name, values in row.items()}
-
-
-def _cut_pair(row: dict[str, Any], number: int) -> dict[str, Any]:
-    return row | {side: row[side][: row["prompt_length"] + 1] for side in _SIDES}
-
-
-_SIDES = ("chosen_ids", "rejected_ids")
+    """The rows of ``case``."""
+    return rows_of(case.step, case.rows)
 
 
 @torch.no_grad()

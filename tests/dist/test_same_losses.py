@@ -9,7 +9,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from step_cases import GLOBAL_BATCH, NUM_ITERATIONS, Case
+from step_cases import GLOBAL_BATCH, Case
+from step_rows import NUM_ITERATIONS
 
 TOLERANCE = 1e-4  # relative
 NOISE = {"gap", "rollouts"}  # a rounding error itself, bounded below; token ids, compared exactly

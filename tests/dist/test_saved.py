@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from step_cases import PROBES, Case, probe_logprobs
+from step_cases import Case, probe_logprobs
+from step_rows import PROBES
 from tiny_models import EOS
 from transformers import (
     AutoModelForCausalLM,

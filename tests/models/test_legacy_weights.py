@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from step_cases import PROBES, probe_scores
+from step_cases import probe_scores
+from step_rows import PROBES
 from tiny_models import CONFIGS, PAD, tokenizer
 from transformers import AutoModel
 

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from step_cases import PROBES, probe_logprobs, probe_scores
+from step_cases import probe_logprobs, probe_scores
+from step_rows import PROBES
 from tiny_models import EOS, PAD, VOCAB, causal_lm, score_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

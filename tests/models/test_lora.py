@@ -3,7 +3,8 @@
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
-from step_cases import PROBES, probe_logprobs
+from step_cases import probe_logprobs
+from step_rows import PROBES
 from tiny_models import causal_lm, score_model
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from float64_step import answer_logprobs
 from program_cases import parity, sums_of, trainer_of
-from step_cases import PROMPTS
+from step_rows import PROMPTS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError

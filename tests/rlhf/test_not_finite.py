@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from step_cases import PROMPTS, Case, build_trainer, ppo_config
+from step_cases import Case, build_trainer, ppo_config
+from step_rows import PROMPTS
 
 from dschat.rlhf import rollout_collector, scoring
 from dschat.rlhf import trainer as ppo

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from step_cases import PROMPTS, Case, build_trainer, ppo_config
+from step_cases import Case, build_trainer, ppo_config
+from step_rows import PROMPTS
 
 from dschat.rlhf import scoring
 from dschat.rlhf import trainer as ppo

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from program_cases import parity, sums_of, trainer_of
-from step_cases import PROMPTS, Case, build_trainer, ppo_config
+from step_cases import Case, build_trainer, ppo_config
+from step_rows import PROMPTS
 
 from dschat.config import UserError
 from dschat.data.batches import TokenizedPrompts

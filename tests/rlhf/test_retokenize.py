@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from step_cases import PROMPTS, Case, ppo_config
+from step_cases import Case, ppo_config
+from step_rows import PROMPTS
 from tiny_models import EOS, VOCAB
 from tiny_models import tokenizer as word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

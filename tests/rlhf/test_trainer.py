@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from step_cases import NUM_ITERATIONS, PROMPTS, Case, build_trainer, my_prompts, ppo_config
+from step_cases import Case, build_trainer, my_prompts, ppo_config
+from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from float64_step import iteration, norm, token_scores
 from program_cases import trainer_of
-from step_cases import PROMPTS
+from step_rows import PROMPTS
 from tiny_models import EOS, ensure
 from transformers import (
     AutoModelForCausalLM,

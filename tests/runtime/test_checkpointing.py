@@ -9,7 +9,7 @@ from functools import wraps
 import pytest
 import torch
 from program_cases import parity, trainer_of
-from step_cases import PROMPTS
+from step_rows import PROMPTS
 
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped

@@ -233,9 +233,6 @@ def test_a_user_s_settings_reach_the_engine():
     assert engine_of(net(), 3).zero_param_persistence_threshold() > 3
 
 
-# -- one process ----------------------------------------------------------------------------------
-
-
 class _Copies(TorchDispatchMode):
     """Counts the elements that are copied to other memory."""
 
@@ -271,9 +268,6 @@ def test_a_weight_without_gradient_decays(stage):
     engine = engine_of(module, stage, decay=0.3)
     take_step(engine, inputs(1))
     torch.testing.assert_close(weights(engine)["1.weight"], unused * (1 - 1e-2 * 0.3))
-
-
-# -- steps of two models together -----------------------------------------------------------------
 
 
 def backward_only(engine, batches, factor=1.0):

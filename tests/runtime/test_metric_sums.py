@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from step_cases import Case, pair_rows, ppo_config, sft_rows
+from step_cases import Case, ppo_config
+from step_rows import pair_rows, sft_rows
 from tiny_models import PAD
 
 from dschat.config import RewardConfig

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from step_cases import Case, build_supervised, sft_rows
+from step_cases import Case, build_supervised
+from step_rows import sft_rows
 
 from dschat.config import UserError
 from dschat.data.micro_batches import MicroBatchSize

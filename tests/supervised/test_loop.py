@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from step_cases import Case, build_supervised, pair_rows, run, sft_rows
+from step_cases import Case, build_supervised, run
+from step_rows import pair_rows, sft_rows
 from tiny_models import EOS
 from torch import nn
 from transformers import AutoModelForCausalLM
