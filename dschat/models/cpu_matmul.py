@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 
 from dschat.config import UserError
-from dschat.machine import processor, writable_cache
+from dschat.distributed.machine import processor, writable_cache
 
 logger = logging.getLogger("dschat")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dschat.machine import processor, user_cache
+from dschat.distributed.machine import processor, user_cache
 
 logger = logging.getLogger("dschat")
 

@@ -1,6 +1,6 @@
 """The cache folder, and where it is if the user's is not writable."""
 
-from dschat import machine
+from dschat.distributed import machine
 
 
 def test_a_cache_that_cannot_be_written_moves_to_a_temporary_folder(tmp_path, monkeypatch):
