@@ -89,7 +89,8 @@ def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig
     gap, count = dist.sum_floats([gap, float(mask.sum())])
     is_in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
     is_read = is_in_reward or not args.takes_one_step
-    return not is_read or gap <= _AGREES * count  # NOTE False for NaN
+    # NOTE: False for NaN, and where no answer was compared: dynamic sampling leaves numbers out.
+    return not is_read or (count > 0 and gap <= _AGREES * count)
 
 
 def _recompute(

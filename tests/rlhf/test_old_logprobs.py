@@ -74,6 +74,22 @@ def test_a_single_step_divides_by_its_own_log_probs(iteration):
     assert gradient == pytest.approx(exact.metrics["policy/grad_norm"], rel=1e-4)
 
 
+def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
+    """Numbers of a rollout may be missing, here every eighth."""
+    generated = ppo.Collector.collect
+
+    def collect(self, *args):
+        collected = generated(self, *args)
+        e = collected.experience
+        e.numbers = e.numbers + e.numbers // 7 + 1  # 1 to 7, 9 to 15, ...
+        return collected
+
+    monkeypatch.setattr(ppo.Collector, "collect", collect)
+    e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
+    assert not (e.numbers % 8 == 0).any()
+    assert e.recomputed.all()
+
+
 def test_importance_weights_need_all(iteration):
     e, _ = iteration(old_logprobs="auto", rollout_is="tis")
     assert e.recomputed.all()
