@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config.fields import AUTO
 from dschat.estimate.modes import StepEstimate
 
 Estimator = Callable[[CommonConfig], StepEstimate]
@@ -137,6 +138,10 @@ def _halves(config: CommonConfig, name: str, cost: float = 1) -> Iterator[Change
 
 def _smaller_micro_batch(config: CommonConfig, name: str) -> Iterator[Change]:
     """A half and a quarter of the micro-batch, with the same batch per optimizer step."""
+    if config.max_tokens_per_micro_batch:
+        if config.max_tokens_per_micro_batch != AUTO:  # which tries what fits by itself
+            yield from _halves(config, "max_tokens_per_micro_batch")
+        return
     size, times = getattr(config, name), config.gradient_accumulation_steps
     for cut in (2, 4):
         if size % cut == 0:

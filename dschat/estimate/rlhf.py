@@ -36,8 +36,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         self._is_reference = bool(config.actor_lora_dim) and config.only_optimize_lora
         self._frozen = self._frozen_models()
         columns = config.max_prompt_seq_len + config.max_answer_seq_len, config.max_answer_seq_len
-        self._batch = Batch(config.per_device_training_batch_size, *columns)
-        self._eval_batch = Batch(config.eval_batch_size, *columns)
+        rows = Batch(config.per_device_training_batch_size, *columns)
+        self._batch, self._num_micro_batches = self._micro_batch(rows, config.mini_batch_size(1))
+        self._scored, _ = self._micro_batch(rows, config.rollout_samples(1))
+        rows = Batch(config.eval_batch_size, *columns)
+        self._evaluated, _ = self._micro_batch(rows, config.eval_batch_size)
 
     def _use(self, model: str, kind: Literal["lm", "score"]) -> Use:
         c = self._config
@@ -165,10 +168,10 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
 
     def _scoring(self, leftover: int) -> list[tuple[str, Items]]:
         passes = [
-            (name, self._forward(use, self._trained[name].gathered, work, self._batch, leftover))
+            (name, self._forward(use, self._trained[name].gathered, work, self._scored, leftover))
             for name, use, work in self._learners()
         ]
-        return passes + self._frozen_passes(self._batch, leftover)
+        return passes + self._frozen_passes(self._scored, leftover)
 
     def _frozen_passes(self, batch: Batch, leftover: int) -> list[tuple[str, Items]]:
         passes: list[tuple[str, Items]] = []
@@ -192,7 +195,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         for name, use, work in self._learners():
             # Pretraining text doubles the actor's micro-batches.
             several = 2 if name == "actor" and c.unsupervised_dataset_name else 1
-            num_micro_batches = several * c.gradient_accumulation_steps
+            num_micro_batches = several * self._num_micro_batches
             for moment, items in self._moments(
                 use, self._trained[name], work, self._batch, num_micro_batches, small
             ):
@@ -213,7 +216,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             ("generation", summed(self._generation(rollout, leftover), copy)),
             *(
                 (name, summed(items, copy, rollout_items))
-                for name, items in self._frozen_passes(self._eval_batch, leftover)
+                for name, items in self._frozen_passes(self._evaluated, leftover)
             ),
         ]
 

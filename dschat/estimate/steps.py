@@ -1,5 +1,6 @@
 """Estimates the memory of steps 1 and 2 on one device, in every mode; the base class for step 3."""
 
+import math
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -7,12 +8,14 @@ import torch
 
 from dschat.checkpoint import MAX_FILE_BYTES
 from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
+from dschat.config.fields import AUTO
 from dschat.estimate.activations import Batch, Work
 from dschat.estimate.device import Device
 from dschat.estimate.models import Models, Use
 from dschat.estimate.modes import Holding, Items, Mode, StepEstimate, fullest, summed
 from dschat.estimate.zero import NOTHING, Held, Training, frozen_bytes, training_bytes
 from dschat.runtime.deepspeed_engine import DTYPES, ZeroSettings
+from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
 _REFERENCE = "reference weights"
 Config = TypeVar("Config", bound=CommonConfig)
@@ -51,6 +54,18 @@ class StepEstimator(Generic[Config]):
         trained = f", {count(s.trained)} of them trained (LoRA)" if use.lora_dim else ""
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{role}: {count(s.total)} parameters{trained}, {zero.describe()}, {dtype}"
+
+    def _micro_batch(self, rows: Batch, step_rows: int, share: float = 1.0) -> tuple[Batch, int]:
+        """The largest micro-batch of an optimizer step of ``step_rows`` sequences, and how many
+        there are: ``rows``, or as many of them as hold ``share`` of the token budget. Where that is
+        auto, the smallest that it tries: more are taken only where they fit.
+        """
+        budget = self._config.max_tokens_per_micro_batch
+        if budget:
+            tokens = FIRST_TRIAL_TOKENS if budget == AUTO else int(budget)
+            num_rows = max(1, math.ceil(share * tokens / rows.seq_len))
+            rows = rows._replace(num_rows=min(num_rows, step_rows))
+        return rows, math.ceil(step_rows / rows.num_rows)
 
     def _retained(self, small: int) -> int | None:
         """Bytes that malloc retains of ``small`` bytes in freed small blocks; None on a GPU."""
@@ -162,11 +177,15 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         training = self._training(use, zero)
         work: Work = "sft" if use.kind == "lm" else "value"
         rows = 1 if self._pairs is None else 2  # a pair is two sequences
+        # KTO's mismatched answers, a third of a row's tokens, have a forward of their own.
+        share = 2 / 3 if self._pairs is not None and self._pairs.loss == "kto" else 1.0
         columns = c.max_seq_len, 1 if work == "value" else c.max_seq_len - 1
         batch = Batch(rows * c.per_device_train_batch_size, *columns)
-        moments = self._moments(use, training, work, batch, c.gradient_accumulation_steps)
+        batch, num_micro_batches = self._micro_batch(batch, rows * c.global_batch_size(1), share)
+        moments = self._moments(use, training, work, batch, num_micro_batches)
         leftover = self._leftover(use, training, work, batch)
         held_out = Batch(rows * c.per_device_eval_batch_size, *columns)
+        held_out, _ = self._micro_batch(held_out, held_out.num_rows, share)
         evaluation = [("", self._forward(use, training.gathered, work, held_out, leftover))]
         held, lines = trained_holding("model", training), [self._line("model", use, zero)]
         if self._pairs is not None and self._pairs.trains_policy:
@@ -174,8 +193,8 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             held += Holding({_REFERENCE: weights.device}, {_REFERENCE: weights.host})
             lines.append(f"reference: {reference_of(self._pairs)}")
             if not self._pairs.precompute_ref_logprobs:
-                moments += self._reference_pass(self._pairs, gathered, batch, leftover)
-                evaluation += self._reference_pass(self._pairs, gathered, held_out, leftover)
+                moments.append(self._reference_pass(gathered, batch, leftover))
+                evaluation.append(self._reference_pass(gathered, held_out, leftover))
         return self._finished(
             1 if self._pairs is None else 2,
             lines,
@@ -193,13 +212,8 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         frozen = zero.frozen(config.offload_reference_model)
         return frozen_bytes(total, frozen, self._num_processes)
 
-    def _reference_pass(
-        self, config: RewardConfig, gathered: int, batch: Batch, leftover: int
-    ) -> list[tuple[str, Items]]:
-        use = self._use.frozen
-        blocks = 3 if config.loss == "kto" else 2  # KTO adds mismatched answers
-        batch = batch._replace(num_rows=batch.num_rows // 2 * blocks)
-        return [("reference", self._forward(use, gathered, "sft", batch, leftover))]
+    def _reference_pass(self, gathered: int, batch: Batch, leftover: int) -> tuple[str, Items]:
+        return "reference", self._forward(self._use.frozen, gathered, "sft", batch, leftover)
 
 
 def reference_of(config: RewardConfig) -> str:

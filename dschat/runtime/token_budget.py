@@ -21,7 +21,7 @@ from dschat.runtime.optimizer_step import OptimizerStep
 
 logger = logging.getLogger("dschat")
 
-_FIRST = 1024  # tokens of the first trial, unless a row is longer
+FIRST_TRIAL_TOKENS = 1024  # tokens of the first trial, unless a row is longer
 _SHARE = 0.9  # of the free memory; the rest is for fragmentation
 _FASTER = 1.05  # on a CPU: tokens per second of twice the tokens that make it worth the memory
 
@@ -65,7 +65,7 @@ def measure_budget(
     for engine, _ in models:
         engine.train()  # with dropout and gradient checkpointing
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        best = _search(trial, min(max(1, _FIRST // longest), most), most, room)
+        best = _search(trial, min(max(1, FIRST_TRIAL_TOKENS // longest), most), most, room)
     tokens = best.num_rows * longest
     logger.info(
         "micro-batches of up to %s tokens (auto: %.3g of %.3g GiB)",

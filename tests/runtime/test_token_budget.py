@@ -90,7 +90,7 @@ def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeyp
     before = state(engine)
     tried = []
     forward = forward_of(engine, task, tried, fails)
-    monkeypatch.setattr(token_budget, "_FIRST", 80)
+    monkeypatch.setattr(token_budget, "FIRST_TRIAL_TOKENS", 80)
     monkeypatch.setattr(token_budget, "_FASTER", 0.0)
     tokens = measure_budget([(engine, forward)], 20, 32)
     assert tried[:3] == [4, 8, 16]
