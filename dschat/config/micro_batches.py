@@ -21,8 +21,9 @@ class MicroBatchConfig:
     )
     max_tokens_per_micro_batch: IntOrAuto = flag(
         0,
-        "Cut each process's rows of an optimizer step into micro-batches of at most N tokens; "
-        "auto: as many as fit in memory. 0: into micro-batches of the batch size per device.",
+        "Balance the rows of an optimizer step over the processes by tokens, and cut them into "
+        "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"
+        "batches of the batch size per device.",
     )
 
     def validate_micro_batches(self, longest_row: int, flags: str) -> None:

@@ -79,11 +79,26 @@ def _fewest(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return spread(sizes, len(sizes))
 
 
+def shares_of_ranks(rows: Sequence[RowTokens], budget: int, num_ranks: int) -> list[list[int]]:
+    """Indices of the ``rows`` of all ranks by the rank that takes them, with about equal tokens, by
+    descending tokens. Rows of one prompt stay together up to ``budget`` tokens.
+    """
+    blocks, sizes = _blocks(rows, budget)
+    parts = spread(sizes, num_ranks)
+    return [sorted(i for block in part for i in blocks[block]) for part in parts]
+
+
 def _packed(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:
+    blocks, sizes = _blocks(rows, budget)
+    return [sorted(i for block in part for i in blocks[block]) for part in _fewest(sizes, budget)]
+
+
+def _blocks(rows: Sequence[RowTokens], budget: int) -> tuple[list[list[int]], list[int]]:
+    """Indices of rows that stay together, and what they take: those of one prompt, if it fits."""
     groups: dict[bytes | int, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(i if row.prompt is None else row.prompt, []).append(i)
-    blocks: list[list[int]] = []  # rows that stay together
+    blocks: list[list[int]] = []
     sizes: list[int] = []
     for members in groups.values():
         shared = rows[members[0]].prompt_tokens if len(members) > 1 else 0
@@ -91,7 +106,7 @@ def _packed(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:
         for part in _fewest(own, budget - shared):
             blocks.append([members[i] for i in part])
             sizes.append(shared + sum(own[i] for i in part))
-    return [sorted(i for block in part for i in blocks[block]) for part in _fewest(sizes, budget)]
+    return blocks, sizes
 
 
 def _padded(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ Loads torch on first use.
 """
 
 import functools
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,24 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     torch_dist.all_gather_object(values, value)
     return values
+
+
+def exchange_objects(values: list[Any]) -> list[Any]:
+    """Collective. ``values[r]`` (picklable) goes to rank r; returns what each rank sent to this
+    one, in rank order.
+    """
+    import torch
+    import torch.distributed as torch_dist
+
+    if world_size() == 1:
+        return values
+    sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+    sizes = torch.tensor([len(each) for each in sent])
+    to_come = torch.empty_like(sizes)
+    torch_dist.all_to_all_single(to_come, sizes)
+    received = torch.empty(int(to_come.sum()), dtype=torch.uint8)
+    torch_dist.all_to_all_single(received, torch.cat(sent), to_come.tolist(), sizes.tolist())
+    return [pickle.loads(part.numpy().data) for part in received.split(to_come.tolist())]
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_collector import Collector, PromptTable
+from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.rollout_collector import Collector
 from dschat.rlhf.scoring import action_logprobs, pieces
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 

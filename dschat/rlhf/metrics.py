@@ -19,6 +19,7 @@ from dschat.memory import peak_memory_gib
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
+from dschat.runtime.metric_sums import DeviceSums
 
 logger = logging.getLogger("dschat")
 
@@ -170,6 +171,21 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         if total in totals:
             metrics[name] = mean(total, number)
     return metrics
+
+
+def mismatch_sums(logprobs: Tensor, batch: Experience) -> DeviceSums:
+    """Difference of training's log-probs (B, A) from the generator's: sums over actions."""
+    mask, generator = batch.answer_mask, batch.rollout_logprobs
+
+    def total(per_action: Tensor) -> Tensor:
+        # `per_action[mask]` would wait for the device: its length is read.
+        return torch.where(mask, per_action, 0.0).double().sum()
+
+    return {
+        "gap": total((logprobs - generator).abs()),
+        "mismatch_kl": total(kl_penalty(generator, logprobs, "k3")),
+        "gap_actions": mask.sum(),
+    }
 
 
 def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:

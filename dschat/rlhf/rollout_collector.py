@@ -6,18 +6,16 @@ Reward functions score one batch of answers while the next is generated.
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.data.sources.adapters import Content
-from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt_problem
+from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rewards.combine import (
     RunningScale,
@@ -28,64 +26,14 @@ from dschat.rewards.combine import (
 )
 from dschat.rewards.reward_functions import REWARD_MODEL, Pending, RewardPrograms, SourceScores
 from dschat.rewards.samples import Samples
+from dschat.rlhf.balance import Moves, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout, joined
 from dschat.rlhf.metrics import generation_metrics
+from dschat.rlhf.prompt_table import PromptBatch, PromptTable
 from dschat.rlhf.scoring import reward_model_scores
 
 logger = logging.getLogger("dschat")
-
-PromptBatch = list[list[int]] | Mapping[str, Tensor]
-
-
-@dataclass
-class PromptTable:
-    """This rank's prompts by column: ids and, where known, their text or messages.
-
-    All lists have one entry per prompt.
-    """
-
-    ids: list[list[int]] = field(default_factory=list)
-    sources: list[Content] | None = None  # text or messages
-    texts: list[str] | None = None
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, batch: PromptBatch) -> "PromptTable":
-        """From any form of prompt batch; ``UserError`` for another type."""
-        return cls(
-            prompt_lists(batch),
-            getattr(batch, "sources", None),
-            getattr(batch, "texts", None),
-            getattr(batch, "columns", None) or {},
-        )
-
-    def repeated(self, n: int) -> "PromptTable":
-        """Each prompt ``n`` times, in sequence."""
-        rows = [row for row in range(len(self.ids)) for _ in range(n)]
-        return self.pick(rows)
-
-    def pick(self, rows: list[int]) -> "PromptTable":
-        def picked(values: list[Any]) -> list[Any]:
-            return [values[row] for row in rows]
-
-        return PromptTable(
-            picked(self.ids),
-            None if self.sources is None else picked(self.sources),
-            None if self.texts is None else picked(self.texts),
-            {name: picked(values) for name, values in self.columns.items()},
-        )
-
-    def concat(self, other: "PromptTable") -> "PromptTable":
-        if not self.ids or not other.ids:
-            return self if self.ids else other
-        both = set(self.columns) & set(other.columns)
-        return PromptTable(
-            self.ids + other.ids,
-            self.sources + other.sources if self.sources and other.sources else None,
-            self.texts + other.texts if self.texts and other.texts else None,
-            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
-        )
 
 
 @dataclass
@@ -96,6 +44,12 @@ class Collected:
     num_prompts: int  # over all ranks
     metrics: dict[str, float] = field(default_factory=dict)
     pending: list[Pending] | None = None  # None: already scored
+    moves: Moves | None = None  # of the answers, after their reward functions had started
+
+    def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
+        """Collective. Move answers between ranks; see `plan_moves`."""
+        self.moves = plan_moves(self.experience, mini_batch, samples, budget)
+        self.experience = self.moves.experience(self.experience)
 
 
 class Collector:
@@ -223,7 +177,10 @@ class Collector:
         if self._engine.reward is not None:
             scores = reward_model_scores(self._engine, collected.experience, size)
             sources.append(SourceScores(REWARD_MODEL, self._model_weight, scores))
-        return sources + joined_scores([self._programs.finish(part) for part in pending])
+        of_programs = joined_scores([self._programs.finish(part) for part in pending])
+        if collected.moves is not None:
+            of_programs = collected.moves.scores(of_programs)
+        return sources + of_programs
 
     def answers_of(
         self,
@@ -375,18 +332,3 @@ def _means(sums: dict[str, float], weight: int) -> dict[str, float]:
 
 def _adds_up(name: str) -> bool:
     return name.startswith("time/") or name in ("rollout/unscored", "rollout/preemptions")
-
-
-def prompt_lists(batch: PromptBatch) -> list[list[int]]:
-    """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
-    if not isinstance(batch, Mapping):
-        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
-        for problem in filter(None, map(prompt_problem, count(), prompts)):
-            raise UserError(problem)
-        return [list(map(int, prompt)) for prompt in prompts]
-    if "input_ids" not in batch:
-        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if mask is None:
-        return ids.tolist()
-    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

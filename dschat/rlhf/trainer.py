@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
@@ -31,8 +31,15 @@ from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, mini_batch_of
-from dschat.rlhf.metrics import experience_metrics, throughput, training_metrics, warn_of_gap
-from dschat.rlhf.rollout_collector import Collector, PromptBatch
+from dschat.rlhf.metrics import (
+    experience_metrics,
+    mismatch_sums,
+    throughput,
+    training_metrics,
+    warn_of_gap,
+)
+from dschat.rlhf.prompt_table import PromptBatch
+from dschat.rlhf.rollout_collector import Collector
 from dschat.rlhf.scoring import (
     action_logprobs,
     action_values,
@@ -176,6 +183,10 @@ class DeepSpeedPPOTrainer:
         started = time.perf_counter()
         collected = self.collector.collect(prompt_batch, self.sampling())
         settle_token_budget(self.engine, self.args)
+        if self.engine.token_budget and dist.world_size() > 1:
+            samples = self.args.num_samples_per_prompt
+            mini_batch = self._mini_batches(collected.experience, epoch=0)
+            collected.balance(mini_batch, samples, self.engine.token_budget)
         # Before the scores: reward functions may run meanwhile.
         self._say_old_logprobs(fill_in(self.engine, collected.experience, self.args))
         self.collector.score(collected)
@@ -227,8 +238,7 @@ class DeepSpeedPPOTrainer:
         if experience.problem:
             sums = self._skip(experience)
         for epoch in range(0 if experience.problem else args.ppo_epochs):
-            seed = [args.seed, self.iteration, epoch]
-            number = mini_batch_of(experience.numbers, args.num_mini_batches, seed)
+            number = self._mini_batches(experience, epoch)
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
@@ -245,6 +255,11 @@ class DeepSpeedPPOTrainer:
         )
         self.iteration += 1
         return self.metrics["loss/policy_avg"], self.metrics.get("loss/value_avg")
+
+    def _mini_batches(self, e: Experience, epoch: int) -> np.ndarray:
+        """The mini-batch of each sequence: (S,) int64."""
+        seed = [self.args.seed, self.iteration, epoch]
+        return mini_batch_of(e.numbers, self.args.num_mini_batches, seed)
 
     def require_learned(self) -> None:
         """At the end of a run: raise ``FloatingPointError`` where every actor step was skipped."""
@@ -321,7 +336,7 @@ class DeepSpeedPPOTrainer:
             loss = loss - args.entropy_coef * bonus
             named["entropy"] = bonus.detach()
         if self._measures_gap:
-            named |= _mismatch(logprobs.detach(), batch)
+            named |= mismatch_sums(logprobs.detach(), batch)
         step.backward(loss)
         return named
 
@@ -373,21 +388,6 @@ class DeepSpeedPPOTrainer:
             if self.engine.ema is not None:
                 self.engine.ema.update()
         return {f"{name}_grad_norm": step.grad_norm, f"{name}_steps": 1.0}
-
-
-def _mismatch(logprobs: Tensor, batch: Experience) -> DeviceSums:
-    """Difference of training's log-probs (B, A) from the generator's: sums over actions."""
-    mask, generator = batch.answer_mask, batch.rollout_logprobs
-
-    def total(per_action: Tensor) -> Tensor:
-        # `per_action[mask]` would wait for the device: its length is read.
-        return torch.where(mask, per_action, 0.0).double().sum()
-
-    return {
-        "gap": total((logprobs - generator).abs()),
-        "mismatch_kl": total(kl_penalty(generator, logprobs, "k3")),
-        "gap_actions": mask.sum(),
-    }
 
 
 def _add(sums: dict[str, float], part: dict[str, float]) -> None:

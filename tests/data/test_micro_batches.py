@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.data.collate import collate_pairs, collate_sft
-from dschat.data.micro_batches import MicroBatchSize, RowTokens, row_tokens, spread
+from dschat.data.micro_batches import MicroBatchSize, RowTokens, row_tokens, shares_of_ranks, spread
 
 
 def answer(prompt, prompt_tokens, own):
@@ -81,6 +81,20 @@ def test_a_row_above_the_budget_is_alone():
     rows = [answer(None, 0, n) for n in (5, 300, 5)]
     for padded in (False, True):
         assert [1] in MicroBatchSize(1, 100, padded).split(rows)
+
+
+def test_ranks_take_equal_tokens_and_whole_prompts():
+    """Three prompts of 4 answers, 100 tokens each, and three single answers."""
+    rows = [answer(prompt, 60, 10) for _ in range(4) for prompt in (b"x", b"y", b"z")]
+    rows += [answer(None, 0, n) for n in (150, 100, 50)]
+    parts = shares_of_ranks(rows, 100, 3)
+    assert sorted(i for part in parts for i in part) == list(range(15))
+    # 600 tokens, if no prompt stands on two ranks.
+    assert [tokens_of([rows[i] for i in part]) for part in parts] == [200, 200, 200]
+    assert shares_of_ranks([], 100, 2) == [[], []]
+    # A prompt beyond the budget is divided; its tokens then count twice.
+    shares = shares_of_ranks([answer(b"x", 40, 10) for _ in range(8)], 80, 2)
+    assert [len(part) for part in shares] == [4, 4]
 
 
 def test_padded_rows_stand_with_rows_of_their_length():

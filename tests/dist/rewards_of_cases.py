@@ -5,3 +5,8 @@ def mostly_alike(prompt_ids, answer_ids):
     """Tells answers apart for every other prompt only."""
     both = zip(prompt_ids, answer_ids, strict=True)
     return [float(sum(a) % 2) if sum(p) % 2 else 0.0 for p, a in both]
+
+
+def by_token(answer_ids):
+    """A score for every token; none for one answer in four."""
+    return [None if sum(ids) % 4 == 0 else [float(i % 3) for i in ids] for ids in answer_ids]

@@ -121,13 +121,15 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
-    import preference_cases  # NOTE: these import this module
+    import balance_cases  # NOTE: these import this module
+    import preference_cases
     import rollout_cases
 
     out.mkdir(parents=True, exist_ok=True)
     runners = (
         rollout_cases.RUNNERS
         | preference_cases.RUNNERS
+        | balance_cases.RUNNERS
         | {
             "sft": _run_supervised,
             "reward": _run_supervised,

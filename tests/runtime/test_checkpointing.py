@@ -14,8 +14,8 @@ from step_rows import PROMPTS
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.reward_functions import RewardError
-from dschat.rlhf import rollout_collector
 from dschat.rlhf.evaluation import HeldOutPrompts
+from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.output_dir import COMPLETE
@@ -24,7 +24,7 @@ from dschat.supervised import setup
 ITERATIONS = 4
 
 
-NOBODY = HeldOutPrompts(rollout_collector.PromptTable(), [], 0, 0, gold=False)
+NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
 
 
 def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
@@ -86,9 +86,7 @@ def rows(out):
 
 def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
     """In that after iteration 2, and in the last; each resumes once."""
-    held_out = HeldOutPrompts(
-        rollout_collector.PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False
-    )
+    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
     options = {"held_out": held_out, "eval_steps": 2, "save_steps": 3}
     loop(models_folder, tmp_path / "whole", parity, **options)
     cut = tmp_path / "cut"

@@ -1,0 +1,79 @@
+"""Prompts of a rank by column, from any form in which a caller may give them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from dschat.config import UserError
+from dschat.data.sources.adapters import Content
+from dschat.inference.protocol import prompt_problem
+
+PromptBatch = list[list[int]] | Mapping[str, Tensor]
+
+
+@dataclass
+class PromptTable:
+    """This rank's prompts by column: ids and, where known, their text or messages.
+
+    All lists have one entry per prompt.
+    """
+
+    ids: list[list[int]] = field(default_factory=list)
+    sources: list[Content] | None = None  # text or messages
+    texts: list[str] | None = None
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: PromptBatch) -> "PromptTable":
+        """From any form of prompt batch; ``UserError`` for another type."""
+        return cls(
+            prompt_lists(batch),
+            getattr(batch, "sources", None),
+            getattr(batch, "texts", None),
+            getattr(batch, "columns", None) or {},
+        )
+
+    def repeated(self, n: int) -> "PromptTable":
+        """Each prompt ``n`` times, in sequence."""
+        rows = [row for row in range(len(self.ids)) for _ in range(n)]
+        return self.pick(rows)
+
+    def pick(self, rows: list[int]) -> "PromptTable":
+        def picked(values: list[Any]) -> list[Any]:
+            return [values[row] for row in rows]
+
+        return PromptTable(
+            picked(self.ids),
+            None if self.sources is None else picked(self.sources),
+            None if self.texts is None else picked(self.texts),
+            {name: picked(values) for name, values in self.columns.items()},
+        )
+
+    def concat(self, other: "PromptTable") -> "PromptTable":
+        if not self.ids or not other.ids:
+            return self if self.ids else other
+        both = set(self.columns) & set(other.columns)
+        return PromptTable(
+            self.ids + other.ids,
+            self.sources + other.sources if self.sources and other.sources else None,
+            self.texts + other.texts if self.texts and other.texts else None,
+            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
+        )
+
+
+def prompt_lists(batch: PromptBatch) -> list[list[int]]:
+    """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
+    if not isinstance(batch, Mapping):
+        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
+        for problem in filter(None, map(prompt_problem, count(), prompts)):
+            raise UserError(problem)
+        return [list(map(int, prompt)) for prompt in prompts]
+    if "input_ids" not in batch:
+        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None:
+        return ids.tolist()
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

@@ -1,0 +1,50 @@
+"""With a token budget, answers move to the rank with the fewest tokens, with all that belongs to
+them.
+"""
+
+import pytest
+from step_cases import Case
+from test_packing import flat
+from test_same_losses import BUDGET, by_name, reference
+
+PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
+SAMPLED = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
+SAMPLED += (("reward_fn", "mostly_alike"), ("reward_model_weight", 0.0))
+
+
+CASES = [
+    Case("balance", 0, 4, shares=shares, options=BUDGET + options)
+    for shares in ((8, 0), (3, 5))
+    for options in (PROGRAM, SAMPLED)
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
+    result, expected = two_processes(case)[0], run_here(reference(case))[0]
+    ours, theirs = result["rows"], expected["rows"]
+    assert [row[:2] for row in ours] == [row[:2] for row in theirs]
+    assert flat(ours) == pytest.approx(flat(theirs), rel=1e-5, abs=1e-5)
+    for numbers in result["numbers"]:
+        assert numbers == sorted(numbers)
+    for mini_batch in range(2):
+        ranks = [[row for row in rows if row[0] == mini_batch] for rows in result["held"]]
+        tokens = [packed(rows) for rows in ranks]
+        longest = max(row[3] for rows in ranks for row in rows)
+        assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
+
+
+def packed(rows) -> int:
+    """Tokens of a rank's sequences, each prompt once."""
+    prompts = {number // 2: length for _, length, number, _ in rows}
+    return sum(total - length for _, length, _, total in rows) + sum(prompts.values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", CASES[:1], ids=by_name)
+def test_objects_of_any_size_reach_their_rank(case, two_processes):
+    result, _ = two_processes(case)
+    assert [value["from"] for value in result["sent"]] == [0, 1]
+    assert {value["to"] for value in result["sent"]} == {0}  # the result is rank 0's
+    assert [len(value["text"]) for value in result["sent"]] == [1, 1000]
