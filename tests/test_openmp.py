@@ -64,7 +64,12 @@ print([t.name for t in threading.enumerate()].count("openmp"))
 
 
 @pytest.mark.parametrize(
-    ("first", "threads", "expected"), [("torch", 2, "1"), ("dschat", 2, "0"), ("torch", 1, "0")]
+    ("first", "threads", "expected"),
+    [
+        ("torch", 2, "1"),
+        pytest.param("dschat", 2, "0", marks=pytest.mark.slow),
+        pytest.param("torch", 1, "0", marks=pytest.mark.slow),
+    ],
 )
 def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expected):
     code = "import sys; sys.path.insert(0, 'tests/inference')\n" + LATE.format(first=first)

@@ -4,7 +4,7 @@ import pytest
 from step_cases import Case
 from test_same_losses import close, slow
 
-CASES = [Case("nan", 0, 2), Case("nan", 3, 2)]
+CASES = [Case("nan", 3, 2)]
 
 
 def check(result, expected):
@@ -13,12 +13,12 @@ def check(result, expected):
     assert close(result["probe"], expected["probe"])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, *slow([1, 2]), 3])
 def test_one_process(zero, run_here):
     check(run_here(Case("nan", zero, 4))[0], run_here(Case("skip", 0, 8))[0])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*CASES, *slow([Case("nan", 1, 2), Case("nan", 2, 4)])])
+@pytest.mark.parametrize("case", [*CASES, *slow([Case("nan", 0, 2), Case("nan", 1, 2), Case("nan", 2, 4)])])
 def test_two_processes(case, two_processes, run_here):
     check(two_processes(case)[0], run_here(Case("skip", 0, 8))[0])

@@ -5,7 +5,7 @@ them.
 import pytest
 from step_cases import Case
 from test_packing import flat
-from test_same_losses import BUDGET, by_name, reference
+from test_same_losses import BUDGET, by_name, reference, slow
 
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
 SAMPLED = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
@@ -13,14 +13,17 @@ SAMPLED += (("reward_fn", "mostly_alike"), ("reward_model_weight", 0.0))
 
 
 CASES = [
-    Case("balance", 0, 4, shares=shares, options=BUDGET + options)
-    for shares in ((8, 0), (3, 5))
-    for options in (PROGRAM, SAMPLED)
+    Case("balance", 0, 4, shares=(8, 0), options=BUDGET + PROGRAM),
+    Case("balance", 0, 4, shares=(3, 5), options=BUDGET + SAMPLED),
+]
+SLOW = [
+    Case("balance", 0, 4, shares=(3, 5), options=BUDGET + PROGRAM),
+    Case("balance", 3, 4, shares=(8, 0), options=BUDGET + SAMPLED),
 ]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES, ids=by_name)
+@pytest.mark.parametrize("case", [*CASES, *slow(SLOW)], ids=by_name)
 def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
     result, expected = two_processes(case)[0], run_here(reference(case))[0]
     ours, theirs = result["rows"], expected["rows"]

@@ -21,12 +21,14 @@ ON, OFF = (("packing", "on"),), (("packing", "off"),)
 
 CASES = [
     Case("sft", 3, 2, options=LORA, rows="awkward"),
-    Case("reward", 2, 4, options=CHECKPOINTING, rows="one"),
-    Case("dpo", 0, 2, options=LORA, rows="awkward"),
-    Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=RL_CHECKPOINTING),
     Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=GRPO + RL_LORA),
 ]
 SLOW = [
+    Case("reward", 2, 4, options=CHECKPOINTING, rows="one"),
+    Case("dpo", 0, 2, options=LORA, rows="awkward"),
+    Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=RL_CHECKPOINTING),
+]
+SLOW += [
     Case(step, zero, micro, model, options=options, rows=rows)
     for step, micro, rows in (
         ("sft", 1, "awkward"),

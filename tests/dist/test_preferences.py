@@ -25,18 +25,21 @@ HERE = [
     Case("kto", 0, 2, options=BUDGET + BEFORE),
 ]
 TWO = [
-    Case("dpo", 3, 2, options=LORA),
-    Case("dpo", 0, 1, options=ALL_TRAINED),
-    Case("kto", 3, 1, options=AWAY),
+    Case("dpo", 3, 4, options=LORA),
     Case("ipo", 2, 4, options=BEFORE),
-    Case("kto", 3, 2, options=BUDGET),
-    Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
+    Case("kto", 2, 2, options=BUDGET),
 ]
 SLOW = [
     Case(loss, zero, 2, options=options)
     for loss in ("dpo", "ipo", "kto")
     for zero in (0, 1, 2, 3)
     for options in ((), LORA, BEFORE, LORA + BEFORE)
+]
+SLOW += [
+    Case("kto", 3, 2, options=BUDGET),
+    Case("dpo", 0, 1, options=ALL_TRAINED),
+    Case("kto", 3, 1, options=AWAY),
+    Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
 ]
 SLOW = [case for case in SLOW if case not in [*HERE, *TWO]]
 SIGNS = {"rewards/accuracies", "eval/rewards/accuracies"}  # of margins that may be roundings of 0

@@ -69,24 +69,15 @@ HERE = [
     Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 TWO = [
-    Case("sft", 0, 4),
-    Case("sft", 2, 2),
     Case("sft", 3, 2, options=LORA),
-    Case("reward", 0, 1),
     Case("reward", 3, 2, model="llama_padeos"),
-    Case("ppo", 0, 2, shares=(8, 0)),
-    Case("ppo", 3, 4, iterations=2, shares=(3, 5)),
-    Case("ppo", 3, 2, iterations=1, shares=(5, 3), options=GRPO),
-    Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=RLOO),
+    Case("ppo", 3, 4, iterations=1, shares=(3, 5)),
     Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=PP_BASELINE),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("sft", 2, 2, options=BUDGET),
-    Case("reward", 3, 4, options=AUTO),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=AUTO),
-    Case("reward", 3, 1, options=BUDGET),
-    Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -94,6 +85,14 @@ SLOW_HERE = [
 ]
 SLOW_HERE += [Case("ppo", 3, 2, options=GRPO), Case("ppo", 0, 4, options=DR_GRPO)]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
+SLOW_TWO += [
+    Case("ppo", 0, 2, shares=(8, 0)),
+    Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
+    Case("ppo", 0, 4, shares=(8, 0), options=RLOO),
+    Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
+    Case("reward", 3, 1, options=BUDGET),
+    Case("reward", 3, 4, options=AUTO),
+]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
 FEWER = [case for case in TWO if case.iterations < NUM_ITERATIONS]
 SLOW_TWO += [replace(case, iterations=NUM_ITERATIONS) for case in FEWER]

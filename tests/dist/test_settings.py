@@ -55,11 +55,11 @@ HERE = [
 ]
 TWO = [
     case("sft", 3, 4, OFFLOAD, LORA, CHECKPOINTED),
-    case("sft", 2, 2, OPTIMIZER, FILE),
     case("reward", 3, 2, PARAMETERS, CHECKPOINTED, FILE),
     case("ppo", (3, 0), 4, OFFLOAD, CHECKPOINTED_BOTH, FROZEN, **ONE),
     case("ppo", (2, 3), 4, OPTIMIZER, LORA_BOTH, FILE, {"align_overflow": True}, **ONE),
 ]
+SLOW_TWO = [case("sft", 2, 2, OPTIMIZER, FILE)]
 MIXED = list(itertools.permutations((0, 1, 2, 3), 2))
 SLOW = [
     case(step, zero, 2, away, lora, saved)
@@ -86,7 +86,7 @@ def test_one_process(case, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], **by_name)
+@pytest.mark.parametrize("case", [*TWO, *slow([*SLOW_TWO, *SLOW])], **by_name)
 def test_two_processes(case, two_processes, run_here):
     result, folder = two_processes(case)
     assert close(result, run_here(plain(case))[0])
