@@ -96,6 +96,33 @@ def all_gather_shards(
     return (joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True))
 
 
+_PIECE_BYTES = 16 * 2**20  # of all ranks; two buffers fit into the 64 MiB that a container may have
+
+
+def gather_on_host(output: "torch.Tensor", shard: "torch.Tensor", group: Any = None) -> bool:
+    """Collective. Flat ``shard`` (n,) of every rank into ``output`` (ranks * n,), both on the CPU,
+    through memory that all processes share; False, and nothing done, where they have none or
+    ``group`` has only some of them.
+    """
+    import torch
+    import torch.distributed as torch_dist
+
+    if world_size() == 1 or torch_dist.get_world_size(group) < world_size():
+        return False
+    world, size = world_size(), shard.element_size()
+    by_rank, step = output.view(world, -1), _PIECE_BYTES // (world * size)
+    for start in range(0, shard.numel(), step):
+        piece = shard[start : start + step]
+        shared = _pieces().next(_PIECE_BYTES)
+        if shared is None:
+            return False
+        all_pieces = shared[: world * piece.numel() * size].view(shard.dtype).view(world, -1)
+        all_pieces[rank()].copy_(piece)
+        torch_dist.all_reduce(torch.zeros(1))
+        by_rank[:, start : start + step].copy_(all_pieces)
+    return True
+
+
 def shared_bytes() -> int:
     """Shared memory of a CPU host's processes for `all_gather_shards`; freed by `shutdown`."""
     return _buffers().num_bytes
@@ -103,6 +130,11 @@ def shared_bytes() -> int:
 
 @functools.cache
 def _buffers() -> AlternatingBuffers:
+    return AlternatingBuffers(is_main_process(), gather_objects)
+
+
+@functools.cache
+def _pieces() -> AlternatingBuffers:
     return AlternatingBuffers(is_main_process(), gather_objects)
 
 
@@ -229,3 +261,4 @@ def forget_group() -> None:
     """Drop the groups and buffers of the process group that is being destroyed."""
     _handles.clear()
     _buffers.cache_clear()
+    _pieces.cache_clear()

@@ -32,6 +32,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 import deepspeed  # noqa: E402  NOTE: its import reads both settings above
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero import partition_parameters as zero_parameters  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
@@ -174,6 +175,10 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
         zero_section["offload_optimizer"] = in_cpu_memory
     if zero.offload_parameters and zero.shards_parameters:
         zero_section["offload_param"] = in_cpu_memory
+    if zero.shards_parameters and not torch.cuda.is_available():
+        # A CPU that gathers ahead computes nothing meanwhile, and several parameters that are
+        # gathered at once are copied twice more.
+        zero_section["stage3_prefetch_bucket_size"] = 0
     if in_place:
         # Each gradient is its own bucket.
         zero_section |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
@@ -226,8 +231,32 @@ def start_deepspeed() -> None:
     # is compiled at the first start (a minute, with a C++ compiler and Python's headers), and every
     # run leaves 66 MB per process in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
+        zero_parameters._dist_allgather_fn = _gather_on_cpu
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
+
+
+_gather_by_gloo = zero_parameters._dist_allgather_fn
+_LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
+
+
+class _Done:
+    """The handle of a collective that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _gather_on_cpu(shard: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
+    """Collective. DeepSpeed's all-gather of a parameter, through shared memory where the ranks have
+    some: gloo's takes three times as long, because it sends everything through sockets.
+    """
+    is_large = output.numel() * output.element_size() >= _LARGE_BYTES
+    if is_large and dist.gather_on_host(output, shard.view(-1), group):
+        return _Done()
+    return _gather_by_gloo(shard, output, group)
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

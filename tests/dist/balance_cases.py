@@ -34,13 +34,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "rows": sorted(sum(dist.gather_objects(rows), [])),
         "numbers": dist.gather_objects(e.numbers.tolist()),
         "held": dist.gather_objects([list(row) for row in zip(*columns, strict=True)]),
-        "sent": [value for value in dist.exchange_objects(_objects(dist.rank()))],
     }
-
-
-def _objects(rank: int) -> list[Any]:
-    """Of very different sizes."""
-    return [{"from": rank, "to": other, "text": "x" * 10 ** (3 * rank)} for other in range(2)]
 
 
 RUNNERS = {"balance": _run}

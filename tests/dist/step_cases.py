@@ -122,6 +122,7 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
     import balance_cases  # NOTE: these import this module
+    import collective_cases
     import preference_cases
     import rollout_cases
 
@@ -130,6 +131,7 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         rollout_cases.RUNNERS
         | preference_cases.RUNNERS
         | balance_cases.RUNNERS
+        | collective_cases.RUNNERS
         | {
             "sft": _run_supervised,
             "reward": _run_supervised,

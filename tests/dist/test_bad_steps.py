@@ -19,6 +19,8 @@ def test_one_process(zero, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*CASES, *slow([Case("nan", 0, 2), Case("nan", 1, 2), Case("nan", 2, 4)])])
+@pytest.mark.parametrize(
+    "case", [*CASES, *slow([Case("nan", 0, 2), Case("nan", 1, 2), Case("nan", 2, 4)])]
+)
 def test_two_processes(case, two_processes, run_here):
     check(two_processes(case)[0], run_here(Case("skip", 0, 8))[0])

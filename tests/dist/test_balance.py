@@ -42,12 +42,3 @@ def packed(rows) -> int:
     """Tokens of a rank's sequences, each prompt once."""
     prompts = {number // 2: length for _, length, number, _ in rows}
     return sum(total - length for _, length, _, total in rows) + sum(prompts.values())
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("case", CASES[:1], ids=by_name)
-def test_objects_of_any_size_reach_their_rank(case, two_processes):
-    result, _ = two_processes(case)
-    assert [value["from"] for value in result["sent"]] == [0, 1]
-    assert {value["to"] for value in result["sent"]} == {0}  # the result is rank 0's
-    assert [len(value["text"]) for value in result["sent"]] == [1, 1000]

@@ -69,12 +69,11 @@ HERE = [
     Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 TWO = [
-    Case("sft", 3, 2, options=LORA),
-    Case("reward", 3, 2, model="llama_padeos"),
+    Case("sft", 3, 4, options=LORA),
+    Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5)),
     Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=PP_BASELINE),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
-    Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("sft", 2, 2, options=BUDGET),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=AUTO),
@@ -86,6 +85,7 @@ SLOW_HERE = [
 SLOW_HERE += [Case("ppo", 3, 2, options=GRPO), Case("ppo", 0, 4, options=DR_GRPO)]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [
+    Case("sft", 3, 4, options=GROWN),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
     Case("ppo", 0, 4, shares=(8, 0), options=RLOO),

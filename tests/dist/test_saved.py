@@ -35,13 +35,13 @@ HERE = [
     Case("ppo", 0, 8),
 ]
 TWO = [
-    Case("sft", 3, 2, options=LORA),
-    Case("reward", 3, 2, model="llama_padeos"),
+    Case("sft", 3, 4, options=LORA),
+    Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, options=OFFLOADED),
-    Case("sft", 3, 4, options=(("add_eot_token", True),)),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
 ]
 SLOW = [
+    Case("sft", 3, 4, options=(("add_eot_token", True),)),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
     Case("sft", 2, 4, model="opt", options=LORA),
     Case("sft", 3, 4, model="gpt2", options=LORA),
