@@ -45,16 +45,17 @@ class GoldEvaluation:
         config: SupervisedConfig,
         is_sharded: bool,
     ) -> None:
-        self._enabled = gold_knows(config.data_path) and not is_sharded
-        self._generator = HuggingFaceGenerator(
-            module, stop_ids, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
-        )
+        self._generator: Generator | None = None
+        if gold_knows(config.data_path) and not is_sharded:
+            self._generator = HuggingFaceGenerator(
+                module, stop_ids, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+            )
         self._tokenizer = tokenizer
         self._max_prompts = config.max_eval_samples
 
     def log(self, metrics_log: MetricsLog, step: int) -> None:
         """Collective. Write ``eval/gold`` and its companions under ``step``."""
-        if not self._enabled:
+        if self._generator is None:
             return
         metrics = sample_gold(self._generator, self._tokenizer, self._max_prompts)
         metrics_log.write(step, metrics)
