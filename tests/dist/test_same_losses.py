@@ -88,7 +88,7 @@ SLOW_TWO += [
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
-    Case("ppo", 0, 4, shares=(8, 0), options=RLOO),
+    Case("ppo", 0, 4, iterations=2, shares=(8, 0), options=RLOO),  # then roundings grow
     Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
     Case("reward", 3, 1, options=BUDGET),
     Case("reward", 3, 4, options=AUTO),
