@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 # Files stay in conftest's order, the long ones first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo test test-full test-gpu faults lint format wheel clean
 

@@ -120,7 +120,9 @@ def test_offload_to_none_is_no_offload(file):
     none = {"device": "none", "pin_memory": False}
     path = file({"zero_optimization": {"offload_optimizer": none, "offload_param": none}})
     config = SFTConfig(deepspeed_config=path, dtype="fp32", zero_stage=3)
-    assert settings(config)["zero_optimization"] == {"stage": 3}
+    section = settings(config)["zero_optimization"]
+    assert section["stage"] == 3
+    assert not {"offload_optimizer", "offload_param"} & section.keys()
 
 
 def test_agreeing_with_a_flag_is_no_contradiction(file):
@@ -253,7 +255,8 @@ def test_hierarchical_shards_are_for_a_step_of_one_model(file):
         with pytest.raises(UserError, match="zero_hpz_partition_size 2 contradicts a step with"):
             several.validate()
     one = settings(RewardConfig(deepspeed_config=path, zero_stage=3, dtype="fp32"))
-    assert one["zero_optimization"] == {"stage": 3, "zero_hpz_partition_size": 2}
+    section = one["zero_optimization"]
+    assert (section["stage"], section["zero_hpz_partition_size"]) == (3, 2)
 
 
 def test_a_missing_file_is_named_by_the_flag_that_named_it():
