@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rollout_workloads import MODELS as ROLLOUT_MODELS
+from rollout_workloads import llama
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
@@ -23,14 +24,7 @@ SCHEDULE_STEPS = 1000  # of the learning rate: nearly constant over a measuremen
 MODELS = {
     "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
     "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
-    "llama-256x4": lambda: LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=150_000,
-        max_position_embeddings=512,
-    ),
+    "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
     "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
     "opt-tiny": lambda: OPTConfig(
         hidden_size=32,
@@ -42,14 +36,7 @@ MODELS = {
         max_position_embeddings=128,
         dropout=0.0,
     ),
-    "llama-tiny": lambda: LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=256,
-        max_position_embeddings=128,
-    ),
+    "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
 }
 
 

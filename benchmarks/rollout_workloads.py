@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig
 MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
 
-def _llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaConfig:
+def llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -30,8 +30,8 @@ MODELS = {
         word_embed_proj_dim=2048,
     ),
     "gpt2": GPT2Config,
-    "llama-384x6": lambda: _llama(384, 6, 6, 1024, 32_000),
-    "llama-tiny": lambda: _llama(128, 4, 4, 344, 2048),
+    "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
+    "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
 }
 
 
