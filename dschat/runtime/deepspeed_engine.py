@@ -233,12 +233,13 @@ def start_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not torch.cuda.is_available():
         deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
-        zero_parameters._dist_allgather_fn = _gather_on_cpu
+        if _gather_by_gloo is not None:
+            zero_parameters._dist_allgather_fn = _gather_on_cpu
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 
-_gather_by_gloo = zero_parameters._dist_allgather_fn
+_gather_by_gloo = getattr(zero_parameters, "_dist_allgather_fn", None)  # private to DeepSpeed
 _LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
 
 
@@ -256,6 +257,7 @@ def _gather_on_cpu(shard: torch.Tensor, output: torch.Tensor, group: Any = None)
     is_large = output.numel() * output.element_size() >= _LARGE_BYTES
     if is_large and dist.gather_on_host(output, shard.view(-1), group):
         return _Done()
+    assert _gather_by_gloo is not None
     return _gather_by_gloo(shard, output, group)
 
 
