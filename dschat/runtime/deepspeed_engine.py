@@ -177,8 +177,10 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
         zero_section["offload_param"] = in_cpu_memory
     if zero.shards_parameters and not torch.cuda.is_available():
         # A CPU that gathers ahead computes nothing meanwhile, and several parameters that are
-        # gathered at once are copied twice more.
-        zero_section["stage3_prefetch_bucket_size"] = 0
+        # gathered at once are copied twice more. NOTE: 0 would fail with LoRA after a checkpoint is
+        # loaded ("tracing error"): PEFT reads an adapter before its layer runs, so the order of
+        # gathers differs from the recorded one, which only a look ahead tolerates.
+        zero_section["stage3_prefetch_bucket_size"] = 1
     if in_place:
         # Each gradient is its own bucket.
         zero_section |= {"contiguous_gradients": False, "reduce_bucket_size": 1}

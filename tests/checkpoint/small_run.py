@@ -73,8 +73,9 @@ class SmallRun:
             max_grad_norm=settings.clip,
             overrides={"fp16": settings.scaling} if settings.scaling else {},
         )
+        path = _saved_model(spec.model, folder)
         with sharded_loading(zero):
-            model = _model(spec.model, folder, zero)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=zero.dtype)
         modules = ["q_proj", "v_proj"]
         model = prepare_for_training(
             model, False, 4 if spec.lora else 0, 0.0, modules, True, "--lora_modules"
@@ -132,11 +133,12 @@ def batch_of(step: int) -> torch.Tensor:
     return torch.randint(2, VOCAB, (ROWS, 9), generator=generator)
 
 
-def _model(name: str, folder: Path, zero: ZeroSettings) -> torch.nn.Module:
+def _saved_model(name: str, folder: Path) -> Path:
+    """Its folder. NOTE: not inside `sharded_loading`, where a new model has no weights to save."""
     path = folder / name
     if not path.exists():
         causal_lm(name).save_pretrained(path)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=zero.dtype)
+    return path
 
 
 def straight(spec: Spec, folder: Path) -> list[list[float]]:
