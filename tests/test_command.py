@@ -90,7 +90,9 @@ def test_the_wheel_plans_the_demo_in_another_folder(wheel, tmp_path):
     assert [path.resolve() for path in scripts] == [folder / step / "main.py" for step in steps]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [c if c == "rlhf" else pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS]
+)
 def test_the_wheel_runs_each_command(command, wheel, tmp_path):
     done = dschat(command, "--help", package=wheel, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

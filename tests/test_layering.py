@@ -113,6 +113,7 @@ def test_import_contracts_catch_what_they_forbid(tmp_path):
         assert broken in said
 
 
+@pytest.mark.slow
 def test_imports_are_silent():
     """DeepSpeed warns of a missing GPU where it is imported before its settings are made."""
     command = [sys.executable, "-c", "import dschat.rlhf.trainer, dschat.supervised.setup"]

@@ -67,10 +67,11 @@ print([t.name for t in threading.enumerate()].count("openmp"))
     ("first", "threads", "expected"),
     [
         ("torch", 2, "1"),
-        pytest.param("dschat", 2, "0", marks=pytest.mark.slow),
-        pytest.param("torch", 1, "0", marks=pytest.mark.slow),
+        ("dschat", 2, "0"),
+        ("torch", 1, "0"),
     ],
 )
+@pytest.mark.slow
 def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expected):
     code = "import sys; sys.path.insert(0, 'tests/inference')\n" + LATE.format(first=first)
     code = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n" + code

@@ -16,6 +16,7 @@ import mistakes
 import pytest
 
 NAMES = [mistake.name for mistake in mistakes.mistakes(Path())]
+QUICK = NAMES[::3]  # the whole table is marked slow
 PLAIN = (  # one per script and kind: flags, names, data, weights
     "unknown flag",
     "broken JSON line",
@@ -43,14 +44,21 @@ def table(folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder, table):
-    """Name -> outcome of the command."""
-    commands = [forked.Command(mistake.argv) for mistake in table.values()]
+def outcomes(folder, table, request):
+    """Name -> outcome of the command, for all names that are parameters of tests."""
+    items = [item for item in request.session.items if "outcomes" in item.fixturenames]
+    wanted = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
+    if any(item.originalname == "test_a_separate_process_gives_the_same_error" for item in items):
+        wanted.update(PLAIN)
+    names = [name for name in table if name in wanted]
+    commands = [forked.Command(table[name].argv) for name in names]
     done = forked.run_all(folder, Path(mistakes.__file__), commands)
-    return dict(zip(table, done, strict=True))
+    return dict(zip(names, done, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
     if any(name.endswith(what) and here for what, here in NOT_HERE.items()):
         pytest.skip("not an error on this machine")

@@ -82,6 +82,7 @@ def check_answers(printed, checkpoint, tokenizer):
             assert answer == expected.replace("\n", "\\n")
 
 
+@pytest.mark.slow
 def test_mistakes_and_help_cost_no_torch():
     """One line and exit code 2, before torch loads; and --help, with 0."""
     done = run_chat("--path", "out/of/nowhere", unwanted=("torch", "deepspeed"))
@@ -159,6 +160,7 @@ def endless(tmp_path, checkpoint) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_terminal(endless):
     """Commands; and Ctrl-C, which stops an answer while there is one and leaves at the prompt."""
     terminal = Terminal("--path", str(endless), "--max_new_tokens", "50000", "--seed", "5")

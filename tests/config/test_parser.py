@@ -195,7 +195,10 @@ def test_parsing_leaves_the_dataclass_alone():
 SCRIPTS = ["train.py", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("step*/main.py"))]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [s if s == "train.py" else pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS],
+)
 def test_help_loads_nothing_heavy(script):
     source = (
         "import runpy, sys\n"

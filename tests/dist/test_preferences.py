@@ -21,12 +21,10 @@ AWAY = (("offload_reference_model", True),)
 HERE = [
     Case("dpo", 3, 2),
     Case("dpo", 0, 4, options=LORA + BEFORE),
-    Case("kto", 0, 2, options=BEFORE),
     Case("kto", 0, 2, options=BUDGET + BEFORE),
 ]
 TWO = [
     Case("dpo", 3, 4, options=LORA),
-    Case("ipo", 2, 4, options=BEFORE),
     Case("kto", 2, 2, options=BUDGET),
 ]
 SLOW = [
@@ -36,6 +34,7 @@ SLOW = [
     for options in ((), LORA, BEFORE, LORA + BEFORE)
 ]
 SLOW += [
+    Case("ipo", 2, 4, options=BEFORE),
     Case("kto", 3, 2, options=BUDGET),
     Case("dpo", 0, 1, options=ALL_TRAINED),
     Case("kto", 3, 1, options=AWAY),

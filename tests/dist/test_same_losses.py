@@ -59,33 +59,35 @@ HERE = [
     Case("sft", 3, 2),
     Case("reward", 2, 4),
     Case("reward", 3, 8),
-    Case("ppo", 2, 4),
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("sft", options=BUDGET),
     Case("ppo", 0, 4, options=BUDGET),
-    Case("sft", 2, 4, options=AUTO),
-    Case("ppo", 3, 4, iterations=1, options=AUTO + (("align_overflow", True),)),
-    Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
     Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5)),
-    Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=PP_BASELINE),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("sft", 2, 2, options=BUDGET),
-    Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=AUTO),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
     Case(*point) for point in PRODUCT if Case(*point) not in [*HERE, reference(Case(*point))]
 ]
-SLOW_HERE += [Case("ppo", 3, 2, options=GRPO), Case("ppo", 0, 4, options=DR_GRPO)]
+SLOW_HERE += [
+    Case("ppo", 3, 2, options=GRPO),
+    Case("ppo", 0, 4, options=DR_GRPO),
+    Case("sft", 2, 4, options=AUTO),
+    Case("ppo", 3, 4, iterations=1, options=AUTO + (("align_overflow", True),)),
+    Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
+]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [
     Case("sft", 3, 4, options=GROWN),
+    Case("ppo", 2, 2, shares=(3, 5), options=PP_BASELINE),
+    Case("ppo", 0, 4, shares=(8, 0), options=AUTO),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
     Case("ppo", 0, 4, iterations=2, shares=(8, 0), options=RLOO),  # then roundings grow

@@ -54,10 +54,10 @@ HERE = [
     case("ppo", (2, 3), 8, OFFLOAD, FROZEN, FILE, **ONE),
 ]
 TWO = [
-    case("ppo", (3, 0), 4, OFFLOAD, CHECKPOINTED_BOTH, FROZEN, **ONE),
     case("ppo", (2, 3), 4, OPTIMIZER, LORA_BOTH, FILE, {"align_overflow": True}, **ONE),
 ]
 SLOW_TWO = [
+    case("ppo", (3, 0), 4, OFFLOAD, CHECKPOINTED_BOTH, FROZEN, **ONE),
     case("sft", 2, 2, OPTIMIZER, FILE),
     case("sft", 3, 4, OFFLOAD, LORA, CHECKPOINTED),
     case("reward", 3, 2, PARAMETERS, CHECKPOINTED, FILE),

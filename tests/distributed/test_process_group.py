@@ -162,6 +162,7 @@ def test_slurm_tasks_compute_together(tmp_path):
     assert done == [(0, "0 [3.0]\n"), (0, "1 [3.0]\n")]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_processes_with_different_flags_refuse_each_other(tmp_path):
     done = join(tmp_path, {0: ("1", "--seed", "1"), 1: ("1", "--seed", "2")}, job=os.getpid() + 1)

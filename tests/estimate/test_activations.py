@@ -106,7 +106,11 @@ def test_a_family_that_cannot_be_packed(tiny):
         Models().run(replace(use, packing="on"), "sft", batch, train=True)
 
 
-FAMILIES = ("llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3")
+FAMILIES = ["llama", "opt_350m", "bloom"]
+FAMILIES += [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("opt", "gpt2", "gpt_neox", "mistral", "qwen3")
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

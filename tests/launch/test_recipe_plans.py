@@ -15,7 +15,7 @@ from dschat.launch import recipe, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
-QUICK = {"demo", "demo-dpo", "openrlhf-7b"}  # the others take up to a minute each
+QUICK = {"demo", "demo-dpo"}  # the others take up to a minute each
 DEVICE_GIB = 80  # as in the published runs
 
 

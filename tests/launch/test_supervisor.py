@@ -31,7 +31,7 @@ def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
     ("signals", "code", "variables"),
     [
         ([signal.SIGINT], 130, {}),
-        ([signal.SIGTERM], 143, {}),
+        pytest.param([signal.SIGTERM], 143, {}, marks=pytest.mark.slow),
         ([signal.SIGINT, signal.SIGINT], 130, {"STUBBORN": "1"}),
     ],
     ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored"],
@@ -58,6 +58,7 @@ def test_a_signal_saves_and_stops(tree, signum):
     check_stopped(run, pids)
 
 
+@pytest.mark.slow
 def test_a_summary_that_cannot_be_written_is_not_an_error(tree):
     """Half a row of metrics, as a full disk leaves it."""
     folder = Path("out/step1_sft")

@@ -51,6 +51,7 @@ def test_a_failing_step_ends_the_run_with_its_message_and_code(tree):
     assert not Path("out/step3_rlhf").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_ends_without_finishing_is_a_failure(tree):
     done = train("--recipe", "quiet", "--output-dir", "out", VANISH="step1_sft")
     assert done.returncode == 1
@@ -87,6 +88,7 @@ exit "${code:-0}"
 """
 
 
+@pytest.mark.slow
 def test_srun_starts_the_steps(tree):
     """One train.py, as in a batch script; every task of a step knows its rank."""
     (tree / "bin").mkdir()

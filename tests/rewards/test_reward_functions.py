@@ -341,6 +341,7 @@ dist.exit_process(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_fail_together_and_scale_together(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
