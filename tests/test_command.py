@@ -67,6 +67,7 @@ def test_a_command_gets_its_flags():
     )
 
 
+@pytest.mark.slow
 def test_the_rank_that_deepspeed_puts_before_the_command():
     done = dschat("--local_rank=0", "sft", "--seed", "one")
     assert (done.returncode, done.stderr) == (2, "error: --seed 'one' is not a whole number\n")
@@ -81,6 +82,7 @@ def test_the_wheel_has_every_file(wheel):
         assert (wheel / "dschat/scripts" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_wheel_plans_the_demo_in_another_folder(wheel, tmp_path):
     done = dschat("train", "--dry_run", package=wheel, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -70,7 +70,7 @@ def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch)
     assert quick.small == whole.small
 
 
-@pytest.mark.parametrize("packing", ["on", "off"])
+@pytest.mark.parametrize("packing", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_attention_memory_is_linear_in_the_length(opt, packing):
     """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
     use = Use(opt("350m"), "--x", "lm", BF16, packing=packing)

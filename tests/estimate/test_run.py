@@ -34,6 +34,7 @@ def test_step_3_is_estimated_from_the_base_models(opt):
     assert "reward model: 1.316B parameters" in done.models[2]
 
 
+@pytest.mark.slow
 def test_66b_on_64_devices(opt):
     fields = {
         "actor_model_name_or_path": opt("66b"),
@@ -89,6 +90,7 @@ def test_the_preflight_process_returns_the_line():
     assert " of 0.9 GiB: " in line
 
 
+@pytest.mark.slow
 def test_plan_command(tmp_path, monkeypatch, capsys):
     """``train.py --plan``: a table, nothing written, 0 whether it fits or not."""
     out = tmp_path / "out"

@@ -301,6 +301,7 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
     assert fresh_load() is None
 
 
+@pytest.mark.slow
 def test_compiled_once(kernels, fresh_load, monkeypatch, tmp_path):
     assert fresh_load() is not None
     (name,) = libraries(tmp_path)

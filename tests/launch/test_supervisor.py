@@ -32,7 +32,7 @@ def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
     [
         ([signal.SIGINT], 130, {}),
         pytest.param([signal.SIGTERM], 143, {}, marks=pytest.mark.slow),
-        ([signal.SIGINT, signal.SIGINT], 130, {"STUBBORN": "1"}),
+        pytest.param([signal.SIGINT] * 2, 130, {"STUBBORN": "1"}, marks=pytest.mark.slow),
     ],
     ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored"],
 )

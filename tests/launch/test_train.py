@@ -43,6 +43,7 @@ def test_runs_the_steps_in_order_and_prints_the_chat_command(tree):
     assert order == sorted(order)
 
 
+@pytest.mark.slow
 def test_a_failing_step_ends_the_run_with_its_message_and_code(tree):
     done = train("--recipe", "quiet", "--output-dir", "out", FAIL="step2_reward")
     assert done.returncode == 3

@@ -74,6 +74,7 @@ def test_math_equal(reference, answer, score):
     assert one(library.MathEqual(), answer, reference) == score
 
 
+@pytest.mark.slow
 def test_an_endless_comparison_is_wrong_and_blocks_no_other_thread():
     """A tower of powers keeps SymPy in C code; called from a thread, as a pool does."""
     scores = []

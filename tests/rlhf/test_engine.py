@@ -32,7 +32,13 @@ def reference_of(engine):
 
 @pytest.mark.parametrize(
     ("zero", "options"),
-    [(0, ()), (3, ()), (0, LORA), (3, LORA), (0, (*LORA, ("only_optimize_lora", False)))],
+    [
+        (0, ()),
+        pytest.param(3, (), marks=pytest.mark.slow),
+        pytest.param(0, LORA, marks=pytest.mark.slow),
+        (3, LORA),
+        (0, (*LORA, ("only_optimize_lora", False))),
+    ],
     ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
 )
 def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
@@ -64,7 +70,7 @@ def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
         pytest.param(0, (), False, marks=pytest.mark.slow),
         pytest.param(3, (), True, marks=pytest.mark.slow),
         (3, (), False),
-        (2, OFFLOAD, True),
+        pytest.param(2, OFFLOAD, True, marks=pytest.mark.slow),
         (3, OFFLOAD, True),
     ],
     ids=str,
@@ -135,7 +141,7 @@ def resident(model):
     return sum(p.numel() for p in parameters), devices
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_frozen_models_lie_in_cpu_memory_between_uses(zero, models_folder):
     case = Case("ppo", zero, options=(*FROZEN, *PERSIST_NOTHING))
     trainer = build_trainer(ppo_config(case, models_folder))
@@ -188,7 +194,9 @@ def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     assert unmoved == aligned
 
 
-@pytest.mark.parametrize(("zero", "hybrid"), [(0, False), (3, True)])
+@pytest.mark.parametrize(
+    ("zero", "hybrid"), [pytest.param(0, False, marks=pytest.mark.slow), (3, True)]
+)
 def test_step_3_in_fp16(zero, hybrid, models_folder, monkeypatch):
     """The first loss scale is too high, which is no bad step; then both models train."""
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)

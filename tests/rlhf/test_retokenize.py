@@ -279,6 +279,7 @@ def test_a_rank_without_rows_runs_the_forward(models_folder, tmp_path):
     assert trainer.engine.score(dummy).shape == (1,)
 
 
+@pytest.mark.slow
 def test_the_data_of_step_3_has_the_text_of_its_prompts():
     tokenizer = tiny_tokenizer()
     config = RLHFConfig(actor_model_name_or_path="a", critic_model_name_or_path="c")

@@ -68,7 +68,7 @@ def test_a_failing_reward_function_loses_no_iteration(models_folder, tmp_path):
     assert loop(models_folder, tmp_path / "cut", parity, "latest") == {4: whole[4]}
 
 
-@pytest.mark.parametrize("budget", [60, "auto"])
+@pytest.mark.parametrize("budget", [pytest.param(60, marks=pytest.mark.slow), "auto"])
 def test_a_run_resumes_with_another_token_budget(budget, models_folder, tmp_path):
     whole = loop(models_folder, tmp_path / "whole", parity)
     with pytest.raises(RewardError, match="no more"):
@@ -120,6 +120,7 @@ class Habit:
         self.seen = state["seen"]
 
 
+@pytest.mark.slow
 def test_what_a_reward_remembers_comes_back(models_folder, tmp_path):
     whole = loop(models_folder, tmp_path / "whole", Habit())
     with pytest.raises(RewardError, match="no more"):

@@ -43,7 +43,9 @@ def trained(backend, monkeypatch, name, stage, lora_dim, recompute):
     ("name", "lora_dim", "recompute"),
     [("llama", 0, False), ("gpt2", 0, True), ("opt", 2, False), ("llama", 2, True)],
 )
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_training(stage, name, lora_dim, recompute, monkeypatch):
     arguments = (monkeypatch, name, stage, lora_dim, recompute)
     losses, weights = trained("plain", *arguments)

@@ -108,6 +108,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
     """One whose train.py was killed loads on, and would clear away what another one saves."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
