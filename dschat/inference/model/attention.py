@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 
 # Measured on two AVX-512 cores, fp32: our kernel reads keys and values at 16 GB/s on one thread;
@@ -86,18 +87,18 @@ class Attention:
         if group:
             self._dense.append(self._padded(group))
 
-    def __call__(self, layer: int, heads_THD: Tensor) -> Tensor:
-        """Query, key and value heads, in this order, (T, H + 2 K, D) -> (T, H * D)."""
+    def __call__(self, layer: int, heads_THD: Tensor, layout: HeadLayout) -> Tensor:
+        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D)."""
         rows, keys, values = self.cache.layers[layer]
-        num_kv_heads = keys.shape[2]
-        num_heads = heads_THD.shape[1] - 2 * num_kv_heads
-        kernel, decodes = self._kernel, self.decodes
+        decodes = self.decodes
+        kernel = self._kernel if layout.in_order else None
         if kernel is not None and not self.chunks:
             return self._decode_by_kernel(kernel, layer, heads_THD, rows)
-        rows.index_copy_(0, self.slot_mapping, heads_THD[:, num_heads:])
+        self._store(rows, heads_THD, layout)
+        q_THD = heads_THD[:, layout.q]
         if decodes is not None and not self.chunks:
-            return self._decode(decodes, layer, heads_THD[:, :num_heads], keys, values)
-        q_THD, k_TKD, v_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            return self._decode(decodes, layer, q_THD, keys, values)
+        k_TKD, v_TKD = heads_THD[:, layout.k], heads_THD[:, layout.v]
         outputs = []
         if kernel is not None:
             outputs.append(self._decode_by_kernel(kernel, layer, heads_THD, rows))
@@ -111,6 +112,16 @@ class Attention:
             part = slice(chunk.start, chunk.start + chunk.length)
             outputs.append(self._continued(layer, chunk, q_THD[part], keys, values))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _store(self, rows: Tensor, heads_THD: Tensor, layout: HeadLayout) -> None:
+        """Write keys and values into the cache's ``rows`` (slots, 2 K, D)."""
+        pairs = rows.unflatten(1, (2, -1))
+        stored = layout.keys_and_values(heads_THD)
+        if stored is not None:
+            pairs.index_copy_(0, self.slot_mapping, stored)
+            return
+        for i, part in enumerate((layout.k, layout.v)):
+            pairs[:, i].index_copy_(0, self.slot_mapping, heads_THD[:, part])
 
     # -- decode ------------------------------------------------------------------------------------
 

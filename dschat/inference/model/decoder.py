@@ -20,10 +20,12 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary, alibi_slopes
 from dschat.inference.model.weights import AnyLinear, Weights
 
-Attend = Callable[[int, Tensor], Tensor]  # layer, heads (T, H + 2 K, D) -> (T, H * D)
+# Layer, heads (T, H + 2 K, D), where q, k and v are among them -> (T, H * D)
+Attend = Callable[[int, Tensor, HeadLayout], Tensor]
 
 # torch's fused versions of activations that transformers composes of small operations.
 _TANH_GELU = partial(F.gelu, approximate="tanh")
@@ -138,20 +140,30 @@ class Decoder:
             q_norm, k_norm = optional_norm(f"{layer}.q_norm"), optional_norm(f"{layer}.k_norm")
             return None if q_norm is None or k_norm is None else (q_norm, k_norm)
 
+        def layer(name: str) -> _Layer:
+            qkv, out, up, down = (linears[f"{name}.{n}"] for n in ("qkv", "out", "up", "down"))
+            return _Layer(
+                norm(f"{name}.norm1"),
+                norm(f"{name}.norm2"),
+                qk_norms(name),
+                qkv,
+                out,
+                up,
+                down,
+                HeadLayout.of(
+                    weights.num_heads, weights.num_kv_heads, qkv.order or "qkv", qkv.interleaved
+                ),
+                up.order != ("up", "gate"),
+            )
+
         self._embed_norm = optional_norm("embed_norm")
         self._final_norm = optional_norm("final_norm")
-        self._layers = [
-            _Layer(
-                norm(f"layers.{i}.norm1"),
-                norm(f"layers.{i}.norm2"),
-                qk_norms(f"layers.{i}"),
-                *(linears[f"layers.{i}.{n}"] for n in ("qkv", "out", "up", "down")),
-            )
-            for i in range(self.spec.num_layers)
-        ]
+        self._layers = [layer(f"layers.{i}") for i in range(self.spec.num_layers)]
         self._version = weights.version
+        # The CPU kernels read queries, keys, values and gate, up in this order.
+        in_order = all(w.layout.in_order and w.is_gate_first for w in self._layers)
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
-            self._kernels = cpu.load()
+            self._kernels = cpu.load() if in_order else None
         layers = (n for w in self._layers for n in (w.norm1, w.norm2, *(w.qk_norms or ())))
         for n in (self._embed_norm, self._final_norm, *layers):
             assert n is None or (n.weight.is_contiguous() and n.weight.dtype == weights.dtype)
@@ -163,7 +175,7 @@ class Decoder:
         spec, w = self.spec, self._layers[i]
         add_up = self._group.all_reduce_sum
         x = self._add_norm(w.norm1, h, added, step) if spec.pre_norm else h
-        mixed = w.out(step.attend(i, self._heads(w, w.qkv(x), step)))
+        mixed = w.out(step.attend(i, self._heads(w, w.qkv(x), step), w.layout))
         if spec.parallel_residual:
             mixed.add_(self._mlp(w, self._add_norm(w.norm2, h, None, step), step))
             return h, add_up(mixed)
@@ -175,7 +187,9 @@ class Decoder:
         return (x if spec.residual_after_norm else h), add_up(self._mlp(w, x, step))
 
     def _heads(self, w: "_Layer", qkv: Tensor, step: "_Step") -> Tensor:
-        """Query, key and value heads (T, H + 2 K, D); rotated where positions are rotary."""
+        """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
+        positions are rotary.
+        """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
         if step.kernels is not None:
@@ -186,14 +200,12 @@ class Decoder:
                     norms = (q_norm.weight, k_norm.weight, self.spec.norm_eps)
                 step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, step.rotary)
             return heads
-        q_and_k = heads[:, : num_heads + num_kv_heads]
         if w.qk_norms is not None:
-            q_norm, k_norm = w.qk_norms
-            q, k = q_and_k.split([num_heads, num_kv_heads], dim=1)
-            q.copy_(self._norm(q_norm, q))
-            k.copy_(self._norm(k_norm, k))
+            for norm, part in zip(w.qk_norms, (w.layout.q, w.layout.k), strict=True):
+                heads[:, part].copy_(self._norm(norm, heads[:, part]))
         if step.rotate is not None:
-            step.rotate(q_and_k)
+            for part in w.layout.rotated:
+                step.rotate(heads[:, part])
         return heads
 
     def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:
@@ -204,7 +216,8 @@ class Decoder:
         elif step.kernels is not None and self._activation is F.silu:
             inner = step.kernels.silu_mul(inner)
         else:
-            gate, up = inner.chunk(2, dim=-1)
+            halves = inner.chunk(2, dim=-1)
+            gate, up = halves if w.is_gate_first else halves[::-1]
             inner = self._activation(gate).mul_(up)
         return w.down(inner)
 
@@ -257,3 +270,5 @@ class _Layer(NamedTuple):
     out: AnyLinear
     up: AnyLinear
     down: AnyLinear
+    layout: HeadLayout  # of the output of `qkv`
+    is_gate_first: bool  # in the output of `up`

@@ -75,6 +75,10 @@ class Linear:
     The plain form exists between `open` and `seal`; a packing back end frees it in `seal`.
     """
 
+    # As of a `BorrowedLinear`, whose parts may be in another order: here q, k, v and gate, up.
+    order: tuple[str, ...] = ()
+    interleaved = False
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -165,45 +169,3 @@ class Linear:
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if stored else 0
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)
-
-
-@dataclass
-class BorrowedPart:
-    """A weight and bias owned by another module, in the layout of the checkpoint."""
-
-    weight: Tensor  # (out, in), or (in, out) where `transposed`
-    bias: Tensor | None
-    transposed: bool
-    num_heads: int  # of an interleaved weight; 0: not interleaved
-
-
-class BorrowedLinear:
-    """The same product on weights of another module (the one in training), without a copy.
-
-    Computes one product per part of a fused weight.
-    """
-
-    def __init__(self, parts: list[BorrowedPart]) -> None:
-        self.parts = parts
-        self.side: SideProduct | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        outputs = [_borrowed_product(x, part) for part in self.parts]
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return y if self.side is None else self.side.add_to(y, x)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the LoRA factors; borrowed weights are not counted."""
-        return self.side.nbytes if self.side is not None else 0
-
-
-def _borrowed_product(x: Tensor, part: BorrowedPart) -> Tensor:
-    if part.transposed:
-        y = x @ part.weight if part.bias is None else torch.addmm(part.bias, x, part.weight)
-    else:
-        y = F.linear(x, part.weight, part.bias)
-    if not part.num_heads:
-        return y
-    per_head = y.view(y.shape[0], part.num_heads, 3, -1)
-    return per_head.transpose(1, 2).reshape(y.shape[0], -1)

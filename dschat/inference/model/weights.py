@@ -16,13 +16,8 @@ from torch import Tensor
 from dschat.config import UserError
 from dschat.distributed import Group
 from dschat.inference.model.architectures import ModelSpec, WeightSource
-from dschat.inference.model.linear import (
-    BorrowedLinear,
-    BorrowedPart,
-    Linear,
-    SideProduct,
-    fastest_backends,
-)
+from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
+from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
@@ -310,21 +305,26 @@ class Weights:
         self._check_complete(set(tensors))
         self._borrowed = True
         self.version += 1
-        grouped: dict[str, list[WeightSource]] = defaultdict(list)
+        parts: dict[str, dict[str, BorrowedPart]] = defaultdict(dict)
         for source in self._sources:
             base, _, suffix = source.target.rpartition(".")
             if self._linear_shape(base) is None:
                 self.tensors[source.target] = tensors[source.name]
             elif suffix == "weight":
-                grouped[base].append(source)
-        for base, sources in grouped.items():
-            parts = []
-            for source in sources:
                 bias_name = f"{source.name.removesuffix('weight')}bias"
-                bias = tensors[bias_name] if f"{base}.bias" in self._parts else None
-                heads = self.spec.num_heads if source.interleaved else 0
-                parts.append(BorrowedPart(tensors[source.name], bias, source.transposed, heads))
-            self.linears[base] = BorrowedLinear(parts)
+                bias = tensors[bias_name].detach() if f"{base}.bias" in self._parts else None
+                weight = tensors[source.name].detach()
+                part = BorrowedPart(weight, bias, source.transposed, source.interleaved)
+                parts[base][source.part] = part
+        self.linears.update({base: BorrowedLinear(named) for base, named in parts.items()})
+
+    def fused_names(self) -> list[list[str]]:
+        """Names of the checkpoint tensors that a product can read as one if they are adjacent."""
+        groups: dict[str, list[str]] = defaultdict(list)
+        for source in self._sources:
+            if source.part:
+                groups[source.target].append(source.name)
+        return list(groups.values())
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -374,7 +374,10 @@ class Weights:
         for source, a, b in items:
             last = first + a.shape[0]
             linear.side.a[first:last].copy_(self._local_columns(source, a))
-            for row, rows in self._local_rows(source, b):
+            placed = self._local_rows(source, b)
+            if isinstance(linear, BorrowedLinear):  # rows are computed as they are stored
+                placed = iter([(linear.first_row[source.part], b)])
+            for row, rows in placed:
                 linear.side.b[row : row + rows.shape[0], first:last].copy_(rows)
             first = last
 

@@ -1,0 +1,101 @@
+"""Multiplies by weights in another module's storage, without a copy.
+
+DeepSpeed lays the parts of a fused weight (q, k and v, or gate and up) back to back in a flat
+buffer, in the order of the module's parameters. One view of them is then the fused matrix, and one
+product computes them all; the rows are in the order of memory (OPT's: k, v, q). Parts that lie
+elsewhere have a product each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dschat.inference.model.linear import SideProduct
+
+
+@dataclass(frozen=True)
+class BorrowedPart:
+    """A weight and bias owned by another module, in the layout of the checkpoint."""
+
+    weight: Tensor  # (out, in), or (in, out) where `transposed`
+    bias: Tensor | None
+    transposed: bool = False
+    interleaved: bool = False  # q, k and v of a head are adjacent rows, and so in the product
+
+    @property
+    def num_rows(self) -> int:
+        return self.weight.shape[1 if self.transposed else 0]
+
+    def product(self, x: Tensor) -> Tensor:
+        if not self.transposed:
+            return F.linear(x, self.weight, self.bias)
+        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+class BorrowedLinear:
+    """``y = x W^T + b`` on weights of another module (the one in training).
+
+    ``parts``: by name (see `WeightSource.part`), in the order of a copied weight.
+    """
+
+    def __init__(self, parts: Mapping[str, BorrowedPart]) -> None:
+        order = tuple(parts)
+        self.products = list(parts.values())
+        if len(parts) > 1 and (adjacent := _order_if_adjacent(parts)) is not None:
+            order = adjacent
+            self.products = [_joined([parts[name] for name in order])]
+        self.order = order if len(order) > 1 else ()
+        self.interleaved = any(part.interleaved for part in parts.values())
+        self.first_row: dict[str, int] = {}  # of each part in `y`
+        row = 0
+        for name in order:
+            self.first_row[name] = row
+            row += parts[name].num_rows
+        self.side: SideProduct | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` (rows, in) -> (rows, out), the parts in the order of `order`."""
+        outputs = [part.product(x) for part in self.products]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if self.side is None else self.side.add_to(y, x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the LoRA factors; borrowed weights are not counted."""
+        return self.side.nbytes if self.side is not None else 0
+
+
+def _order_if_adjacent(parts: Mapping[str, BorrowedPart]) -> tuple[str, ...] | None:
+    """The names in the order of memory, if weights and biases can be read as one; else None."""
+    order = tuple(sorted(parts, key=lambda name: parts[name].weight.data_ptr()))
+    biases = [b for name in order if (b := parts[name].bias) is not None]
+    fits = are_adjacent([parts[name].weight for name in order])
+    return order if fits and (not biases or are_adjacent(biases)) else None
+
+
+def are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether one contiguous view covers ``tensors``, stacked along their first dimension."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for t in tensors:
+        is_next = t.untyped_storage().data_ptr() == storage and t.storage_offset() == end
+        is_alike = t.dtype == first.dtype and t.shape[1:] == first.shape[1:]
+        if not (is_next and is_alike and t.is_contiguous()):
+            return False
+        end += t.numel()
+    return True
+
+
+def _joined(parts: Sequence[BorrowedPart]) -> BorrowedPart:
+    weight = _view_of([part.weight for part in parts])
+    biases = [part.bias for part in parts if part.bias is not None]
+    return BorrowedPart(weight, _view_of(biases) if biases else None)
+
+
+def _view_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The view of `are_adjacent`."""
+    first, num_rows = tensors[0], sum(t.shape[0] for t in tensors)
+    return first.as_strided((num_rows, *first.shape[1:]), first.stride())
