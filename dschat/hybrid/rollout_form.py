@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.hybrid.adjacent import place_adjacent
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
@@ -27,14 +29,12 @@ from dschat.models.lora import adapters, unwrapped_name
 
 logger = logging.getLogger("dschat")
 
-Layout = Literal["copy", "zero_copy"]
-LoraForm = Literal["merge", "side"]
-_COPY_SHARE = 0.25  # of free GPU memory; with a larger model, "auto" takes zero_copy
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the actor generates. ``auto`` depends on device, ZeRO stage and memory."""
+    """How the actor generates. ``auto``: see `dschat.hybrid.rollout_choice`."""
 
     dtype: torch.dtype
     stop_ids: tuple[int, ...]
@@ -140,8 +140,11 @@ class EngineRollout:
         self._group = dist.Group(settings.tp_size)
         self._engine = self._make_engine(settings.max_num_seqs)
         self._has_adapters = bool(adapters(module))
-        self._lora = self._lora_form()
-        self._layout = self._chosen_layout()
+        choice = self._choice()
+        self._layout, self._lora = choice.layout, choice.lora
+        if self._layout == "zero_copy" and self._has_adapters:
+            parameters = self._by_engine_name(module.named_parameters())
+            place_adjacent(parameters, self._engine.weights.fused_names())
         self._version: int | None = None  # of the weights in the engine
         self._base_loaded = False
         self.last_refresh = Refresh()
@@ -167,41 +170,23 @@ class EngineRollout:
             engine.length_limit = "--max_prompt_seq_len + --max_answer_seq_len"
         return engine
 
-    # -- choices -----------------------------------------------------------------------------------
-
-    def _lora_form(self) -> LoraForm:
-        s = self._settings
-        if s.lora == "side" and not s.frozen_base:
-            raise UserError("--rollout_lora side needs --only_optimize_lora: the base is trained")
-        if not self._has_adapters:
-            return "merge"
-        if s.lora != "auto":
-            return s.lora
-        # "side": the frozen base need not be gathered again for every version.
-        return "side" if s.frozen_base and (s.sharded or s.layout == "zero_copy") else "merge"
-
-    def _chosen_layout(self) -> Layout:
-        s = self._settings
-        same_dtype = all(
-            t.tensor.dtype == s.dtype
-            for t in module_shards(self._module)
+    def _choice(self) -> RolloutChoice:
+        s, device = self._settings, dist.device()
+        borrowed = [t for t in module_shards(self._module) if unwrapped_name(t.name) is not None]
+        readable = s.tp_size == 1 and all(
+            t.is_whole and t.tensor.device.type == device.type and t.tensor.dtype == s.dtype
+            for t in borrowed
             if t.tensor.is_floating_point()
         )
-        possible = not s.sharded and s.tp_size == 1 and same_dtype
-        possible = possible and (self._lora == "side" or not self._has_adapters)
-        if s.layout == "zero_copy" and not possible:
-            raise UserError(
-                "--rollout_layout zero_copy needs whole weights on every process: "
-                "--actor_zero_stage 2 or less, --inference_tp_size 1, no LoRA or "
-                "--rollout_lora side"
-            )
-        if s.layout != "auto":
-            return s.layout
-        if not possible or dist.device().type == "cpu":
-            return "copy"  # on a CPU, packed weights are faster
-        size = self._engine.spec.num_parameters() * s.dtype.itemsize
-        too_big = size > _COPY_SHARE * torch.cuda.mem_get_info(dist.device())[0]
-        return "zero_copy" if dist.max_int(int(too_big)) else "copy"
+        return rollout_choice(
+            s.layout,
+            s.lora,
+            has_adapters=self._has_adapters,
+            frozen_base=s.frozen_base,
+            sharded=s.sharded,
+            readable=readable,
+            on_cpu=device.type == "cpu",
+        )
 
     def describe(self) -> str:
         e, s = self._engine, self._settings
@@ -222,7 +207,9 @@ class EngineRollout:
         """Collective. The engine, refreshed if its weights are of another version."""
         started = time.perf_counter()
         self.last_refresh = Refresh()
-        if self._version != version:
+        # NOTE: addresses change without a step, too: a checkpoint was loaded, states were moved.
+        moved = self._layout == "zero_copy" and self._engine.borrow_weights(self._storage())
+        if self._version != version or moved:
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
             self._refresh(buckets)
             self._version = version
@@ -246,9 +233,7 @@ class EngineRollout:
     def _refresh(self, buckets: Buckets) -> None:
         """Collective. Update the engine's weights."""
         device, weights = dist.device(), self._engine.weights
-        if self._layout == "zero_copy":
-            self._engine.borrow_weights(self._storage())
-        elif self._lora == "merge" or not self._base_loaded:
+        if self._layout == "copy" and (self._lora == "merge" or not self._base_loaded):
             merged = self._lora == "merge"
             weights.load(self._known(weight_stream(self._module, device, None, buckets, merged)))
             self._base_loaded = True
@@ -257,10 +242,15 @@ class EngineRollout:
 
     def _storage(self) -> dict[str, Tensor]:
         """The training module's tensors, by their checkpoint names."""
-        names = ((unwrapped_name(s.name), s.tensor) for s in module_shards(self._module))
-        return dict(self._known((n, t) for n, t in names if n is not None))
+        shards = self._by_engine_name((s.name, s) for s in module_shards(self._module))
+        return {name: shard.whole() for name, shard in shards.items()}
 
-    def _known(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _by_engine_name(self, named: Iterable[tuple[str, T]]) -> dict[str, T]:
+        """What belongs to weights of the engine; adapters and constant buffers are left out."""
+        plain = ((unwrapped_name(name), x) for name, x in named)
+        return dict(self._known((name, x) for name, x in plain if name is not None))
+
+    def _known(self, stream: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The stream under the engine's names, without constant buffers."""
         engine_name = normalised_names(self._engine.weights.names, self._engine.spec.prefix)
         for name, tensor in stream:

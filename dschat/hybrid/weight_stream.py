@@ -45,6 +45,18 @@ class Shard:
     def numel(self) -> int:
         return self.shape.numel()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``tensor`` has all elements: of one process, also the partition of ZeRO-3."""
+        return not self.partitioned or self.tensor.numel() >= self.numel
+
+    def whole(self) -> Tensor:
+        """``tensor``, which must be whole, as a view in the parameter's shape."""
+        assert self.is_whole, f"{self.name} is partitioned"
+        if not self.partitioned:
+            return self.tensor
+        return self.tensor.detach().view(-1)[: self.numel].view(self.shape)
+
 
 def module_shards(module: nn.Module) -> list[Shard]:
     """This rank's shard of every parameter and persistent buffer of ``module``."""

@@ -163,15 +163,18 @@ class InferenceEngine:
                 f"{path}: {error}" if str(path) not in str(error) else str(error)
             ) from None
 
-    def borrow_weights(self, tensors: dict[str, Tensor]) -> None:
+    def borrow_weights(self, tensors: dict[str, Tensor]) -> bool:
         """Read ``tensors`` (by Hugging Face name) in place; see `Weights.borrow`.
 
-        A repeated call does nothing unless a tensor's address has changed.
+        A repeated call does nothing unless a tensor's address has changed. Returns whether it did:
+        adapters must then be loaded again.
         """
         addresses = [tensor.data_ptr() for tensor in tensors.values()]
-        if addresses != self._borrowed_addresses:
-            self.weights.borrow(tensors)
-            self._borrowed_addresses = addresses
+        if addresses == self._borrowed_addresses:
+            return False
+        self.weights.borrow(tensors)
+        self._borrowed_addresses = addresses
+        return True
 
     # -- memory ------------------------------------------------------------------------------------
 
