@@ -1,7 +1,8 @@
 """Estimates the memory of the actor's rollout form: weights, KV cache, work space.
 
-It repeats decisions of `dschat.hybrid.rollout_form` (form and layout) and of
-`dschat.inference.engine` (size of the cache).
+Layout and LoRA form are those of the run, `dschat.hybrid.rollout_choice`. The choice of the form is
+repeated from `dschat.hybrid.rollout_form`, and the size of the cache from
+`dschat.inference.engine`.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from transformers import PretrainedConfig
 from dschat.config import RLHFConfig
 from dschat.estimate.device import GIB, Device
 from dschat.estimate.models import Sizes
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.inference import UnsupportedModel, model_spec
 from dschat.observability.flops import shape_of
 
 # The values of `dschat.hybrid.rollout_form` and `dschat.hybrid.weight_stream`.
-COPY_SHARE = 0.25  # of the free memory: a larger copy is not made
 STAGING = {"cuda": 256 * 2**20, "cpu": 48 * 2**20}  # bytes of a bucket of gathered weights
 BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 GENERATE_ROWS = 256  # that the Hugging Face loop decodes together
@@ -57,8 +58,11 @@ def rollout_bytes(
         model: the actor's transformers config.
         sizes: of the actor without adapters.
         num_adapters: elements of the adapters.
-        held: bytes on the device before the first rollout. Layout and cache size depend on the
-            free memory then.
+        held: bytes on the device before the first rollout. The cache size depends on the free
+            memory then.
+
+    Raises:
+        UserError: ``--rollout_layout`` or ``--rollout_lora`` asks for what is not possible.
     """
     try:
         spec = model_spec(model) if config.enable_hybrid_engine else None
@@ -80,11 +84,12 @@ def rollout_bytes(
         form = f"Hugging Face generate loop on {form}"
         return RolloutBytes(whole * sharded, rows * seq_len * per_token, 0, logits, form)
 
-    is_copy = _copies(config, whole, free, device)
+    choice = _choice(config, num_processes, device)
+    is_copy = choice.layout == "copy"
     weights = whole // tp if is_copy else 0
     if is_copy and sizes.tied and not device.on_gpu:
         weights += size * sizes.embedding // tp  # packing copies the tied head
-    if _lora_form(config) == "side":
+    if config.actor_lora_dim and choice.lora == "side":
         weights += size * num_adapters // tp
     seq_len = min(x for x in (seq_len, spec.max_positions) if x is not None)
     page = min(config.kv_page_size or seq_len, seq_len)
@@ -112,22 +117,19 @@ def rollout_bytes(
     )
 
 
-def _lora_form(config: RLHFConfig) -> str:
-    if not config.actor_lora_dim:
-        return "none"
-    if config.rollout_lora != "auto":
-        return config.rollout_lora
-    in_place = config.actor_zero_stage == 3 or config.rollout_layout == "zero_copy"
-    return "side" if config.only_optimize_lora and in_place else "merge"
-
-
-def _copies(config: RLHFConfig, whole: int, free: int, device: Device) -> bool:
-    """Whether the rollout has its own copy of the weights."""
-    if config.rollout_layout != "auto":
-        return config.rollout_layout == "copy"
-    possible = config.actor_zero_stage < 3 and config.inference_tp_size == 1
-    possible = possible and _lora_form(config) in ("none", "side")
-    return not possible or not device.on_gpu or whole <= COPY_SHARE * free
+def _choice(config: RLHFConfig, num_processes: int, device: Device) -> RolloutChoice:
+    sharded, has_adapters = config.actor_zero_stage == 3, bool(config.actor_lora_dim)
+    is_elsewhere = device.on_gpu and config.offloads_parameters("actor")
+    whole = not sharded or (num_processes == 1 and not is_elsewhere)
+    return rollout_choice(
+        config.rollout_layout,
+        config.rollout_lora,
+        has_adapters=has_adapters,
+        frozen_base=has_adapters and config.only_optimize_lora,
+        sharded=sharded,
+        readable=whole and config.inference_tp_size == 1,
+        on_cpu=not device.on_gpu,
+    )
 
 
 def _sampling(rows: int, vocab_size: int, size: int, config: RLHFConfig) -> int:

@@ -87,12 +87,10 @@ def test_constants_are_those_of_the_libraries():
         assert getattr(defaults, names.get(name, name)) == value
     from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
-    from dschat.hybrid import rollout_form as hybrid
     from dschat.hybrid.weight_stream import Buckets
     from dschat.inference.hf_generator import HuggingFaceGenerator
 
     assert zero.ALLREDUCE_BUCKET == MEMORY_OPT_ALLREDUCE_SIZE
-    assert hybrid._COPY_SHARE == rollout.COPY_SHARE
     here = "cuda" if torch.cuda.is_available() else "cpu"
     assert Buckets().max_bytes == rollout.STAGING[here]
     rows = inspect.signature(HuggingFaceGenerator).parameters["max_num_seqs"].default
