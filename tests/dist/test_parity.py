@@ -24,7 +24,10 @@ def ladder(family, stage, tp_size, lora, **more):
 
 
 def on_two_ranks(case):
-    return case.zero == 3 or dict(case.options)["tp_size"] == 2
+    """Partitioned weights or a partitioned rollout. One process has ZeRO-3's weights whole."""
+    options = dict(case.options)
+    is_partitioned = case.zero == 3 and options.get("layout") != "zero_copy"
+    return is_partitioned or options["tp_size"] == 2
 
 
 PRODUCT = list(itertools.product(*AXES))
@@ -53,7 +56,7 @@ QUICK += [
 ALL = [ladder(*point) for point in PRODUCT]
 ALL += [
     ladder(family, stage, 1, lora, layout="zero_copy")
-    for family, stage, lora in itertools.product(FAMILIES, (0, 1, 2), ("off", "side"))
+    for family, stage, lora in itertools.product(FAMILIES, STAGES + (1,), ("off", "side"))
 ]
 ALL += [ladder(*point, offload="optimizer") for point in PRODUCT if point[1:3] == (2, 1)]
 ALL += [ladder(*point, offload="parameters") for point in PRODUCT if point[1:3] == (3, 2)]
@@ -101,6 +104,21 @@ def test_one_process(case, run_here):
 def test_one_process_under_zero_3(family, lora, run_here):
     case = ladder(family, 3, 1, lora)
     check(case, run_here(case)[0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case",
+    [
+        ladder("opt", 2, 1, "off", layout="zero_copy"),
+        *slow([ladder("llama", 2, 1, "side", layout="zero_copy")]),
+    ],
+    ids=by_name,
+)
+def test_two_ranks_that_have_the_weights_whole(case, two_processes):
+    result, _ = two_processes(case)
+    check(case, result)
+    assert [refresh["collectives"] for refresh in result["refreshes"]] == [0, 0, 0]
 
 
 @pytest.mark.dist
@@ -216,6 +234,7 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes)
     assert said["heads"] == "--inference_tp_size 2 does not divide the model's 1 key-value heads"
     assert said["zero_copy"].startswith("--rollout_layout zero_copy needs whole weights")
     assert "--inference_tp_size 1" in said["zero_copy"]
+    assert said["partitions"] == said["zero_copy"]
     assert said["family"].startswith("--inference_tp_size 2: gptj is not in the architecture table")
     assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
     assert not any("\n" in message for message in said.values())

@@ -4,7 +4,7 @@ import functools
 import logging
 
 import pytest
-from families import engine
+from families import build, empty_engine, engine
 
 from dschat.inference import SamplingParams, step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket, length_bucket
@@ -66,6 +66,20 @@ def test_graphs_live_as_long_as_what_they_read(captured, module_of):
     made.weights.load(module.named_parameters())
     made.generate(PROMPTS, SAMPLING)
     assert len(captured) == 3
+
+
+def test_graphs_of_borrowed_weights_that_moved_are_not_replayed(captured):
+    module = build("llama")
+    made = empty_engine(module.config)
+    made._use_graphs = True
+    for num_captures, num_moves in ((1, 0), (1, 0), (2, 1)):
+        for parameter in module.parameters() if num_moves else ():
+            parameter.data = parameter.data.clone()
+        assert made.borrow_weights(dict(module.named_parameters())) == (
+            num_moves > 0 or not captured
+        )
+        made.generate(PROMPTS, SAMPLING)
+        assert len(captured) == num_captures
 
 
 def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
