@@ -45,7 +45,8 @@ class RolloutConfig:
     )
     inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.")
     rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
-        "auto", "Rollout weights: a copy in the engine's layout, or the training weights in place."
+        "auto",
+        "Rollout weights: a copy, or training's own in place (auto: on a GPU, where possible).",
     )
     rollout_lora: Literal["auto", "merge", "side"] = flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
