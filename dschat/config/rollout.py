@@ -46,7 +46,7 @@ class RolloutConfig:
     inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.")
     rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
         "auto",
-        "Rollout weights: a copy, or training's own in place (auto: on a GPU, where possible).",
+        "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible).",
     )
     rollout_lora: Literal["auto", "merge", "side"] = flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
