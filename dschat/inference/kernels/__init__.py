@@ -1,1 +1,1 @@
-"""C kernels of the decoder for CPUs, and their compilation."""
+"""Kernels of the decoder: C for CPUs, compiled on first use; Triton for CUDA."""
