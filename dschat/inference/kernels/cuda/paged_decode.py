@@ -1,0 +1,343 @@
+"""Triton kernel: attention of a decode step over the paged KV cache.
+
+One program serves a key-value head of a sequence and the query heads that share it, or a split of
+its keys. It normalises and rotates the new query and key, writes the new key and value to the
+cache, and reads lengths and pages from memory: one CUDA graph fits all lengths.
+
+Softmax over blocks of keys: Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax". The new token starts the running sums, so that no program waits for the write to
+the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dschat.inference.kernels.cuda.last_arrival import arrives_last
+from dschat.inference.kernels.cuda.launch import Launch, operand_type
+from dschat.inference.kernels.cuda.workspace import Workspace
+
+_BLOCK = 64  # keys
+_PROGRAMS = 264  # two per multiprocessor of an H100: fewer (sequence, head) pairs are split
+_MOST_SPLITS = 8
+
+
+@triton.jit
+def _head(
+    head_ptrs,  # (..., 1): first element of each head
+    d,  # (1, D)
+    inside,
+    norm_ptr,  # (D,) weight of an RMS norm, or None
+    cos_ptr,  # (rotary dim,) at the token's position, or None
+    sin_ptr,
+    D: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Heads in fp32, normalised and rotated as `Decoder` does."""
+    x = tl.load(head_ptrs + d, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if norm_ptr is not None:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + EPS)[:, None]
+        x *= scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    if cos_ptr is not None:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        rotated = d < ROTARY_DIM
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        y = tl.load(head_ptrs + partner, mask=inside & rotated, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            y *= scale * tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + d, mask=rotated, other=1.0).to(tl.float32)
+        x = x * cos + y * tl.load(sin_ptr + d, mask=rotated, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _scores(q, k, TYPE: tl.constexpr):
+    """(ROWS, D) x (keys, D) -> (ROWS, keys) fp32; tensor cores need 16 rows."""
+    if q.shape[0] == 1:
+        return tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
+    return tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision="ieee")
+
+
+@triton.jit
+def _weighted(p, v, TYPE: tl.constexpr):
+    """(ROWS, keys) x (keys, D) -> (ROWS, D) fp32."""
+    if p.shape[0] == 1:
+        return tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
+    return tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
+
+
+@triton.jit
+def _paged_decode(
+    heads_ptr,  # (B, H + 2 K, D): query, key and value heads
+    rows_ptr,  # (slots, 2 K, D): a layer of the cache
+    out_ptr,  # (B, H, D)
+    lengths_ptr,  # (B,)
+    slots_ptr,  # (B,)
+    table_ptr,  # (B, pages), or None: sequence b lies in page b
+    table_stride,
+    slopes_ptr,  # (H,), or None
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,  # (positions, rotary dim), or None
+    sin_ptr,
+    partials_ptr,  # (B, K, SPLITS, ROWS, D_BLOCK + 2)
+    counters_ptr,  # (B, K)
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # query heads per key head, padded
+    PAGE_SIZE: tl.constexpr,
+    SAME_PAGE: tl.constexpr,  # whether a block of keys lies in one page
+    WINDOW: tl.constexpr,  # keys that the token attends to, its own included; 0: all
+    ROTARY_DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,  # of tl.dot's operands
+):
+    b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = H // K
+    SLOT: tl.constexpr = 2 * K * D
+    dtype = rows_ptr.dtype.element_ty
+    position = tl.load(lengths_ptr + b) - 1  # of the new token: the number of cached keys
+    d = tl.arange(0, D_BLOCK)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    q_head = kv * GROUP + row
+    inside_q = (row < GROUP) & (d < D)
+    token_ptr = heads_ptr + b.to(tl.int64) * ((H + 2 * K) * D)
+    if cos_ptr is not None:
+        cos_ptr += position * ROTARY_DIM
+        sin_ptr += position * ROTARY_DIM
+    q = _head(token_ptr + q_head * D, d, inside_q, q_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS)
+    q = q.to(dtype)
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + q_head, mask=row < GROUP, other=0.0)
+
+    m = tl.full((ROWS, 1), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, 1), tl.float32)
+    acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
+    if split == 0:  # the new token
+        k_ptr = token_ptr + (H + kv) * D + tl.zeros((1, 1), tl.int32)
+        new_k = _head(k_ptr, d, d < D, k_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS).to(dtype)
+        new_v = tl.load(k_ptr + K * D + d, mask=d < D, other=0.0)
+        slot_ptr = rows_ptr + tl.load(slots_ptr + b) * SLOT + kv * D + d
+        tl.store(slot_ptr, new_k, mask=d < D)
+        tl.store(slot_ptr + K * D, new_v, mask=d < D)
+        m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1)[:, None] * scale
+        total += 1.0
+        acc += new_v.to(tl.float32)
+
+    # Blocks of the cached keys [first, position), shared evenly by the splits.
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    begin = first // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(position - begin, BLOCK), SPLITS) * BLOCK
+    begin += split * share
+    for start in range(begin, tl.minimum(begin + share, position), BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        if table_ptr is None:
+            slot = b.to(tl.int64) * PAGE_SIZE + key
+        elif SAME_PAGE:
+            page = tl.load(table_ptr + b * table_stride + start // PAGE_SIZE)
+            slot = page * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, BLOCK)
+        else:
+            pages = table_ptr + b * table_stride + key // PAGE_SIZE
+            slot = tl.load(pages, mask=key < position, other=0) * PAGE_SIZE + key % PAGE_SIZE
+        cached = (key < position) & (key >= first)
+        k_ptrs = rows_ptr + slot[:, None] * SLOT + kv * D + d
+        inside = cached[:, None] & (d < D)
+        k = tl.load(k_ptrs, mask=inside, other=0.0)
+        v = tl.load(k_ptrs + K * D, mask=inside, other=0.0)
+        s = _scores(q, k, TYPE) * scale + slope * (key - position).to(tl.float32)[None, :]
+        s = tl.where(cached[None, :], s, float("-inf"))
+        largest = tl.maximum(m, tl.max(s, axis=1)[:, None])
+        p = tl.exp(s - largest)
+        kept = tl.exp(m - largest)
+        total = total * kept + tl.sum(p, axis=1)[:, None]
+        acc = acc * kept + _weighted(p, v, TYPE)
+        m = largest
+
+    out_ptrs = out_ptr + (b.to(tl.int64) * H + q_head) * D + d
+    if SPLITS > 1:
+        WIDTH: tl.constexpr = D_BLOCK + 2
+        pair = b * K + kv
+        own = partials_ptr + (pair * SPLITS + split) * ROWS * WIDTH + row * WIDTH
+        tl.store(own + d, acc)
+        tl.store(own + D_BLOCK, m)
+        tl.store(own + D_BLOCK + 1, total)
+        if arrives_last(counters_ptr + pair, SPLITS):
+            _combine(
+                partials_ptr + pair * SPLITS * ROWS * WIDTH,
+                out_ptrs,
+                inside_q,
+                d,
+                row,
+                ROWS,
+                D_BLOCK,
+                SPLITS,
+            )
+    else:
+        tl.store(out_ptrs, (acc / total).to(dtype), mask=inside_q)
+
+
+@triton.jit
+def _combine(
+    partials_ptr,
+    out_ptrs,
+    inside,
+    d,
+    row,
+    ROWS: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge the splits' sums, in order. Split 0 is never empty, the others may be."""
+    WIDTH: tl.constexpr = D_BLOCK + 2
+    m = tl.full((ROWS, 1), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, 1), tl.float32)
+    acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
+    for split in range(SPLITS):
+        other = partials_ptr + split * ROWS * WIDTH + row * WIDTH
+        other_m = tl.load(other + D_BLOCK)
+        largest = tl.maximum(m, other_m)
+        kept, added = tl.exp(m - largest), tl.exp(other_m - largest)
+        total = total * kept + tl.load(other + D_BLOCK + 1) * added
+        acc = acc * kept + tl.load(other + d) * added
+        m = largest
+    tl.store(out_ptrs, (acc / total).to(out_ptrs.dtype.element_ty), mask=inside)
+
+
+def num_splits(num_pairs: int, room: int) -> int:
+    """Splits of the keys for ``num_pairs`` (sequence, key-value head) pairs: two programs per
+    multiprocessor, if there are so few pairs and ``room`` for the partial results.
+    """
+    splits = 1
+    while 2 * splits <= min(_MOST_SPLITS, _PROGRAMS // num_pairs, room):
+        splits *= 2
+    return splits
+
+
+def plan(
+    heads: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    table: Tensor | None,
+    page_size: int,
+    slopes: Tensor | None,
+    window: int | None,
+    scale: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    space: Workspace,
+    splits: int = 0,
+) -> Launch:
+    """The launch that writes `paged_decode`'s result to ``out``; ``splits`` 0: `num_splits`."""
+    batch, num_kv_heads, size = heads.shape[0], rows.shape[1] // 2, heads.shape[2]
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    group = num_heads // num_kv_heads
+    padded_rows = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    padded_size = max(16, triton.next_power_of_2(size))
+    assert heads.is_contiguous()
+    assert rows.is_contiguous()
+    assert table is None or table.stride(1) == 1
+    pairs = batch * num_kv_heads
+    room = space.partials.numel() // (pairs * padded_rows * (padded_size + 2))
+    splits = splits or num_splits(pairs, room)
+    assert splits == 1 or (splits <= room and pairs <= space.counters.numel())
+    one_page = table is not None and table.shape[1] == 1
+    constants = {
+        "H": num_heads,
+        "K": num_kv_heads,
+        "D": size,
+        "D_BLOCK": padded_size,
+        "ROWS": padded_rows,
+        "PAGE_SIZE": page_size,
+        "SAME_PAGE": one_page or page_size % _BLOCK == 0,
+        "WINDOW": window or 0,
+        "ROTARY_DIM": 0 if cos is None else cos.shape[1],
+        "EPS": eps,
+        "SPLITS": splits,
+        "BLOCK": _BLOCK,
+        "TYPE": operand_type(heads.dtype),
+    }
+    args = (
+        *(heads, rows, out, lengths, slots, table, 0 if table is None else table.stride(0)),
+        *(slopes, q_norm, k_norm, cos, sin),
+        *(space.partials, space.counters, float(scale)),
+    )
+    grid = (batch, num_kv_heads, splits)
+    return Launch(_paged_decode, grid, args, constants, num_stages=1 if group == 1 else 2)
+
+
+@torch.library.custom_op("dschat::paged_decode", mutates_args=("rows", "partials", "counters"))
+def paged_decode(
+    heads: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    table: Tensor | None,
+    page_size: int,
+    slopes: Tensor | None,
+    window: int | None,
+    scale: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    partials: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
+
+    Args:
+        heads: (B, H + 2 K, D) query, key and value heads, contiguous, before norm and rotation.
+        rows: (slots, 2 K, D) a layer of the cache, contiguous.
+        lengths: (B,) int64, keys that each token attends to, its own included.
+        slots: (B,) int64, where its key and value belong.
+        table: (B, pages) int64; None: sequence b lies in page b, whole.
+        slopes: (H,) fp32, of ALiBi.
+        window: keys that a token attends to at most, its own included.
+        q_norm, k_norm, eps: (D,) weights of the RMS norms of each head.
+        cos, sin: (positions, rotary dim), as `Rotary` stores them.
+        partials, counters: a `Workspace`.
+    """
+    num_heads = heads.shape[1] - rows.shape[1]
+    out = heads.new_empty(heads.shape[0], num_heads * heads.shape[2])
+    space = Workspace(partials, counters)
+    plan(
+        heads,
+        rows,
+        out,
+        lengths,
+        slots,
+        table,
+        page_size,
+        slopes,
+        window,
+        scale,
+        q_norm,
+        k_norm,
+        eps,
+        cos,
+        sin,
+        space,
+    ).run()
+    return out
+
+
+@paged_decode.register_fake
+def _(heads: Tensor, rows: Tensor, *rest: object) -> Tensor:
+    return heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
