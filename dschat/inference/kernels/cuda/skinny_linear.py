@@ -1,0 +1,217 @@
+"""Triton kernel: products of up to 64 rows with a large weight, which is read once.
+
+Activation, gate and bias are applied in place. The weight is the left operand, whose tiles are
+large enough for tensor cores. Where outputs are too few for all multiprocessors, programs split the
+inner dimension; the last one of an output adds up the partial sums in order, so results repeat.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dschat.inference.kernels.cuda.last_arrival import arrives_last
+from dschat.inference.kernels.cuda.launch import Launch, operand_type
+from dschat.inference.kernels.cuda.workspace import Workspace
+
+MAX_ROWS = 64
+_PROGRAMS = 132  # of an H100's multiprocessors
+
+# Names of transformers' activations that the kernel computes; "" is none.
+ACTIVATIONS = {
+    "": "none",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "tanh_gelu",
+    "gelu_fast": "tanh_gelu",
+    "gelu_pytorch_tanh": "tanh_gelu",
+}
+
+
+class Config(NamedTuple):
+    """Outputs and inputs of a tile, splits of the inputs, and the pipeline's stages."""
+
+    outputs: int
+    inputs: int
+    splits: int
+    num_stages: int
+
+
+def config(num_outputs: int, num_inputs: int, gated: bool) -> Config:
+    """Tiles for a weight: enough programs for every multiprocessor, then the largest tiles.
+
+    Gated outputs need two tiles; 32 x 128 spills at 64 rows on sm_90 (Triton 3.9).
+    """
+    outputs = 32 if gated or num_outputs < 48 * _PROGRAMS else 64
+    programs, splits = triton.cdiv(num_outputs, outputs), 1
+    while splits < 8 and programs * splits <= _PROGRAMS and num_inputs >= 512 * splits:
+        splits *= 2
+    return Config(outputs, 64 if gated else 128, splits, 4)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """Formulas of torch: relu, silu, and GELU by erf or tanh, in fp32."""
+    if ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "tanh_gelu":  # (1 + tanh z) / 2 is the sigmoid of 2 z
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
+    if WHOLE:
+        return tl.load(pointers).to(TYPE)
+    return tl.load(pointers, mask=inside, other=0.0).to(TYPE)
+
+
+@triton.jit
+def _skinny(
+    x_ptr,  # (num_rows, NUM_INPUTS)
+    weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS); gated: (2 NUM_OUTPUTS, NUM_INPUTS), gates first
+    bias_ptr,  # (NUM_OUTPUTS,) or twice as many, or None
+    y_ptr,  # (num_rows, NUM_OUTPUTS)
+    partials_ptr,
+    counters_ptr,
+    num_rows,  # NOTE: not a constant, which would compile a kernel per batch size
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    SHARE: tl.constexpr = (NUM_INPUTS + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
+    WHOLE: tl.constexpr = NUM_INPUTS % INPUTS == 0
+    row, offset = tl.arange(0, ROWS), tl.arange(0, OUTPUTS)
+    output = tile * OUTPUTS + offset
+    # Outputs and rows beyond the end are computed from others, unmasked, and not stored.
+    wrapped = output % NUM_OUTPUTS
+    weight_ptrs = weight_ptr + wrapped.to(tl.int64)[:, None] * NUM_INPUTS
+    x_ptrs = x_ptr + (row % num_rows)[None, :] * NUM_INPUTS
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, NUM_INPUTS)
+    for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
+        k = start + tl.arange(0, INPUTS)
+        column = k[None, :]
+        x = _tile(x_ptrs + k[:, None], k[:, None] < end, WHOLE, TYPE)
+        w = _tile(weight_ptrs + column, column < end, WHOLE, TYPE)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            w = _tile(weight_ptrs + NUM_OUTPUTS * NUM_INPUTS + column, column < end, WHOLE, TYPE)
+            up = tl.dot(w, x, up, input_precision="ieee")
+    last = True
+    if SPLITS > 1:
+        SIZE: tl.constexpr = OUTPUTS * ROWS
+        PARTS: tl.constexpr = 2 * SIZE if GATED else SIZE
+        first = partials_ptr + tile * SPLITS * PARTS + offset[:, None] * ROWS + row[None, :]
+        tl.store(first + split * PARTS, acc)
+        if GATED:
+            tl.store(first + split * PARTS + SIZE, up)
+        last = arrives_last(counters_ptr + tile, SPLITS)
+        if last:
+            acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            for other in range(SPLITS):
+                acc += tl.load(first + other * PARTS)
+                if GATED:
+                    up += tl.load(first + other * PARTS + SIZE)
+    if last:
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + wrapped).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias_ptr + NUM_OUTPUTS + wrapped).to(tl.float32)[:, None]
+        y = _activated(acc, ACTIVATION)
+        if GATED:
+            y *= up
+        y_ptrs = y_ptr + row[:, None] * NUM_OUTPUTS + output[None, :]
+        inside = (row[:, None] < num_rows) & (output[None, :] < NUM_OUTPUTS)
+        tl.store(y_ptrs, tl.trans(y).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    y: Tensor,
+    space: Workspace,
+    tiles: Config | None = None,
+) -> Launch:
+    """The launch that writes `skinny_linear`'s result to ``y``; ``tiles`` None: `config`."""
+    (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
+    assert num_rows <= MAX_ROWS
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    tiles = tiles or config(num_outputs, num_inputs, gated)
+    rows = max(16, triton.next_power_of_2(num_rows))
+    grid = (triton.cdiv(num_outputs, tiles.outputs), tiles.splits)
+    if tiles.splits > 1:
+        cells = grid[0] * tiles.splits * tiles.outputs * rows * (2 if gated else 1)
+        assert cells <= space.partials.numel()
+        assert grid[0] <= space.counters.numel()
+    constants = {
+        "NUM_INPUTS": num_inputs,
+        "NUM_OUTPUTS": num_outputs,
+        "ACTIVATION": ACTIVATIONS[activation],
+        "GATED": gated,
+        "OUTPUTS": tiles.outputs,
+        "INPUTS": tiles.inputs,
+        "ROWS": rows,
+        "SPLITS": tiles.splits,
+        "STAGES": tiles.num_stages,
+        "TYPE": operand_type(x.dtype),
+    }
+    args = (x, weight, bias, y, space.partials, space.counters, num_rows)
+    return Launch(_skinny, grid, args, constants, 4, tiles.num_stages)
+
+
+@torch.library.custom_op("dschat::skinny_linear", mutates_args=("partials", "counters"))
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    partials: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
+
+    ``x`` (R, E) of at most `MAX_ROWS` rows, ``weight`` (N, E), or (2 N, E) with the gate G before
+    U, ``bias`` (N,) or (2 N,); all contiguous, of one dtype; sums are in fp32. ``activation`` is a
+    key of `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
+    """
+    y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
+    plan(x, weight, bias, activation, gated, y, Workspace(partials, counters)).run()
+    return y
+
+
+@skinny_linear.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    partials: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    return x.new_empty(len(x), len(weight) // (2 if gated else 1))
