@@ -21,3 +21,25 @@ def module_of():
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """A `triton_worker.Worker` that interprets kernels."""
+    yield from _worker(interpret=True)
+
+
+@pytest.fixture(scope="session")
+def compiling():
+    """A `triton_worker.Worker` that compiles kernels."""
+    yield from _worker(interpret=False)
+
+
+def _worker(interpret):
+    from triton_worker import HAS_TRITON, REASON, Worker
+
+    if not HAS_TRITON:
+        pytest.skip(REASON)
+    worker = Worker(interpret)
+    yield worker
+    worker.close()

@@ -1,0 +1,196 @@
+"""Triton's attention over the paged cache, interpreted, against NumPy in float64."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
+
+from dschat.inference.kernels.cuda import dispatch
+from dschat.inference.kernels.cuda.workspace import workspace
+from dschat.inference.model.attention import Attention, Decodes
+from dschat.inference.model.rotary import Rotary, alibi_slopes
+
+EPS = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """``pages``: of shuffled pages; else sequence b lies in page b, whole."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    lengths: tuple[int, ...]
+    page_size: int = 16
+    splits: int = 1
+    window: int | None = None
+    alibi: bool = False
+    norms: bool = False
+    rotary_dim: int = 0
+    pages: bool = True
+    dtype: torch.dtype = torch.float32
+
+
+def inputs(case):
+    """Arguments of `plan`; the cache has garbage in every slot."""
+    H, K, D, B = case.heads, case.kv_heads, case.size, len(case.lengths)
+    per_sequence = -(-max(case.lengths) // case.page_size)
+    num_pages = B * per_sequence + 1
+    rows = poisoned(num_pages * case.page_size, 2 * K, D, dtype=case.dtype)
+    rows.copy_(drawn(*rows.shape, seed=1))
+    lengths = torch.tensor(case.lengths)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2))
+    table = order[: B * per_sequence].view(B, per_sequence) if case.pages else None
+    assert case.pages or per_sequence == 1
+    pages = torch.arange(B).unsqueeze(1) if table is None else table
+    position = lengths - 1
+    page = pages.gather(1, (position // case.page_size).unsqueeze(1)).squeeze(1)
+    slots = page * case.page_size + position % case.page_size
+    angles = drawn(max(case.lengths), case.rotary_dim // 2, seed=3)
+    cos = torch.cat([angles.cos()] * 2, 1).to(case.dtype) if case.rotary_dim else None
+    sin = torch.cat([-angles.sin(), angles.sin()], 1).to(case.dtype) if case.rotary_dim else None
+    norms = [drawn(D, seed=s, dtype=case.dtype) + 1 if case.norms else None for s in (4, 5)]
+    return (
+        *(drawn(B, H + 2 * K, D, dtype=case.dtype), rows, poisoned(B, H * D, dtype=case.dtype)),
+        *(lengths, slots, table, case.page_size, alibi_slopes(H) if case.alibi else None),
+        *(case.window, D**-0.5, *norms, EPS, cos, sin, workspace(torch.device("cpu"), 1 << 19)),
+        case.splits,
+    )
+
+
+def transformed(x, norm, cos, sin):
+    """Heads (n, D): RMS norm, then the rotation of halves."""
+    if norm is not None:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * exact(norm)
+    if cos is None:
+        return x
+    half = len(cos) // 2
+    a, b, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+    c, s = exact(cos)[:half], exact(sin)[half:]
+    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=1)
+
+
+def expected(case, args):
+    """The outputs and the cache afterwards."""
+    heads, rows, _, _, slots, table, size, slopes, _, _, q_norm, k_norm, _, cos, sin, _, _ = args
+    K, H = case.kv_heads, case.heads
+    cache, outputs = exact(rows).copy(), []
+    for b, length in enumerate(case.lengths):
+        token, position = exact(heads[b]), length - 1
+        angles = (None, None) if cos is None else (cos[position], sin[position])
+        cache[slots[b], :K] = transformed(token[H : H + K], k_norm, *angles)
+        cache[slots[b], K:] = token[H + K :]
+        page = (lambda i, b=b: b) if table is None else (lambda i, b=b: table[b, i // size].item())
+        where = [page(i) * size + i % size for i in range(length)]
+        queries = transformed(token[:H], q_norm, *angles)
+        for h in range(H):
+            kv = h * K // H
+            scores = cache[where, kv] @ queries[h] * case.size**-0.5
+            if slopes is not None:
+                scores += slopes[h].item() * (np.arange(length) - position)
+            if case.window:
+                scores[: max(length - case.window, 0)] = -np.inf
+            weights = np.exp(scores - scores.max())
+            outputs.append(weights / weights.sum() @ cache[where, K + kv])
+    return np.array(outputs).reshape(len(heads), -1), cache
+
+
+def check(interpreted, case, fault=None):
+    args = inputs(case)
+    outputs, cache = expected(case, args)
+    before = args[1].clone()
+    after = interpreted("run", "paged_decode", args, fault)
+    assert_written(after[2], outputs)
+    rows, slots = after[1], args[4]
+    assert_close(rows[slots], cache[slots.numpy()])
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(rows[others], before[others])
+    assert_written(rows, cache)
+    assert not after[-2].counters.any()  # ready for the next launch
+
+
+SMALL = Case(2, 2, 64, (1, 17, 70))
+GROUPED = Case(6, 2, 64, (130, 1), page_size=64, splits=2, rotary_dim=64, norms=True)
+
+QUICK = {
+    "one-key-and-more": SMALL,
+    "page-of-7-splits": replace(SMALL, page_size=7, lengths=(2, 66), splits=4),
+    "whole-in-order": replace(SMALL, page_size=90, pages=False, window=20),
+    "whole-shuffled-half": replace(SMALL, page_size=90, dtype=torch.float16, rotary_dim=16),
+    "grouped": GROUPED,
+    "grouped-80-alibi": replace(SMALL, heads=4, size=80, alibi=True, lengths=(65, 20)),
+    "grouped-brain-float": replace(GROUPED, dtype=torch.bfloat16, lengths=(70,)),
+}
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
+def test_decode_attention(interpreted, case):
+    check(interpreted, case)
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
+def test_decode_attention_by_torch(case):
+    """What `dispatch` falls back to: the engine's own attention."""
+    heads, rows, _, lengths, slots, table, size, slopes, window, *_ = args = inputs(case)
+    q_norm, k_norm, _, cos, sin, space, _ = args[10:]
+    outputs, cache = expected(case, args)
+    pairs = rows.view(1, -1, size, 2, case.kv_heads, case.size)
+    layer = (rows, pairs[0, :, :, 0], pairs[0, :, :, 1])
+    step = Attention(
+        SimpleNamespace(window=lambda _: window, attention_scale=lambda _: case.size**-0.5),
+        SimpleNamespace(page_size=size, layers=[layer], pairs=pairs),
+        slots,
+        Decodes(len(lengths), lengths, max(case.lengths), table, ragged=True),
+        [],
+        slopes,
+    )
+    rotary = None if cos is None else Rotary.__new__(Rotary)
+    if rotary is not None:
+        rotary.dim, rotary.cos, rotary.sin = case.rotary_dim, cos, sin
+    norms = None if q_norm is None else (q_norm, k_norm, EPS)
+    out = dispatch.decode_attention(0, heads, step, norms, rotary, space)
+    assert_close(out, outputs)
+    assert_close(rows, cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (34, 2)])
+@pytest.mark.parametrize("variant", range(4))
+def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, variant):
+    case = Case(heads, kv_heads, size, (1, 2, 63, 64, 65, 66, 150), dtype=dtype)
+    check(
+        interpreted,
+        [
+            replace(case, rotary_dim=size, norms=True, splits=2),
+            replace(case, page_size=64, window=64, rotary_dim=size // 4, splits=4),
+            replace(case, page_size=7, alibi=True),
+            replace(case, page_size=200, pages=False, window=1, splits=3),
+        ][variant],
+    )
+
+
+FAULTS = {
+    "window is one short": ("position + 1 - WINDOW", "position + 2 - WINDOW"),
+    "last key unseen": ("cached = (key < position)", "cached = (key < position - 1)"),
+    "own value unseen": ("acc += new_v.to(tl.float32)", "acc += 0.0"),
+    "sums not rescaled": ("total = total * kept + tl.sum", "total = total + tl.sum"),
+    "split forgotten": ("for split in range(SPLITS):", "for split in range(1, SPLITS):"),
+    "pages ignored": ("page * PAGE_SIZE + start % PAGE_SIZE", "page * PAGE_SIZE + start"),
+    "wrong slot": ("tl.load(slots_ptr + b) * SLOT", "(tl.load(slots_ptr + b) + 1) * SLOT"),
+    "other rotation": ("x * cos + y *", "x * cos - y *"),
+    "another head's key": ("(H + kv) * D +", "(H + kv * 0) * D +"),
+    "padding stored": ("tl.store(slot_ptr, new_k, mask=d < D)", "tl.store(slot_ptr, new_k)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_faults_are_found(interpreted, fault):
+    case = Case(4, 2, 80, (100,), page_size=64, window=90, rotary_dim=32, norms=True, splits=2)
+    with pytest.raises(AssertionError):
+        check(interpreted, case, fault)

@@ -1,0 +1,295 @@
+"""Triton's norm, product and draw, interpreted, against float64 and today's sampling."""
+
+from math import erf
+
+import numpy as np
+import pytest
+import torch
+from triton_tensors import POISON, assert_written, drawn, exact, poisoned
+from triton_worker import HAS_TRITON
+
+from dschat.inference import SamplingParams
+from dschat.inference.kernels.cuda import dispatch
+from dschat.inference.kernels.cuda.workspace import workspace
+from dschat.inference.sampling import sample, uniforms
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CPU = torch.device("cpu")
+
+
+def by_torch(function, name, args, *rest):
+    """As ``interpreted``, but runs what `dispatch` falls back to; it has no tiles."""
+    if function != "run":
+        return None
+    if name == "add_norm":
+        *inputs, out = args
+        out.copy_(dispatch.add_norm(*inputs))
+    elif name == "skinny_linear":
+        x, weight, bias, activation, gated, y, space, _ = args
+        y.copy_(dispatch.linear(x, weight, bias, space, activation, gated))
+    return args
+
+
+# -- sum and norm ----------------------------------------------------------------------------------
+
+
+def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True, fault=None):
+    h = poisoned(5, size, dtype=dtype)
+    h.copy_(drawn(5, size) + 0.5)
+    added = drawn(5, size, seed=1, dtype=dtype) if with_added else None
+    weight = drawn(size, seed=2, dtype=dtype) + 1
+    bias = drawn(size, seed=3, dtype=dtype) + 2 if layer_norm else None
+    total = exact(h) + (exact(added) if with_added else 0)
+    centred = total - total.mean(-1, keepdims=True) if layer_norm else total
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * exact(weight)
+    expected += exact(bias) if layer_norm else 0
+    args = (h, added, weight, bias, 1e-2, poisoned(5, size, dtype=dtype))
+    stored, *_, out = interpreted("run", "add_norm", args, fault)
+    assert_written(stored, total)
+    assert_written(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 100, 768])
+def test_norms(interpreted, size, dtype):
+    check_norm(interpreted, size, dtype)
+    check_norm(interpreted, size, dtype, with_added=False, layer_norm=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_by_torch(dtype):
+    check_norm(by_torch, 100, dtype)
+    check_norm(by_torch, 100, dtype, with_added=False, layer_norm=False)
+
+
+NORM_FAULTS = {
+    "padding counts": ("x - tl.sum(x, axis=0) / SIZE, 0.0)", "x - tl.sum(x) / SIZE, 1.0)"),
+    "sum is not stored": ("column, total", "column, total * 2"),
+    "bias forgotten": ("y += tl.load(bias_ptr", "y += 0 * tl.load(bias_ptr"),
+    "unmasked store": ("element_ty), mask=inside)", "element_ty))"),
+}
+
+
+@pytest.mark.parametrize("fault", NORM_FAULTS.values(), ids=NORM_FAULTS)
+def test_faults_in_norms_are_found(interpreted, fault):
+    with pytest.raises(AssertionError):
+        check_norm(interpreted, 100, torch.float32, fault=fault)
+
+
+# -- products --------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "": lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "gelu": lambda z: z * (1 + np.vectorize(erf)(z / np.sqrt(2))) / 2,
+    "gelu_new": lambda z: z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2,
+}
+
+
+def check_product(interpreted, rows, outputs, inputs, activation, tiles, **options):
+    dtype = options.get("dtype", torch.float32)
+    gated, fault = options.get("gated", False), options.get("fault")
+    height = 2 * outputs if gated else outputs
+    x, weight = drawn(rows, inputs, dtype=dtype), drawn(height, inputs, seed=1, dtype=dtype)
+    bias = drawn(height, seed=2, dtype=dtype) if options.get("bias", True) else None
+    z = exact(x) @ exact(weight).T + (0 if bias is None else exact(bias))
+    expected = ACTIVATIONS[activation](z[:, :outputs]) * (z[:, outputs:] if gated else 1)
+    space = workspace(CPU, 1 << 16)
+    y = poisoned(rows, outputs, dtype=dtype)
+    tiles = interpreted("attribute", "skinny_linear", "Config", *tiles)
+    args = (x, weight, bias, activation, gated, y, space, tiles)
+    *_, y, space, _ = interpreted("run", "skinny_linear", args, fault)
+    assert_written(y, expected)
+    assert not space.counters.any()
+    return y
+
+
+PRODUCTS = {
+    "one row": (1, 64, 256, "", (32, 128, 1, 4), {}),
+    "ragged": (8, 40, 72, "relu", (32, 64, 1, 4), {}),
+    "split": (17, 33, 200, "gelu", (32, 32, 4, 4), {}),
+    "gated": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True}),
+    "half": (33, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
+    "bf16": (64, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_products(interpreted, case):
+    *shape, options = case
+    check_product(interpreted, *shape, **options)
+
+
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_by_torch(case):
+    *shape, options = case
+    check_product(by_torch, *shape, **options)
+
+
+PRODUCT_FAULTS = {
+    "end unmasked": ("tl.load(pointers, mask=inside, other=0.0)", "tl.load(pointers)"),
+    "a split twice": ("first + other * PARTS)\n", "first + 0 * other * PARTS)\n"),
+    "up is gate": ("weight_ptrs + NUM_OUTPUTS * NUM_INPUTS +", "weight_ptrs +"),
+    "no second bias": ("bias_ptr + NUM_OUTPUTS + wrapped", "bias_ptr + wrapped"),
+    "stray rows": ("(row[:, None] < num_rows) &", "(row[:, None] < num_rows + 1) &"),
+    "wrong activation": ("x * tl.sigmoid(x)", "tl.sigmoid(x)"),
+}
+
+
+@pytest.mark.parametrize("fault", PRODUCT_FAULTS.values(), ids=PRODUCT_FAULTS)
+def test_faults_in_products_are_found(interpreted, fault):
+    with pytest.raises(AssertionError):
+        check_product(interpreted, 3, 40, 104, "silu", (32, 64, 2, 4), gated=True, fault=fault)
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048), (2048, 8192), (6144, 2048), (4096, 11008)])
+def test_every_multiprocessor_has_work(interpreted, shape):
+    outputs, inputs = shape
+    tile, _, splits, _ = interpreted("attribute", "skinny_linear", "config", outputs, inputs, False)
+    assert 132 <= -(-outputs // tile) * splits <= 264  # one to two programs on each of an H100's
+
+
+# -- draws -----------------------------------------------------------------------------------------
+
+
+def draw(interpreted, logits, params, forbidden, num_tokens, fault=None):
+    """Ids and log-probs, and those of `sample`."""
+    rows, vocab = logits.shape
+    index = torch.arange(rows)
+    counters = torch.stack([7 * index, index % 2, index + 3])
+    greedy = params.temperature == 0
+    short, stops = forbidden or (None, None)
+    args = (
+        *(logits, torch.tensor([params.temperature or 1.0], dtype=torch.float64), greedy),
+        *(torch.tensor([params.seed]), counters, short, stops, num_tokens),
+        torch.full((rows, 4, -(-vocab // 2048)), POISON),
+        *(poisoned(rows, dtype=torch.int64), poisoned(rows)),
+    )
+    *_, ids, logprobs = interpreted("run", "draw", args, fault)
+    uniform = uniforms(params.seed, *counters)
+    return ids, logprobs, *sample(logits, params, uniform, forbidden, num_tokens)
+
+
+def check_draw(interpreted, vocab, num_tokens, temperature, forbids, dtype, fault=None):
+    logits = 3 * drawn(6, vocab)
+    logits[:, num_tokens:] += 30  # padding of the head would win
+    forbidden = None
+    if forbids:
+        logits[:, 5] += 30
+        forbidden = torch.arange(6) % 2 == 0, torch.tensor([5, 9, 5])
+    params = SamplingParams(temperature=temperature, seed=-(1 << 40) - 17)
+    results = draw(interpreted, logits.to(dtype), params, forbidden, num_tokens, fault)
+    ids, logprobs, expected_ids, expected_logprobs = results
+    assert_written(ids, exact(expected_ids), torch.float32)
+    assert torch.equal(ids, expected_ids)
+    assert_written(logprobs, exact(expected_logprobs), torch.float32)
+    if temperature:
+        assert len(set(ids.tolist())) > 2
+
+
+DRAWS = [
+    (50, 50, 1.0, False, torch.float32),
+    (2049, 2049, 0.7, True, torch.bfloat16),
+    (4096, 2048, 1.0, True, torch.float16),  # the last block is padding
+    (4100, 2060, 0.0, True, torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_draws(interpreted, case):
+    check_draw(interpreted, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("vocab", [50257, 152064])
+def test_draws_from_whole_vocabularies(interpreted, vocab, seed):
+    logits = 3 * drawn(4, vocab, seed=seed)
+    results = draw(interpreted, logits, SamplingParams(seed=seed), None, vocab - 7)
+    assert torch.equal(results[0], results[2])
+    assert_written(results[1], exact(results[3]))
+
+
+DRAW_FAULTS = {
+    "padding drawn": ("allowed = token < NUM_TOKENS", "allowed = token < VOCAB"),
+    "stops drawn": ("& ~(short &", "& ~(~short &"),
+    "another number": ("_mix(state + _GAMMA) >> 11", "_mix(state) >> 11"),
+    "block not left": ("(target - before) / share", "target / share"),
+    "one token early": ("(inside <= target)", "(inside + weights <= target)"),
+    "log-prob of the allowed": (
+        "mass = tl.load(block_ptr + 3 * NUM_BLOCKS",
+        "mass = tl.load(block_ptr + NUM_BLOCKS",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DRAW_FAULTS.values(), ids=DRAW_FAULTS)
+def test_faults_in_draws_are_found(interpreted, fault):
+    with pytest.raises(AssertionError):
+        check_draw(interpreted, 4100, 4090, 0.7, True, torch.float32, fault)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_draws_by_torch(temperature):
+    logits = 3 * drawn(6, 100)
+    params = SamplingParams(temperature=temperature, seed=5)
+    counters = torch.arange(18).view(3, 6)
+    short, stops = torch.arange(6) < 3, torch.tensor([4])
+    logits[:, 4] += 9
+    ids, logprobs = dispatch.draw(
+        logits, params, torch.ones(1), torch.tensor([5]), counters, short, stops, 90
+    )
+    expected = sample(logits, params, uniforms(5, *counters), (short, stops), 90)
+    assert torch.equal(ids, expected[0])
+    assert torch.equal(logprobs, expected[1])
+
+
+def test_kernels_are_off_by_default(monkeypatch):
+    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
+    assert not dispatch.enabled(torch.device("cuda"))
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    assert not dispatch.enabled(CPU)
+    assert dispatch.enabled(torch.device("cuda")) == HAS_TRITON
+
+
+def test_ties_and_rows_without_choice(interpreted):
+    logits = torch.full((3, 3000), -torch.inf)
+    logits[0, 2500] = 1.0  # alone, past the first block
+    logits[1, [7, 2100]] = 4.0  # equal
+    logits[2] = 0.5
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        ids, logprobs, expected, _ = draw(interpreted, logits, params, None, 3000)
+        assert torch.equal(ids, expected)
+        assert ids[0] == 2500
+        np.testing.assert_allclose(logprobs, -np.log([1, 2, 3000]), rtol=1e-6, atol=1e-7)
+    assert draw(interpreted, logits, SamplingParams(temperature=0), None, 3000)[0][1] == 7
+
+
+@pytest.mark.parametrize("seed", [0, 17, -4, 2**31 * 1_000_003 + 5])
+def test_random_numbers_are_the_same(interpreted, seed):
+    counters = torch.tensor([[0, 3, 10**9, 3], [0, 1, 2, 0], [0, 4, 77, 2**20]])
+    assert torch.equal(interpreted("uniforms", seed, counters), uniforms(seed, *counters))
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_operators_state_what_they_change(interpreted):
+    space = workspace(CPU, 1 << 14)
+    scratch = space.partials, space.counters
+    x, ones = drawn(4, 32), torch.ones(32)
+    one = torch.ones(1, dtype=torch.float64)
+    integers = torch.ones(3, 4, dtype=torch.int64)
+    kv = drawn(8, 2, 16), integers[0], torch.arange(4), None, 2, None, None, 0.25
+    operands = {
+        "add_norm": (x, x + 1, ones, ones, 1e-5),
+        "skinny_linear": (x, drawn(6, 32), None, "silu", True, *scratch),
+        "draw": (x, one, False, integers[0, :1], integers, None, None, 30),
+        "paged_decode": (drawn(4, 3, 16), *kv, None, None, 0.0, None, None, *scratch),
+    }
+    for name, args in operands.items():
+        checks = interpreted("check_operator", name, args)
+        assert set(checks.values()) == {"SUCCESS"}, (name, checks)

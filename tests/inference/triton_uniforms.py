@@ -1,0 +1,14 @@
+"""A Triton kernel that writes the random numbers of `dschat.inference.kernels.cuda.draw`."""
+
+import triton
+import triton.language as tl
+
+from dschat.inference.kernels.cuda.draw import uniform
+
+
+@triton.jit
+def fill(seed_ptr, counters_ptr, out_ptr):
+    i, n = tl.program_id(0), tl.num_programs(0)
+    where = counters_ptr + i
+    value = uniform(tl.load(seed_ptr), tl.load(where), tl.load(where + n), tl.load(where + 2 * n))
+    tl.store(out_ptr + i, value)
