@@ -1,0 +1,168 @@
+"""Machine code of the Triton kernels for sm_90 and sm_80: no spills, occupancy, wide loads.
+
+Compiled with the launches that the kernels plan; no GPU is needed.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dschat.inference.kernels.cuda.workspace import Workspace
+
+SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of a multiprocessor
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def integers(*shape):
+    return meta(*shape, dtype=torch.int64)
+
+
+SPACE = Workspace(meta(1 << 21, dtype=torch.float32), meta(4096, dtype=torch.int32))
+
+
+def norm(size, layer_norm):
+    h = meta(8, size)
+    return "add_norm", (h, h, meta(size), meta(size) if layer_norm else None, 1e-5, h)
+
+
+def product(rows, outputs, inputs, activation="", gated=False):
+    weight = meta(outputs * (2 if gated else 1), inputs)
+    bias = None if gated else meta(outputs)
+    args = (meta(rows, inputs), weight, bias, activation, gated, meta(rows, outputs), SPACE)
+    return "skinny_linear", args
+
+
+def drawing(vocab, greedy=False, forbids=False):
+    forbidden = (meta(8, dtype=torch.bool), integers(2)) if forbids else (None, None)
+    blocks = meta(8, 4, -(-vocab // 2048), dtype=torch.float32)
+    numbers = meta(1, dtype=torch.float64), greedy, integers(1), integers(3, 8)
+    out = integers(8), meta(8, dtype=torch.float32)
+    return "draw", (meta(8, vocab), *numbers, *forbidden, vocab, blocks, *out)
+
+
+def attention(batch, heads, kv_heads, size, page_size=64, **options):
+    rotary = options.get("rotary", 0)
+    table = integers(batch, 16) if options.get("pages", True) else None
+    slopes = meta(heads, dtype=torch.float32) if options.get("alibi") else None
+    norms = [meta(size) if options.get("norms") else None] * 2
+    angles = [meta(4096, rotary) if rotary else None] * 2
+    return "paged_decode", (
+        *(meta(batch, heads + 2 * kv_heads, size), meta(1 << 16, 2 * kv_heads, size)),
+        *(meta(batch, heads * size), integers(batch), integers(batch), table, page_size, slopes),
+        *(options.get("window"), 0.1, *norms, 1e-6, *angles, SPACE),
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``programs`` at once on an H100's multiprocessor, loads of 128 bits (or 16-byte copies)."""
+
+    launch: tuple
+    programs: int
+    wide_loads: int = 2
+    tensor_cores: bool = False
+
+
+QUICK = {
+    "product-opt-out": Wanted(product(8, 2048, 2048), 4, 8, True),
+    "attention-opt": Wanted(attention(8, 32, 32, 64), 5, 8),
+}
+REST = {
+    "norm-2048": Wanted(norm(2048, True), 8),
+    "draw-opt": Wanted(drawing(50272), 4),
+    "attention-llama3": Wanted(attention(64, 32, 8, 128, rotary=128), 4, 16, True),
+    **{f"norm-{n}": Wanted(norm(n, n < 4096), 2) for n in (768, 1600, 4096, 8192)},
+    "draw-greedy": Wanted(drawing(32000, greedy=True), 4),
+    "draw-qwen-min-new-tokens": Wanted(drawing(152064, forbids=True), 4),
+    "product-opt-qkv": Wanted(product(8, 6144, 2048), 4, 8, True),
+    "product-opt-up": Wanted(product(8, 8192, 2048, "relu"), 2, 8, True),
+    "product-opt-down": Wanted(product(8, 2048, 8192), 4, 8, True),
+    "product-opt-head": Wanted(product(8, 50272, 2048), 2, 8, True),
+    "product-gpt2-qkv": Wanted(product(1, 2304, 768), 4, 8, True),
+    "product-gpt2-up": Wanted(product(1, 3072, 768, "gelu_new"), 4, 8, True),
+    "product-llama-gated": Wanted(product(64, 11008, 4096, "silu", True), 4, 8, True),
+    "product-llama-gated-16": Wanted(product(16, 11008, 4096, "silu", True), 4, 8, True),
+    "product-llama-down": Wanted(product(64, 4096, 11008), 3, 8, True),
+    "product-bloom-32": Wanted(product(32, 4096, 1024, "gelu"), 4, 8, True),
+    "attention-gpt2-splits": Wanted(attention(1, 12, 12, 64), 5, 8),
+    "attention-page-16": Wanted(attention(8, 32, 32, 64, page_size=16), 5, 8),
+    "attention-whole": Wanted(attention(8, 32, 32, 64, page_size=2048, pages=False), 5, 8),
+    "attention-llama": Wanted(attention(64, 32, 32, 128, rotary=128), 3, 8),
+    "attention-bloom": Wanted(attention(8, 32, 32, 128, alibi=True), 3, 8),
+    "attention-qwen3": Wanted(attention(8, 32, 8, 128, rotary=128, norms=True), 4, 8, True),
+    "attention-phi": Wanted(attention(8, 32, 32, 80, rotary=32), 3, 8),
+    "attention-96": Wanted(attention(8, 32, 32, 96, rotary=96, window=2048), 3, 8),
+    "attention-gemma": Wanted(attention(8, 8, 4, 256, rotary=256, window=1024), 2, 8, True),
+    "attention-one-kv-head": Wanted(attention(1, 32, 1, 256, rotary=256), 2, 8, True),
+}
+
+
+def programs_at_once(report, capability):
+    """Programs of a report that fit on a multiprocessor of 65,536 registers, 2,048 threads."""
+    registers = -(-report["registers"] // 8) * 8 * report["threads"]
+    shared = report["shared"] + 1024  # the system's share
+    return min(65536 // registers, 2048 // report["threads"], SHARED[capability] // shared)
+
+
+def check(compiling, wanted, capability, fault=None):
+    name, args = wanted.launch
+    programs = wanted.programs * SHARED[capability] // SHARED[90]
+    for report in compiling("cubin", name, args, capability, fault):
+        problems = {
+            "spills": report["stack"] or report["local"],
+            "too few at once": programs_at_once(report, capability) < programs,
+            "narrow loads": report["wide_loads"] < wanted.wide_loads,
+            "no tensor cores": wanted.tensor_cores and not report["tensor_cores"],
+        }
+        found = [problem for problem, there in problems.items() if there]
+        assert not found, f"{', '.join(found)}: {report}"
+
+
+@pytest.mark.parametrize("wanted", QUICK.values(), ids=QUICK)
+def test_machine_code(compiling, wanted):
+    check(compiling, wanted, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", REST.values(), ids=REST)
+def test_machine_code_of_the_rest(compiling, wanted):
+    check(compiling, wanted, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", (QUICK | REST).values(), ids=QUICK | REST)
+def test_machine_code_for_an_a100(compiling, wanted):
+    check(compiling, wanted, 80)
+
+
+def test_a_greedy_kernel_is_found(compiling):
+    fault = ("_BLOCK = 64", "_BLOCK = 512")
+    with pytest.raises(AssertionError, match="spills"):
+        check(compiling, QUICK["attention-opt"], 90, fault)
+
+
+def test_narrow_loads_are_found(compiling):
+    with pytest.raises(AssertionError, match="narrow loads"):
+        check(compiling, Wanted(norm(2047, True), 1), 90)  # rows do not start at 16 bytes
+
+
+PARTS = {"product": product(8, 2048, 2048), "attention": attention(1, 12, 12, 64)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", PARTS.values(), ids=PARTS)
+def test_partial_results_are_stored_before_a_program_counts_itself(compiling, launch):
+    (report,) = compiling("cubin", *launch, 90)
+    assert report["synchronises"]
+
+
+@pytest.mark.slow
+def test_a_missing_fence_is_found(compiling):
+    call = "arrives_last(counters_ptr + tile, SPLITS)"
+    relaxed = "tl.atomic_add(counters_ptr + tile, 1, sem='relaxed') == SPLITS - 1"
+    (report,) = compiling("cubin", *PARTS["product"], 90, (call, relaxed))
+    assert not report["synchronises"]
