@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels.cuda.workspace import Workspace
 from dschat.inference.model.attention import Attention
+from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampling import sample, uniforms
@@ -107,7 +108,9 @@ def decode_attention(
             x.copy_(F.rms_norm(x, weight.shape, weight, eps))
     if rotary is not None:
         rotary.rotate_(q_and_k, rotary.rows(decodes.lengths - 1))
-    return step(layer, heads_BHD)
+    num_kv_heads = rows.shape[1] // 2
+    layout = HeadLayout.of(heads_BHD.shape[1] - 2 * num_kv_heads, num_kv_heads)
+    return step(layer, heads_BHD, layout)
 
 
 def draw(
