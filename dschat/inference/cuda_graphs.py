@@ -79,9 +79,11 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, bool], Step] = {}
         self._version = decoder.weights.version
         device = decoder.weights.device
-        self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
         columns = cache.pages_for(length_bucket(max_seq_len, max_seq_len))
-        self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
+        # NOTE: tensors created in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+            self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
         self.failed = False
         self.num_captured = 0
 

@@ -4,6 +4,7 @@ import functools
 import logging
 
 import pytest
+import torch
 from families import engine
 
 from dschat.inference import SamplingParams, step_runner
@@ -50,6 +51,15 @@ def test_padding_rows_touch_no_sequence(captured, module_of):
     five = PROMPTS[:5]  # padded to eight rows
     greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
     assert made.generate(five, greedy).token_ids == expected.generate(five, greedy).token_ids
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_graphs_made_in_inference_mode_run_outside_it(page_size, captured, module_of):
+    made = on_graphs(module_of("llama"), page_size=page_size)
+    with torch.inference_mode():
+        expected = made.generate(PROMPTS, SAMPLING)
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    assert len(captured) == 1
 
 
 def test_graphs_live_as_long_as_what_they_read(captured, module_of):
