@@ -23,6 +23,7 @@ from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_
 from dschat.inference.model.checkpoint_reader import normalised_names
 from dschat.inference.model.weights import check_shares
 from dschat.inference.protocol import Generator
+from dschat.memory import free_bytes
 from dschat.models.lora import adapters, unwrapped_name
 
 logger = logging.getLogger("dschat")
@@ -200,7 +201,7 @@ class EngineRollout:
         if not possible or dist.device().type == "cpu":
             return "copy"  # on a CPU, packed weights are faster
         size = self._engine.spec.num_parameters() * s.dtype.itemsize
-        too_big = size > _COPY_SHARE * torch.cuda.mem_get_info(dist.device())[0]
+        too_big = size > _COPY_SHARE * free_bytes(dist.device())
         return "zero_copy" if dist.max_int(int(too_big)) else "copy"
 
     def describe(self) -> str:

@@ -54,7 +54,7 @@ class InferenceEngine:
         max_seq_len: longest prompt + answer; default and maximum: the model's positions.
         max_num_batched_tokens: tokens per step; longer prompts are computed in chunks.
         kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
-            ``max_seq_len``, but at most half of the free memory.
+            ``max_seq_len``, but at most half of the memory that is free when it is first allocated.
         page_size: tokens per page; default: ``max_seq_len``, one page per sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
@@ -107,8 +107,9 @@ class InferenceEngine:
         self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
-        if kv_cache_gib is not None:
-            self._num_pages()  # a cache too small for one page is refused before weights load
+        self._cache_pages: int | None = None  # the same after every `release_cache`
+        if kv_cache_gib is not None:  # one too small for a page is refused before weights load
+            self._cache_pages = self._num_pages()
         self._decoder: Decoder | None = None
         self._use_graphs = cuda_graphs and device.type == "cuda"
         self._runner: StepRunner | None = None
@@ -190,9 +191,11 @@ class InferenceEngine:
         """The KV cache, allocated on first use. Collective in the group then."""
         if self._cache is None:
             spec = self.spec
+            if self._cache_pages is None:
+                self._cache_pages = self._num_pages()
             self._cache = KVCache(
                 spec.num_layers,
-                self._num_pages(),
+                self._cache_pages,
                 self.page_size,
                 self.weights.num_kv_heads,
                 spec.head_size,
@@ -285,14 +288,8 @@ class InferenceEngine:
         """One line about the first (prompt, index, limit) that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, (ids, _, limit) in enumerate(entries):
-            if (fault := prompt_problem(i, ids)) is not None:
+            if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
                 return fault
-            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-                wrong = next(t for t in ids if not 0 <= t < self.spec.vocab_size)
-                return (
-                    f"prompt {i} has the id {wrong}, outside the vocabulary of "
-                    f"{self.spec.vocab_size}"
-                )
             if limit < 1:
                 return f"max_new_tokens {limit} of prompt {i} must be at least 1"
             total = len(ids) + limit
