@@ -52,7 +52,7 @@ class RolloutSettings:
     frozen_base: bool = False  # only adapters are trained
     sharded: bool = False  # ZeRO-3
     layers_per_bucket: int = 8
-    cuda_graphs: bool = True
+    cuda_graphs: bool | None = None  # None: where they can be captured
     release_cache: bool = False  # free the KV cache after every rollout
     release_weights: bool = False  # free the rollout's weights after every rollout
 
@@ -214,7 +214,7 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
-            + (", CUDA graphs" if s.cuda_graphs and e.device.type == "cuda" else "")
+            + (", CUDA graphs" if s.cuda_graphs is not False and e.device.type == "cuda" else "")
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed import Group
+from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.kernels import fused_decode
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
@@ -58,7 +59,8 @@ class InferenceEngine:
         page_size: tokens per page; default: ``max_seq_len``, one page per sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
-        cuda_graphs: on CUDA, capture decode steps and replay them.
+        cuda_graphs: capture decode steps and replay them. True: an error where that is not
+            possible; None: on CUDA, with a warning if a capture fails.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -79,7 +81,7 @@ class InferenceEngine:
         kv_cache_gib: float | None = None,
         page_size: int | None = None,
         group: Group | None = None,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool | None = None,
     ) -> None:
         limit_spinning_late()
         self.config, self.dtype, self.device = config, dtype, device
@@ -111,7 +113,7 @@ class InferenceEngine:
         if kv_cache_gib is not None:  # one too small for a page is refused before weights load
             self._cache_pages = self._num_pages()
         self._decoder: Decoder | None = None
-        self._use_graphs = cuda_graphs and device.type == "cuda"
+        self._capture = capture_for(device, cuda_graphs)
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         is_models = max_seq_len is None or bound == self.max_seq_len
@@ -339,7 +341,7 @@ class InferenceEngine:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:
             self._runner = StepRunner(
-                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._use_graphs
+                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._capture
             )
         return self._runner
 

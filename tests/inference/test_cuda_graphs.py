@@ -1,6 +1,5 @@
 """Captured decode steps: padding, buckets and fallbacks, with a recorder that needs no GPU."""
 
-import functools
 import logging
 
 import pytest
@@ -21,16 +20,16 @@ def captured(monkeypatch):
 
     class Recorded(DecodeGraphs):
         def __init__(self, *args):
-            super().__init__(*args, capture=lambda step: step)
+            super().__init__(*args)
             made.append(self)
 
     monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)
     return made
 
 
-def on_graphs(module, **knobs):
+def on_graphs(module, capture=lambda step: step, **knobs):
     made = engine(module, **knobs)
-    made._use_graphs = True
+    made._capture = capture
     return made
 
 
@@ -78,14 +77,11 @@ def test_graphs_live_as_long_as_what_they_read(captured, module_of):
     assert len(captured) == 3
 
 
-def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
+def test_where_capturing_fails_decoding_goes_on(module_of, caplog):
     def refuse(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(
-        step_runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse)
-    )
-    made = on_graphs(module_of("llama"))
+    made = on_graphs(module_of("llama"), refuse)
     expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):
         for _ in range(2):
