@@ -114,6 +114,7 @@ class InferenceEngine:
             self._cache_pages = self._num_pages()
         self._decoder: Decoder | None = None
         self._capture = capture_for(device, cuda_graphs)
+        self._separate_prefill = device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         is_models = max_seq_len is None or bound == self.max_seq_len
@@ -318,7 +319,8 @@ class InferenceEngine:
             return
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
-        scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
+        limits = self.max_num_seqs, self.max_num_batched_tokens
+        scheduler = Scheduler(self.cache, *limits, self._separate_prefill)
         scheduler.add(queue)
         try:
             while scheduler.has_work:
