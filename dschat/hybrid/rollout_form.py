@@ -6,7 +6,6 @@ does not know.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -25,6 +24,7 @@ from dschat.inference.model.weights import check_shares
 from dschat.inference.protocol import Generator
 from dschat.memory import free_bytes
 from dschat.models.lora import adapters, unwrapped_name
+from dschat.observability.device_span import DeviceSpan
 
 logger = logging.getLogger("dschat")
 
@@ -61,9 +61,14 @@ class RolloutSettings:
 class Refresh:
     """Cost of the last refresh of the rollout weights, on this rank."""
 
-    seconds: float = 0.0
+    span: DeviceSpan | None = None  # None: nothing was refreshed
     num_bytes: int = 0  # of the gathered tensors
     num_collectives: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the device; waits for it."""
+        return self.span.seconds() if self.span is not None else 0.0
 
 
 class RolloutForm(Protocol):
@@ -221,15 +226,13 @@ class EngineRollout:
 
     def enter(self, version: int) -> InferenceEngine:
         """Collective. The engine, refreshed if its weights are of another version."""
-        started = time.perf_counter()
         self.last_refresh = Refresh()
         if self._version != version:
+            span = DeviceSpan(dist.device())
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
             self._refresh(buckets)
             self._version = version
-            self.last_refresh = Refresh(
-                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
-            )
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
         return self._engine
 
     def leave(self) -> None:
@@ -299,15 +302,13 @@ class ModuleRollout:
         self.last_refresh = Refresh()
         if not self.settings.sharded:
             return self._generator(self.module)
-        started, buckets = time.perf_counter(), Buckets()
+        span, buckets = DeviceSpan(dist.device()), Buckets()
         if self._copy is None:
             self._copy = self._empty_copy()
         if self._version != version:
             fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
             self._version = version
-            self.last_refresh = Refresh(
-                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
-            )
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
         return self._generator(self._copy)
 
     def leave(self) -> None:

@@ -5,7 +5,6 @@ and without a transformers module. A prompt is computed once for all its samples
 not depend on the other sequences of its batches.
 """
 
-import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
+from dschat.observability.device_span import DeviceSpan
 from dschat.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -194,8 +194,7 @@ class InferenceEngine:
         """The KV cache, allocated on first use. Collective in the group then."""
         if self._cache is None:
             spec = self.spec
-            if self._cache_pages is None:
-                self._cache_pages = self._num_pages()
+            self._cache_pages = self._cache_pages or self._num_pages()
             self._cache = KVCache(
                 spec.num_layers,
                 self._cache_pages,
@@ -324,18 +323,19 @@ class InferenceEngine:
         scheduler.add(queue)
         try:
             while scheduler.has_work:
-                started = time.perf_counter()
+                span = DeviceSpan(self.device)
                 schedule = scheduler.schedule()
                 ready, logits = schedule.ready, runner.logits(schedule)
                 scheduler.computed(schedule)
                 rows = [scheduler.spawn(s) for s in ready]
                 tokens, logprobs = _draw(sampler, rows, logits)
-                stats.count(schedule, len(tokens), time.perf_counter() - started)
+                stats.count(schedule, len(tokens), span.stop())
                 events = _advance(scheduler, rows, tokens, logprobs, stops)
                 stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
                 yield from events
         finally:
             scheduler.clear()
+            stats.finish()
 
     def _step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release."""
