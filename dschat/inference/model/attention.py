@@ -242,7 +242,9 @@ class Attention:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """(rows, heads, tokens, D); ``bias`` None: causal."""
-        if k.shape[1] != q.shape[1]:
+        shared = k.shape[1] != q.shape[1]
+        in_place = shared and _reads_shared_heads(q, bias)
+        if shared and not in_place:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q,
@@ -251,6 +253,7 @@ class Attention:
             attn_mask=bias,
             is_causal=bias is None,
             scale=self.spec.attention_scale(layer),
+            enable_gqa=in_place,
         )
 
     def _prompt_bias(self, layer: int, q: Tensor, prefix: int, total: int) -> Tensor | None:
@@ -274,3 +277,11 @@ class Attention:
                 bias = bias + (self.slopes.view(-1, 1, 1) * distance).to(q.dtype)
             self._biases[key] = bias
         return self._biases[key]
+
+
+def _reads_shared_heads(q: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch has a kernel that reads a key head for several query heads in place.
+
+    Flash attention does, in 16 bits without a bias; the others would compute all scores at once.
+    """
+    return q.is_cuda and q.dtype != torch.float32 and bias is None
