@@ -109,9 +109,8 @@ class InferenceEngine:
         self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
-        self._cache_pages: int | None = None  # the same after every `release_cache`
-        if kv_cache_gib is not None:  # one too small for a page is refused before weights load
-            self._cache_pages = self._num_pages()
+        # The same after every `release_cache`. A cache too small is refused before weights load.
+        self._cache_pages = None if kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
         self._capture = capture_for(device, cuda_graphs)
         self._separate_prefill = device.type == "cuda"
@@ -357,7 +356,8 @@ def _draw(
         return [], []
     if len(sequences) > len(rows):
         repeats = torch.tensor([len(row) for row in rows], device=logits.device)
-        logits = logits.repeat_interleave(repeats, dim=0)
+        # NOTE: without its size, the host would wait for the device to learn it.
+        logits = logits.repeat_interleave(repeats, dim=0, output_size=len(sequences))
     return sampler.draw(logits, sequences)
 
 
