@@ -29,20 +29,28 @@ def available_memory() -> int:
 
 
 def free_bytes(device: "torch.device") -> int:
-    """Bytes that can still be allocated on ``device``: a CUDA device, or else the host."""
+    """Bytes that tensors can still take on ``device``: a CUDA device, or else the host.
+
+    On CUDA that includes what torch's allocator has reserved and no tensor uses.
+    """
     if device.type != "cuda":
         return available_memory()
     import torch
 
-    return torch.cuda.mem_get_info(device)[0]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def restart_peak(device: "torch.device") -> int:
-    """Restart `peak_bytes` at the bytes that this process holds now, which are returned."""
+    """Restart `peak_bytes` at the bytes that this process holds now, which are returned.
+
+    On CUDA, torch's allocator first returns what no tensor uses.
+    """
     if device.type == "cuda":
         import torch
 
         _note_peak(device, torch.cuda.max_memory_allocated(device))
+        torch.cuda.empty_cache()  # else a peak within it would not be seen
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_reserved(device)
     import psutil

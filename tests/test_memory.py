@@ -47,6 +47,28 @@ def test_a_key_value_cache_fits_the_container(container):
     assert made.cache.num_pages == 5  # half of what is free
 
 
+def test_a_released_cache_comes_back_in_its_size(container):
+    from families import build, engine
+
+    made = engine(build("llama"), page_size=4, max_num_seqs=8)
+    page_bytes = 4 * made.bytes_per_token()
+    container(1000 + 20 * page_bytes, 1000, 0)
+    assert made.cache.num_pages == 10
+    made.release_cache()
+    container(1000 + 6 * page_bytes, 1000, 0)  # training has taken the rest
+    assert made.cache.num_pages == 10
+
+
+def test_memory_of_a_gpu_that_torch_keeps_unused_is_free(monkeypatch):
+    for name, value in (
+        ("mem_get_info", (500, 9000)),
+        ("memory_reserved", 4000),
+        ("memory_allocated", 3000),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.free_bytes(torch.device("cuda")) == 1500
+
+
 def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(container):
     from families import build
 

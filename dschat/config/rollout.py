@@ -51,7 +51,9 @@ class RolloutConfig:
     rollout_lora: Literal["auto", "merge", "side"] = flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
     )
-    cuda_graphs: bool = flag(True, "Run decode steps as CUDA graphs.")
+    cuda_graphs: Optional[bool] = flag(
+        None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
+    )
     release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
     tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.")

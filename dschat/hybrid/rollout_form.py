@@ -6,7 +6,6 @@ does not know.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
@@ -26,6 +25,7 @@ from dschat.inference.model.checkpoint_reader import normalised_names
 from dschat.inference.model.weights import check_shares
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
+from dschat.observability.device_span import DeviceSpan
 
 logger = logging.getLogger("dschat")
 
@@ -51,7 +51,7 @@ class RolloutSettings:
     frozen_base: bool = False  # only adapters are trained
     sharded: bool = False  # ZeRO-3
     layers_per_bucket: int = 8
-    cuda_graphs: bool = True
+    cuda_graphs: bool | None = None  # None: where they can be captured
     release_cache: bool = False  # free the KV cache after every rollout
     release_weights: bool = False  # free the rollout's weights after every rollout
 
@@ -60,9 +60,14 @@ class RolloutSettings:
 class Refresh:
     """Cost of the last refresh of the rollout weights, on this rank."""
 
-    seconds: float = 0.0
+    span: DeviceSpan | None = None  # None: nothing was refreshed
     num_bytes: int = 0  # of the gathered tensors
     num_collectives: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the device; waits for it."""
+        return self.span.seconds() if self.span is not None else 0.0
 
 
 class RolloutForm(Protocol):
@@ -198,24 +203,22 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
-            + (", CUDA graphs" if s.cuda_graphs and e.device.type == "cuda" else "")
+            + (", CUDA graphs" if s.cuda_graphs is not False and e.device.type == "cuda" else "")
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------
 
     def enter(self, version: int) -> InferenceEngine:
         """Collective. The engine, refreshed if its weights are of another version."""
-        started = time.perf_counter()
         self.last_refresh = Refresh()
         # NOTE: addresses change without a step, too: a checkpoint was loaded, states were moved.
         moved = self._layout == "zero_copy" and self._engine.borrow_weights(self._storage())
         if self._version != version or moved:
+            span = DeviceSpan(dist.device())
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
             self._refresh(buckets)
             self._version = version
-            self.last_refresh = Refresh(
-                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
-            )
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
         return self._engine
 
     def leave(self) -> None:
@@ -288,15 +291,13 @@ class ModuleRollout:
         self.last_refresh = Refresh()
         if not self.settings.sharded:
             return self._generator(self.module)
-        started, buckets = time.perf_counter(), Buckets()
+        span, buckets = DeviceSpan(dist.device()), Buckets()
         if self._copy is None:
             self._copy = self._empty_copy()
         if self._version != version:
             fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
             self._version = version
-            self.last_refresh = Refresh(
-                time.perf_counter() - started, buckets.num_bytes, buckets.num_collectives
-            )
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
         return self._generator(self._copy)
 
     def leave(self) -> None:

@@ -8,11 +8,13 @@ cache are reallocated.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat.config.errors import first_line
+from dschat.config.errors import UserError, first_line
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -39,22 +41,86 @@ def length_bucket(length: int, largest: int) -> int:
     return min(bucket, max(largest, length))
 
 
-def capture_cuda(step: Step) -> Step:
-    """Record ``step`` as a CUDA graph, after a warm-up run."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+class CudaCapture:
+    """Records steps as CUDA graphs, all of them on one stream and in one memory pool.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return result
+    The result of a replay is valid until any of the graphs is replayed again. Unlike
+    `torch.cuda.graph`, this neither waits for the device nor empties torch's memory cache, which
+    training would have to fill again. ``required``: a failure is a `UserError`, which nothing
+    catches; else a RuntimeError, and `DecodeGraphs` decodes eagerly.
+    """
 
-    return replay
+    def __init__(self, required: bool) -> None:
+        self._required = required
+        # Each stream has a cuBLAS workspace (32 MiB on Hopper) that is never freed.
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # torch's handle
+        self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator may still refer to them
+
+    def __call__(self, step: Step) -> Step:
+        """Record ``step``, after a warm-up run."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()
+                graph, result = self._record(step)
+        except RuntimeError as error:
+            if not self._required:
+                raise
+            raise UserError(
+                f"cuda_graphs: a decode step cannot be captured: {first_line(error)}; leave "
+                "cuda_graphs out to run such steps eagerly"
+            ) from error
+        finally:
+            current.wait_stream(self._stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _record(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # NOTE: in the default mode, any CUDA call of another thread would break the capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = step()
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, self._pool)
+            self._pool = None
+            raise
+        return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Leave stream and allocator as they are without a capture."""
+        self._failed.append(graph)
+        with suppress(RuntimeError):  # raised for a capture that CUDA has invalidated
+            graph.capture_end()
+        with suppress(RuntimeError):  # raised unless `capture_end` failed before it did this
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+
+
+def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
+    """What records decode steps on ``device``; None: nothing does, they run eagerly.
+
+    ``wanted``: True demands graphs, False turns them off, None takes them where it can.
+
+    Raises:
+        UserError: ``wanted`` is True on another device than CUDA.
+    """
+    if wanted and device.type != "cuda":
+        raise UserError(f"cuda_graphs needs a CUDA device; this one is a {device.type}")
+    if wanted is False or device.type != "cuda":
+        return None
+    return CudaCapture(required=wanted is True)
 
 
 class DecodeGraphs:
@@ -62,7 +128,7 @@ class DecodeGraphs:
 
     Args:
         max_num_seqs, max_seq_len: the largest batch and length.
-        capture: records a step; the default needs CUDA.
+        capture: records a step.
     """
 
     def __init__(
@@ -71,7 +137,7 @@ class DecodeGraphs:
         cache: KVCache,
         max_num_seqs: int,
         max_seq_len: int,
-        capture: Capture = capture_cuda,
+        capture: Capture,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._max_num_seqs = min(max_num_seqs, cache.num_pages)
@@ -79,9 +145,11 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, bool], Step] = {}
         self._version = decoder.weights.version
         device = decoder.weights.device
-        self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
         columns = cache.pages_for(length_bucket(max_seq_len, max_seq_len))
-        self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
+        # NOTE: tensors created in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+            self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
         self.failed = False
         self.num_captured = 0
 
@@ -99,7 +167,11 @@ class DecodeGraphs:
         eagerly.
 
         ``packed`` (3, B) int64 on the CPU: tokens, positions, slot_mapping. ``longest``: keys of
-        the longest sequence. ``in_order``: sequence b is in page b, whole.
+        the longest sequence. ``in_order``: sequence b is in page b, whole. The logits are valid
+        until the next call.
+
+        Raises:
+            UserError: the capture failed and `CudaCapture` requires it.
         """
         count = packed.shape[1]
         size = batch_bucket(count, self._max_num_seqs)

@@ -5,7 +5,6 @@ and without a transformers module. A prompt is computed once for all its samples
 not depend on the other sequences of its batches.
 """
 
-import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed import Group
+from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.kernels import fused_decode
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
@@ -36,6 +36,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
+from dschat.observability.device_span import DeviceSpan
 from dschat.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,11 +55,12 @@ class InferenceEngine:
         max_seq_len: longest prompt + answer; default and maximum: the model's positions.
         max_num_batched_tokens: tokens per step; longer prompts are computed in chunks.
         kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
-            ``max_seq_len``, but at most half of the free memory.
+            ``max_seq_len``, but at most half of the memory that is free when it is first allocated.
         page_size: tokens per page; default: ``max_seq_len``, one page per sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
-        cuda_graphs: on CUDA, capture decode steps and replay them.
+        cuda_graphs: capture decode steps and replay them. True: an error where that is not
+            possible; None: on CUDA, with a warning if a capture fails.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -79,7 +81,7 @@ class InferenceEngine:
         kv_cache_gib: float | None = None,
         page_size: int | None = None,
         group: Group | None = None,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool | None = None,
     ) -> None:
         limit_spinning_late()
         self.config, self.dtype, self.device = config, dtype, device
@@ -107,10 +109,11 @@ class InferenceEngine:
         self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
-        if kv_cache_gib is not None:
-            self._num_pages()  # a cache too small for one page is refused before weights load
+        # The same after every `release_cache`. A cache too small is refused before weights load.
+        self._cache_pages = None if kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
-        self._use_graphs = cuda_graphs and device.type == "cuda"
+        self._capture = capture_for(device, cuda_graphs)
+        self._separate_prefill = device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         is_models = max_seq_len is None or bound == self.max_seq_len
@@ -193,9 +196,10 @@ class InferenceEngine:
         """The KV cache, allocated on first use. Collective in the group then."""
         if self._cache is None:
             spec = self.spec
+            self._cache_pages = self._cache_pages or self._num_pages()
             self._cache = KVCache(
                 spec.num_layers,
-                self._num_pages(),
+                self._cache_pages,
                 self.page_size,
                 self.weights.num_kv_heads,
                 spec.head_size,
@@ -288,14 +292,8 @@ class InferenceEngine:
         """One line about the first (prompt, index, limit) that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, (ids, _, limit) in enumerate(entries):
-            if (fault := prompt_problem(i, ids)) is not None:
+            if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
                 return fault
-            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-                wrong = next(t for t in ids if not 0 <= t < self.spec.vocab_size)
-                return (
-                    f"prompt {i} has the id {wrong}, outside the vocabulary of "
-                    f"{self.spec.vocab_size}"
-                )
             if limit < 1:
                 return f"max_new_tokens {limit} of prompt {i} must be at least 1"
             total = len(ids) + limit
@@ -322,22 +320,24 @@ class InferenceEngine:
             return
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
-        scheduler = Scheduler(self.cache, self.max_num_seqs, self.max_num_batched_tokens)
+        limits = self.max_num_seqs, self.max_num_batched_tokens
+        scheduler = Scheduler(self.cache, *limits, self._separate_prefill)
         scheduler.add(queue)
         try:
             while scheduler.has_work:
-                started = time.perf_counter()
+                span = DeviceSpan(self.device)
                 schedule = scheduler.schedule()
                 ready, logits = schedule.ready, runner.logits(schedule)
                 scheduler.computed(schedule)
                 rows = [scheduler.spawn(s) for s in ready]
                 tokens, logprobs = _draw(sampler, rows, logits)
-                stats.count(schedule, len(tokens), time.perf_counter() - started)
+                stats.count(schedule, len(tokens), span.stop())
                 events = _advance(scheduler, rows, tokens, logprobs, stops)
                 stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
                 yield from events
         finally:
             scheduler.clear()
+            stats.finish()
 
     def _step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release."""
@@ -345,7 +345,7 @@ class InferenceEngine:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:
             self._runner = StepRunner(
-                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._use_graphs
+                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._capture
             )
         return self._runner
 
@@ -359,7 +359,8 @@ def _draw(
         return [], []
     if len(sequences) > len(rows):
         repeats = torch.tensor([len(row) for row in rows], device=logits.device)
-        logits = logits.repeat_interleave(repeats, dim=0)
+        # NOTE: without its size, the host would wait for the device to learn it.
+        logits = logits.repeat_interleave(repeats, dim=0, output_size=len(sequences))
     return sampler.draw(logits, sequences)
 
 

@@ -71,14 +71,24 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
-def prompt_problem(number: int, ids: object) -> str | None:
-    """One line that says why ``ids`` is not a prompt; None if it is one."""
-    if isinstance(ids, (list, tuple)) and all(issubclass(k, Integral) for k in set(map(type, ids))):
-        return None if ids else f"prompt {number} is empty; a prompt needs at least one token"
-    return (
-        f"prompt {number} is {repr(ids)[:60]}, not a list of token ids; encode text with the "
-        "tokenizer first"
-    )
+def prompt_problem(number: int, ids: object, vocab_size: int | None = None) -> str | None:
+    """One line that says why ``ids`` is not a prompt; None if it is one.
+
+    ``vocab_size``: ids from this one on are a problem; None: not checked.
+    """
+    if not isinstance(ids, (list, tuple)) or not all(
+        issubclass(k, Integral) for k in set(map(type, ids))
+    ):
+        return (
+            f"prompt {number} is {repr(ids)[:60]}, not a list of token ids; encode text with the "
+            "tokenizer first"
+        )
+    if not ids:
+        return f"prompt {number} is empty; a prompt needs at least one token"
+    if vocab_size is not None and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(t for t in ids if not 0 <= t < vocab_size)
+        return f"prompt {number} has the id {wrong}, outside the vocabulary of {vocab_size}"
+    return None
 
 
 class Answer(NamedTuple):

@@ -12,8 +12,13 @@ pages; the last page, if it is partly filled, is copied, because their answers d
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dschat.inference.model.kv_cache import KVCache
+
+# With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
+# an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
+_GROUP = 1 / 8
 
 
 @dataclass(eq=False)
@@ -68,11 +73,21 @@ class StepSchedule:
 class Scheduler:
     """Runs up to ``max_num_seqs`` sequences, with up to ``max_num_batched_tokens`` tokens a step.
 
+    ``separate_prefill``: no sequence decodes in a step with prompt chunks, and prompts are admitted
+    in groups, so that most steps are decode steps that a graph can replay.
+
     Statistics: ``preemptions``, ``peak_pages``.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        separate_prefill: bool = False,
+    ) -> None:
         self._cache = cache
+        self._separate_prefill = separate_prefill
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Sequence] = deque()
@@ -103,6 +118,8 @@ class Scheduler:
         used = self._cache.num_pages - self._cache.num_free
         self.peak_pages = max(self.peak_pages, used)
         decodes = [s for s in self._running if len(s) - s.computed == 1]
+        if self._separate_prefill and len(decodes) < len(self._running):
+            decodes = []
         decodes.sort(key=lambda s: s.pages[0])
         budget = max(1, self._max_num_batched_tokens - len(decodes))
         chunks: list[tuple[Sequence, int]] = []
@@ -150,9 +167,12 @@ class Scheduler:
         if not self._waiting:
             return
         budget = self._max_num_batched_tokens - sum(len(s) - s.computed for s in self._running)
+        may_prefill = not self._separate_prefill or self._worth_a_prefill()
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
             shares = sequence.forked and bool(sequence.prompt.pages)
+            if not shares and not may_prefill:
+                return
             needed = self._pages_to_admit(sequence, shares)
             # Spare pages for growth, else the new sequence could be preempted at once.
             spare = (
@@ -171,6 +191,16 @@ class Scheduler:
             self._leave_group(sequence)
             self._running.append(sequence)
             budget -= len(sequence) - sequence.computed
+
+    def _worth_a_prefill(self) -> bool:
+        """Whether to hold up the decoding sequences for the prompts that have room now."""
+        if any(len(s) - s.computed > 1 for s in self._running):
+            return True  # they are held up already
+        free, count = self._cache.num_free, 0
+        for sequence in islice(self._waiting, self._max_num_seqs - len(self._running)):
+            free -= self._cache.pages_for(len(sequence))
+            count += free >= 0
+        return count >= min(_GROUP * (len(self._running) + count), len(self._waiting))
 
     def _pages_to_admit(self, sequence: Sequence, shares: bool) -> int:
         needed = self._cache.pages_for(len(sequence))
@@ -211,13 +241,17 @@ class Scheduler:
     def _compact(self) -> None:
         """If a page holds a whole sequence, move the used pages to the front of the cache.
 
-        A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap.
+        A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap,
+        except with separate prefill, where it may come many steps later.
         """
-        if self._waiting or any(len(s.pages) != 1 for s in self._running):
+        waits = bool(self._waiting) and not self._separate_prefill
+        if waits or any(len(s.pages) != 1 for s in self._running):
             return
         for sequence in self._running:
             page = sequence.pages[0]
-            if page >= len(self._running) and self._cache.num_users(page) == 1:
+            if page < len(self._running) or self._cache.num_users(page) > 1:
+                continue
+            if self._cache.first_free < page:  # else pages of samples that wait are in between
                 sequence.pages = [self._cache.swap_out(page, sequence.computed)]
 
     # -- results of a step -------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Counts tokens, seconds and cache use of one call of `generate`."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from dschat.inference.scheduler import StepSchedule
+from dschat.observability.device_span import DeviceSpan
 
 
 @dataclass
@@ -25,6 +27,7 @@ class GenerationStats:
     peak_pages: int = 0
     num_pages: int = 0
     max_num_seqs: int = 0
+    _unread: deque[tuple[bool, DeviceSpan]] = field(default_factory=deque, repr=False)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -45,16 +48,29 @@ class GenerationStats:
         """Peak share of the pages in use."""
         return self.peak_pages / self.num_pages if self.num_pages else 0.0
 
-    def count(self, schedule: StepSchedule, num_drawn: int, seconds: float) -> None:
-        """Add a step that drew ``num_drawn`` tokens."""
+    def count(self, schedule: StepSchedule, num_drawn: int, span: DeviceSpan) -> None:
+        """Add a step that took ``span`` and drew ``num_drawn`` tokens."""
         self.answer_tokens += num_drawn
         # The last token of a prompt may be among the decoding rows.
         self.prefill_tokens += sum(not s.answer for s in schedule.decodes)
         if schedule.chunks:
             self.prefill_tokens += sum(count for _, count in schedule.chunks)
             self.prefill_steps += 1
-            self.prefill_s += seconds
         else:
             self.decode_tokens += num_drawn
             self.decode_steps += 1
-            self.decode_s += seconds
+        self._unread.append((bool(schedule.chunks), span))
+        while self._unread and self._unread[0][1].is_over:
+            self._read()
+
+    def finish(self) -> None:
+        """Add the seconds of all steps; waits for the device."""
+        while self._unread:
+            self._read()
+
+    def _read(self) -> None:
+        is_prefill, span = self._unread.popleft()
+        if is_prefill:
+            self.prefill_s += span.seconds()
+        else:
+            self.decode_s += span.seconds()

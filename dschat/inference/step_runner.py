@@ -10,7 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
-from dschat.inference.cuda_graphs import DecodeGraphs
+from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
@@ -21,7 +21,10 @@ logger = logging.getLogger("dschat")
 
 
 class StepRunner:
-    """Runs steps of ``decoder`` over ``cache``. ``use_graphs``: capture decode steps (CUDA)."""
+    """Runs steps of ``decoder`` over ``cache``.
+
+    ``capture``: records decode steps; None: they run eagerly.
+    """
 
     def __init__(
         self,
@@ -29,12 +32,12 @@ class StepRunner:
         cache: KVCache,
         max_num_seqs: int,
         max_seq_len: int,
-        use_graphs: bool,
+        capture: Capture | None,
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self._device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
-        self._use_graphs = use_graphs
+        self._capture = capture
         self._graphs: DecodeGraphs | None = None
         self._fused: FusedDecode | None = None
 
@@ -89,13 +92,17 @@ class StepRunner:
 
     def _fitting_graphs(self) -> DecodeGraphs | None:
         """Graphs for decode steps, recaptured if they no longer fit; None without graphs."""
-        if not self._use_graphs or (self._graphs is not None and self._graphs.failed):
+        if self._capture is None or (self._graphs is not None and self._graphs.failed):
             return None
         if self._graphs is None or not self._graphs.fits(self._decoder, self._cache):
             if self._graphs is not None:
                 logger.info("weights or cache were reallocated: capturing decode graphs again")
             self._graphs = DecodeGraphs(
-                self._decoder, self._cache, self._max_num_seqs, self._max_seq_len
+                self._decoder,
+                self._cache,
+                self._max_num_seqs,
+                self._max_seq_len,
+                self._capture,
             )
         return self._graphs
 

@@ -133,8 +133,6 @@ def _try(
     """Collective. One micro-batch; None where the GPU has no memory for it."""
     device, started = dist.device(), time.perf_counter()
     in_backward = False
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     restart_peak(device)
     steps: list[OptimizerStep] = []
     try:

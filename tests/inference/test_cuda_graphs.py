@@ -1,9 +1,9 @@
 """Captured decode steps: padding, buckets and fallbacks, with a recorder that needs no GPU."""
 
-import functools
 import logging
 
 import pytest
+import torch
 from families import build, empty_engine, engine
 
 from dschat.inference import SamplingParams, step_runner
@@ -20,16 +20,16 @@ def captured(monkeypatch):
 
     class Recorded(DecodeGraphs):
         def __init__(self, *args):
-            super().__init__(*args, capture=lambda step: step)
+            super().__init__(*args)
             made.append(self)
 
     monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)
     return made
 
 
-def on_graphs(module, **knobs):
+def on_graphs(module, capture=lambda step: step, **knobs):
     made = engine(module, **knobs)
-    made._use_graphs = True
+    made._capture = capture
     return made
 
 
@@ -52,6 +52,15 @@ def test_padding_rows_touch_no_sequence(captured, module_of):
     assert made.generate(five, greedy).token_ids == expected.generate(five, greedy).token_ids
 
 
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_graphs_made_in_inference_mode_run_outside_it(page_size, captured, module_of):
+    made = on_graphs(module_of("llama"), page_size=page_size)
+    with torch.inference_mode():
+        expected = made.generate(PROMPTS, SAMPLING)
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    assert len(captured) == 1
+
+
 def test_graphs_live_as_long_as_what_they_read(captured, module_of):
     module = module_of("llama")
     made = on_graphs(module)
@@ -71,7 +80,7 @@ def test_graphs_live_as_long_as_what_they_read(captured, module_of):
 def test_graphs_of_borrowed_weights_that_moved_are_not_replayed(captured):
     module = build("llama")
     made = empty_engine(module.config)
-    made._use_graphs = True
+    made._capture = lambda step: step
     for num_captures, num_moves in ((1, 0), (1, 0), (2, 1)):
         for parameter in module.parameters() if num_moves else ():
             parameter.data = parameter.data.clone()
@@ -82,14 +91,11 @@ def test_graphs_of_borrowed_weights_that_moved_are_not_replayed(captured):
         assert len(captured) == num_captures
 
 
-def test_where_capturing_fails_decoding_goes_on(monkeypatch, module_of, caplog):
+def test_where_capturing_fails_decoding_goes_on(module_of, caplog):
     def refuse(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(
-        step_runner, "DecodeGraphs", functools.partial(DecodeGraphs, capture=refuse)
-    )
-    made = on_graphs(module_of("llama"))
+    made = on_graphs(module_of("llama"), refuse)
     expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):
         for _ in range(2):

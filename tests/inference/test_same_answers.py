@@ -68,6 +68,15 @@ def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     assert made.cache.num_free == made.cache.num_pages
 
 
+@pytest.mark.parametrize("layout", ["3 slots", "16 slots", "7 tokens a step"])
+def test_nor_does_prefill_apart_from_decodes(layout, module_of, expected):
+    made = engine(module_of("llama"), **LAYOUTS[layout])
+    made._separate_prefill = True  # as on CUDA
+    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+    stats = made.stats  # the first token of each prompt is drawn in a prefill step, or with it
+    assert stats.decode_tokens >= stats.answer_tokens - len(PROMPTS) * SAMPLING.n
+
+
 @pytest.mark.parametrize(
     "layout", ["7 tokens a step", *(pytest.param(x, marks=SLOW) for x in LAYOUTS if x[0] != "7")]
 )

@@ -28,6 +28,7 @@ class Case:
     num_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    separate_prefill: bool = False
 
 
 @st.composite
@@ -49,6 +50,7 @@ def cases(draw):
         draw(st.integers(fewest, min(most, fewest + draw(st.sampled_from([0, 2, 12]))))),
         max_num_seqs,
         draw(st.integers(1, 30)),
+        draw(st.booleans()),
     )
 
 
@@ -72,7 +74,8 @@ class Run:
         self.cache = KVCache(
             1, case.num_pages, case.page_size, 1, 1, torch.float32, torch.device("cpu")
         )
-        self.scheduler = Scheduler(self.cache, case.max_num_seqs, case.max_num_batched_tokens)
+        limits = case.max_num_seqs, case.max_num_batched_tokens
+        self.scheduler = Scheduler(self.cache, *limits, case.separate_prefill)
         prompts = []
         for number, length in enumerate(case.prompt_lengths):
             ids = [token_of(number, 7, position) for position in range(length)]
@@ -110,7 +113,8 @@ class Run:
         assert len({id(s) for s in in_step}) == len(in_step)
         assert all(len(s) - s.computed == 1 for s in schedule.decodes)
         assert all(0 < count <= len(s) - s.computed for s, count in schedule.chunks)
-        # A decoding sequence is never held up; prompts take what the budget leaves, or one token.
+        assert not (case.separate_prefill and schedule.decodes and schedule.chunks)
+        # Else no decode is ever held up; prompts take what the budget leaves, or one token.
         budget = max(1, case.max_num_batched_tokens - len(schedule.decodes))
         assert sum(count for _, count in schedule.chunks) <= budget
         writers = [self.pages_written(s, 1) for s in schedule.decodes]
@@ -279,3 +283,28 @@ def test_pages_are_counted():
     assert cache.num_free == 4
     with pytest.raises(AssertionError, match="more pages than there are"):
         cache.allocate(5)
+
+
+def test_separate_prompts_are_admitted_in_groups():
+    """16 sequences run and one ends in each step; the other 16 prompts come two at a time."""
+    lengths = [[2 + i % 16] for i in range(32)]
+    case = Case([3] * 32, lengths, MAX_SEQ_LEN, 16, 16, 99, separate_prefill=True)
+    run = Run(case).to_the_end()
+    assert sorted(run.finished) == expected(case)
+    groups = [len(step) for step in run.trace if step[0][3] > 1]
+    assert sum(groups) == 32
+    assert groups[0] == 16
+    assert min(groups[1:]) >= 2
+    decoding = [step for step in run.trace if step[0][3] == 1]
+    in_order = [[pages for _, _, pages, _ in step] for step in decoding]
+    assert in_order == [[[b] for b in range(len(step))] for step in decoding]
+
+
+def test_separate_prompts_leave_held_pages_in_place():
+    """0 has ended and its page is held for its samples: 1's second page cannot move below it."""
+    case = Case([3, 2], [[1, 3, 3], [4, 4, 4]], MAX_SEQ_LEN, 3, 3, 99, separate_prefill=True)
+    run = Run(case)
+    run.step()
+    run.step()
+    assert [pages for _, _, pages, _ in run.trace[1]] == [[1], [2]]
+    assert sorted(run.to_the_end().finished) == expected(case)

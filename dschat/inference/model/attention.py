@@ -69,14 +69,15 @@ class Attention:
     slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
     _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     _dense: list[_Dense] = field(default_factory=list)
-    _later: list[Chunk] = field(default_factory=list)
+    _later: list[tuple[Chunk, Tensor]] = field(default_factory=list)  # with its pages, int64
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
         if self.decodes is not None and self._kernel_is_faster(self.decodes):
             self._kernel = self._prepared(self.decodes)
         fresh = [c for c in self.chunks if c.prefix == 0]
-        self._later = [c for c in self.chunks if c.prefix > 0]
+        # NOTE: one tensor for all layers; on CUDA, each is a copy that the host waits for.
+        self._later = [(c, self._pages(c)) for c in self.chunks if c.prefix > 0]
         group: list[Chunk] = []
         for chunk in fresh:  # longest first; one less than half as long starts another batch
             adjacent = not group or group[-1].start + group[-1].length == chunk.start
@@ -108,9 +109,9 @@ class Attention:
             end = dense.first + dense.num_tokens
             part = slice(dense.first, end)
             outputs.append(self._fresh(layer, dense, q_THD[part], k_TKD[part], v_TKD[part]))
-        for chunk in self._later:
+        for chunk, pages in self._later:
             part = slice(chunk.start, chunk.start + chunk.length)
-            outputs.append(self._continued(layer, chunk, q_THD[part], keys, values))
+            outputs.append(self._continued(layer, chunk, pages, q_THD[part], keys, values))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _store(self, rows: Tensor, heads_THD: Tensor, layout: HeadLayout) -> None:
@@ -232,12 +233,16 @@ class Attention:
         out = out.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
         return out if dense.packed is None else out.index_select(0, dense.packed)
 
+    def _pages(self, chunk: Chunk) -> Tensor:
+        """The pages of all keys that a chunk attends to."""
+        count = self.cache.pages_for(chunk.prefix + chunk.length)
+        return torch.tensor(chunk.pages[:count], device=self.slot_mapping.device)
+
     def _continued(
-        self, layer: int, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor
+        self, layer: int, chunk: Chunk, pages: Tensor, q: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attention of a later chunk of a prompt over the cache, which already holds the chunk."""
         total = chunk.prefix + chunk.length
-        pages = torch.tensor(chunk.pages[: self.cache.pages_for(total)], device=keys.device)
         k, v = (
             x.index_select(0, pages).flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
             for x in (keys, values)
@@ -248,7 +253,9 @@ class Attention:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """(rows, heads, tokens, D); ``bias`` None: causal."""
-        if k.shape[1] != q.shape[1]:
+        shared = k.shape[1] != q.shape[1]
+        in_place = shared and _reads_shared_heads(q, bias)
+        if shared and not in_place:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q,
@@ -257,6 +264,7 @@ class Attention:
             attn_mask=bias,
             is_causal=bias is None,
             scale=self.spec.attention_scale(layer),
+            enable_gqa=in_place,
         )
 
     def _prompt_bias(self, layer: int, q: Tensor, prefix: int, total: int) -> Tensor | None:
@@ -280,3 +288,11 @@ class Attention:
                 bias = bias + (self.slopes.view(-1, 1, 1) * distance).to(q.dtype)
             self._biases[key] = bias
         return self._biases[key]
+
+
+def _reads_shared_heads(q: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch has a kernel that reads a key head for several query heads in place.
+
+    Flash attention does, in 16 bits without a bias; the others would compute all scores at once.
+    """
+    return q.is_cuda and q.dtype != torch.float32 and bias is None

@@ -70,7 +70,7 @@ class BorrowedLinear:
 
 def _order_if_adjacent(parts: Mapping[str, BorrowedPart]) -> tuple[str, ...] | None:
     """The names in the order of memory, if weights and biases can be read as one; else None."""
-    order = tuple(sorted(parts, key=lambda name: parts[name].weight.data_ptr()))
+    order = tuple(sorted(parts, key=lambda name: parts[name].weight.storage_offset()))
     biases = [b for name in order if (b := parts[name].bias) is not None]
     fits = are_adjacent([parts[name].weight for name in order])
     return order if fits and (not biases or are_adjacent(biases)) else None
@@ -79,9 +79,9 @@ def _order_if_adjacent(parts: Mapping[str, BorrowedPart]) -> tuple[str, ...] | N
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
     """Whether one contiguous view covers ``tensors``, stacked along their first dimension."""
     first = tensors[0]
-    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, end = first.untyped_storage()._cdata, first.storage_offset()
     for t in tensors:
-        is_next = t.untyped_storage().data_ptr() == storage and t.storage_offset() == end
+        is_next = t.untyped_storage()._cdata == storage and t.storage_offset() == end
         is_alike = t.dtype == first.dtype and t.shape[1:] == first.shape[1:]
         if not (is_next and is_alike and t.is_contiguous()):
             return False

@@ -1,0 +1,161 @@
+"""CUDA captures: one stream and pool, nothing waits, and nothing is left of one that failed.
+
+The driver is a record of its calls, so no GPU is needed.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import empty_engine, engine
+
+from dschat.config import UserError
+from dschat.inference import SamplingParams
+from dschat.inference.cuda_graphs import CudaCapture, capture_for
+
+PROMPTS = [[5, 6, 7], [8] * 9]
+SAMPLING = SamplingParams(max_new_tokens=9, seed=4)
+
+
+class Driver:
+    """Stands for torch.cuda. ``invalidates``: captures end as one that CUDA has broken."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.streams, self.pools = [], 0, 0
+        self.capturing, self.invalidates, self.on_stream = None, False, "main"
+        driver = self
+
+        class Stream:
+            def __init__(self):
+                driver.streams += 1
+                self.name = f"side {driver.streams}"
+
+            def wait_stream(self, other):
+                driver.calls.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                assert driver.capturing is None
+                assert driver.on_stream != "main"
+                driver.capturing = self
+                driver.calls.append(f"begin {pool} {capture_error_mode}")
+
+            def capture_end(self):
+                if driver.capturing is not self:
+                    raise RuntimeError("no capture")
+                driver.capturing = None
+                driver.calls.append("end")
+                if driver.invalidates:
+                    raise RuntimeError("capture invalidated")
+
+            def replay(self):
+                driver.calls.append("replay")
+
+        main = Stream()
+        main.name, self.streams = "main", 0
+
+        @contextmanager
+        def stream(target):
+            before, driver.on_stream = driver.on_stream, target.name
+            try:
+                yield
+            finally:
+                driver.on_stream = before
+
+        def called(name):
+            return lambda *args: driver.calls.append(name)
+
+        def new_pool():
+            driver.pools += 1
+            return f"pool {driver.pools}"
+
+        for name, fake in {
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "current_stream": lambda: main,
+            "stream": stream,
+            "graph_pool_handle": new_pool,
+            "current_device": lambda: 0,
+            "synchronize": called("synchronize"),
+            "empty_cache": called("empty_cache"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, called(name))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return Driver(monkeypatch)
+
+
+def number_of_runs(capture, fails=()):
+    """Captures a step that raises in its runs of these numbers; returns how often it ran."""
+    runs = []
+
+    def step():
+        runs.append(len(runs))
+        if runs[-1] in fails:
+            raise RuntimeError("operation not permitted\nmore")
+        return torch.zeros(1)
+
+    capture(step)
+    return len(runs)
+
+
+def test_captures_share_stream_and_pool_and_wait_for_nothing(driver):
+    capture = CudaCapture(required=True)
+    assert number_of_runs(capture) == number_of_runs(capture) == 2  # the first one warms up
+    one = [
+        "side 1 waits for main",
+        "begin pool 1 thread_local",
+        "end",
+        "main waits for side 1",
+    ]
+    assert driver.calls == one + one
+
+
+@pytest.mark.parametrize("invalidates", [False, True])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_failed_capture_leaves_nothing_behind(driver, fails, invalidates):
+    capture = CudaCapture(required=False)
+    driver.invalidates = invalidates
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        number_of_runs(capture, fails={fails})
+    assert driver.capturing is None
+    assert driver.on_stream == "main"
+    assert driver.calls[-1] == "main waits for side 1"
+    assert ("end" in driver.calls) == (fails == 1)  # not the warm-up run
+    assert driver.calls.count("_cuda_endAllocateToPool") == driver.calls.count("end")
+    driver.invalidates = False
+    assert number_of_runs(capture) == 2
+    assert driver.streams == 1
+    # what may refer to the failed graph is not used again
+    assert f"begin pool {1 + fails} thread_local" in driver.calls[-3:]
+
+
+def test_a_capture_that_ends_broken_has_failed(driver):
+    driver.invalidates = True
+    with pytest.raises(RuntimeError, match="invalidated"):
+        number_of_runs(CudaCapture(required=False))
+    assert driver.capturing is None
+
+
+def test_graphs_that_were_demanded_fail_with_one_line(driver, module_of):
+    made = engine(module_of("llama"))
+    made._capture = CudaCapture(required=True)
+    driver.invalidates = True
+    with pytest.raises(UserError, match="cuda_graphs: a decode step cannot be captured: ") as error:
+        made.generate(PROMPTS, SAMPLING)
+    assert "\n" not in str(error.value)
+    made._capture = made._runner = None  # eager: the cache is as free as it was
+    expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
+    assert made.generate(PROMPTS, SAMPLING) == expected
+
+
+def test_who_gets_graphs(module_of):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert capture_for(cpu, None) is capture_for(cpu, False) is capture_for(cuda, False) is None
+    assert [capture_for(cuda, wanted)._required for wanted in (None, True)] == [False, True]
+    with pytest.raises(UserError, match="cuda_graphs needs a CUDA device; this one is a cpu"):
+        empty_engine(module_of("llama").config, cuda_graphs=True)

@@ -1,0 +1,221 @@
+"""The engine on a fake CUDA device: one device, no host reads in captured steps, few operators."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, WAITS, fake_cuda
+from families import CONFIGS
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+
+from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference.model import attention
+from dschat.inference.model.attention import Attention
+
+PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], list(range(2, 32)), [20, 21, 22]]
+SAMPLED = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
+WAYS = {
+    "eager": {"cuda_graphs": False},
+    "graph": {},
+    "pages": {"page_size": 16},
+    "borrowed": {"borrowed": "parts"},
+    "views": {"borrowed": "adjacent"},
+    "chunks": {"max_num_batched_tokens": 7, "page_size": 4},
+}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
+    """An engine on the fake device whose decode steps are captured by ``watch``.
+
+    ``borrowed``: the weights are read in place, each an allocation ("parts") or all "adjacent".
+    """
+    with _disable_current_modes(), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parameters = dict(module.named_parameters())
+    sizes = [p.numel() for p in parameters.values()]
+    if borrowed == "adjacent":
+        stored = torch.empty(sum(sizes), dtype=dtype, device=DEVICE).split(sizes)
+    else:
+        stored = [torch.empty(size, dtype=dtype, device=DEVICE) for size in sizes]
+    tensors = {
+        name: part.view(p.shape) for (name, p), part in zip(parameters.items(), stored, strict=True)
+    }
+    knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
+    made = InferenceEngine(config, dtype, DEVICE, **knobs)
+    if made._capture is not None:
+        made._capture = watch.capture
+    if borrowed:
+        made.weights.borrow(tensors)
+    else:
+        made.weights.load(tensors.items())
+    return made
+
+
+def decode_step(config, prompts=PROMPTS, sampling=SAMPLED, **knobs):
+    """What one token more costs: the `Counter` of its captured step, and of all around it."""
+    counts = []
+    with fake_cuda() as watch:
+        made = fake_engine(watch, config, **knobs)
+        for num_tokens in (5, 5, 6):  # the first one makes decoder and graphs
+            watch.counts.clear()
+            fewest = num_tokens if sampling.min_new_tokens else 0  # stops are forbidden to the end
+            lengths = {"max_new_tokens": num_tokens, "min_new_tokens": fewest}
+            made.generate(prompts, dataclasses.replace(sampling, **lengths))
+            counts.append(Counter(watch.counts))
+    counts[-1].subtract(counts[-2])
+    return [
+        Counter({name: n for (inside, name), n in counts[-1].items() if inside == captured and n})
+        for captured in (True, False)
+    ]
+
+
+def operators(counts):
+    return sum(counts.values()) - waits(counts)
+
+
+def waits(counts):
+    return sum(counts[name] for name in WAITS)
+
+
+# -- every family ----------------------------------------------------------------------------------
+
+QUICK = {("llama", way) for way in ("pages", "borrowed", "views", "chunks")} | {("bloom", "eager")}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) if (name, way) in QUICK else slow(name, way) for name in CONFIGS for way in WAYS],
+)
+def test_every_family_runs_on_one_device(name, way):
+    with fake_cuda() as watch:
+        made = fake_engine(watch, CONFIGS[name](), **WAYS[way])
+        rollout = made.generate(PROMPTS, SAMPLED)
+    assert [len(ids) for ids in rollout.token_ids] == [4] * 4
+    captured = Counter({name: n for (inside, name), n in watch.counts.items() if inside})
+    assert (operators(captured) > 0) == (way != "eager")
+    assert waits(captured) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({"top_p": 0.9, "n": 3}, 2),
+        slow({"temperature": 0.0}, 1),
+        slow({"top_k": 5}, 2),
+        slow({"min_p": 0.1, "temperature": 0.5}, 2),
+        slow({"min_new_tokens": 4, "stop_token_ids": (0,)}, 3),
+    ],
+    ids=str,
+)
+def test_no_sampling_waits_beside_its_draw(options, copies):
+    """The rest of a decode step: tokens and log-probs are read; the packed tokens, the random
+    numbers and the rows of forbidden stops are copied in.
+    """
+    config = CONFIGS["llama"]()
+    sampling = dataclasses.replace(SAMPLED, **options)
+    captured, around = decode_step(config, sampling=sampling, max_num_seqs=16)
+    assert waits(captured) == 0
+    assert around[READ] == 2
+    assert around[TO_DEVICE] <= copies
+    assert around[TO_HOST] == 0
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+# Operators of a layer, counted by hand: norms 2, products 4, the cache's write, attention, sums 2
+# and the activation; Llama's rotation (cat, mul, addcmul) and gate (mul) besides.
+OPT_LAYER, LLAMA_LAYER = 11, 15
+# Around the layers: embeddings, the mask (arange, lt, zeros, not, fill), positions, norm, head.
+AROUND = 12
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("opt", OPT_LAYER), ("llama", LLAMA_LAYER)])
+def test_a_layer_of_a_captured_step_keeps_its_budget(name, per_layer):
+    config = CONFIGS[name]()
+    captured, around = decode_step(config)
+    assert operators(captured) <= per_layer * config.num_hidden_layers + AROUND
+    assert operators(around) <= 32
+    assert (waits(captured), around[READ], around[TO_HOST]) == (0, 2, 0)
+    assert around[TO_DEVICE] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "per_layer"),
+    [
+        (
+            OPTConfig(
+                hidden_size=2048,
+                num_hidden_layers=24,
+                num_attention_heads=32,
+                ffn_dim=8192,
+                word_embed_proj_dim=2048,
+            ),
+            OPT_LAYER,
+        ),
+        (LlamaConfig(), LLAMA_LAYER),
+    ],
+    ids=["OPT-1.3B", "Llama-7B"],
+)
+def test_models_of_the_usual_sizes_keep_the_budget(config, per_layer):
+    captured, around = decode_step(config, [[5, 6, 7]] * 8, max_seq_len=512)
+    assert operators(captured) <= per_layer * config.num_hidden_layers + AROUND
+    assert operators(around) <= 32
+    assert waits(captured) == 0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_prefill_repeats_no_shared_heads(in_place, monkeypatch):
+    if not in_place:
+        monkeypatch.setattr(attention, "_reads_shared_heads", lambda q, bias: False)
+    with fake_cuda() as watch:
+        fake_engine(watch, CONFIGS["llama"]()).generate([[5] * 9, [6] * 9], SAMPLED)
+    assert ((False, "clone") in watch.counts) == (not in_place)
+
+
+# -- planted faults --------------------------------------------------------------------------------
+
+
+def faulty_captured_step(monkeypatch, fault):
+    decode = Attention._decode
+
+    def faulty(self, d, *args):
+        fault(d)
+        return decode(self, d, *args)
+
+    monkeypatch.setattr(Attention, "_decode", faulty)
+    return decode_step(CONFIGS["llama"]())[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (lambda d: d.lengths.max().item(), READ),
+        (lambda d: torch.tensor([1, 2], device=DEVICE), TO_DEVICE),
+        (lambda d: d.lengths.cpu(), TO_HOST),
+        slow(lambda d: d.lengths.tolist(), READ),
+        slow(lambda d: torch.zeros(2).to(DEVICE), TO_DEVICE),
+        slow(lambda d: d.lengths.copy_(torch.ones(d.count, dtype=torch.int64)), TO_DEVICE),
+    ],
+    ids=["item", "tensor", "cpu", "tolist", "to", "copy_"],
+)
+def test_a_planted_wait_is_counted_in_each_layer(fault, name, monkeypatch):
+    captured = faulty_captured_step(monkeypatch, fault)
+    assert captured[name] == waits(captured) == 2
+
+
+def test_a_planted_operator_breaks_the_budget(monkeypatch):
+    clean = decode_step(CONFIGS["llama"]())[0]
+    captured = faulty_captured_step(monkeypatch, lambda d: d.lengths + 1)
+    assert operators(captured) == operators(clean) + 2
+
+
+def test_a_planted_operand_on_the_host_is_refused(monkeypatch):
+    with pytest.raises(RuntimeError, match="device"):
+        faulty_captured_step(monkeypatch, lambda d: d.lengths + torch.ones(4))

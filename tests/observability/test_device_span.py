@@ -1,0 +1,72 @@
+"""Seconds of device work, with a clock in place of a CUDA device."""
+
+import time
+
+import pytest
+import torch
+
+from dschat.inference.scheduler import StepSchedule
+from dschat.inference.stats import GenerationStats
+from dschat.observability.device_span import DeviceSpan
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device whose work ends where ``gpu[0]``, ms, says; the host waits for it by setting it."""
+    now, reached = [0.0], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def query(self):
+            return reached[0] >= self.at
+
+        def synchronize(self):
+            reached[0] = max(reached[0], self.at)
+
+        def elapsed_time(self, other):
+            assert self.query()
+            assert other.query()
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return now, reached
+
+
+def test_on_a_cpu_a_span_is_the_hosts_seconds(monkeypatch):
+    clock = iter([1.0, 1.5, 3.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    span = DeviceSpan(torch.device("cpu"))
+    assert span.stop().seconds() == 0.5
+    assert span.is_over
+    assert span.stop().seconds() == 2.0
+
+
+def test_on_cuda_a_span_is_the_devices_seconds(gpu):
+    now, reached = gpu
+    span = DeviceSpan(torch.device("cuda"))
+    now[0] = 250.0
+    span.stop()
+    now[0] = 999.0
+    assert not span.is_over
+    assert span.seconds() == 0.25
+    assert span.is_over
+    assert reached[0] == 250.0  # not what was queued later
+
+
+def test_steps_are_counted_where_they_ran_without_waiting(gpu):
+    now, reached = gpu
+    stats, decode = GenerationStats(), StepSchedule([], [])
+    prefill = StepSchedule([], [(None, 7)])
+    for schedule, ms in ((prefill, 400.0), (decode, 30.0), (decode, 20.0)):
+        span = DeviceSpan(torch.device("cuda"))
+        now[0] += ms
+        stats.count(schedule, 1, span.stop())
+        reached[0] = now[0] - ms  # the device is a step behind
+    assert (stats.prefill_s, stats.decode_s) == (0.4, 0.0)
+    stats.finish()
+    assert (stats.prefill_s, stats.decode_s) == (0.4, pytest.approx(0.05))
