@@ -46,7 +46,7 @@ def table(folder):
 @pytest.fixture(scope="module")
 def outcomes(folder, table, request):
     """Name -> outcome of the command, for all names that are parameters of tests."""
-    items = [item for item in request.session.items if "outcomes" in item.fixturenames]
+    items = [item for item in request.session.items if item.module is request.module]
     wanted = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     if any(item.originalname == "test_a_separate_process_gives_the_same_error" for item in items):
         wanted.update(PLAIN)

@@ -33,7 +33,8 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        self.counts["product"] += name in ("linear", "addmm", "mm", "_mkl_linear")
+        # NOTE: ZeRO-3 replaces torch's linear by addmm and matmul in the whole process.
+        self.counts["product"] += name in ("linear", "addmm", "mm", "matmul", "_mkl_linear")
         self.counts["cat"] += name == "cat"
         return func(*args, **(kwargs or {}))
 
