@@ -1,8 +1,12 @@
 """Draws the next token of each sequence in a step.
 
 Adds to `dschat.inference.sampling` what depends on sequences: their random numbers, the minimum
-answer length, and the same tokens on all ranks of a tensor-parallel group.
+answer length, and the same tokens on all ranks of a tensor-parallel group. `Sampler` takes them
+from the host's sequences, `StepSampling` from tensors, for a captured step.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +14,7 @@ from torch import Tensor
 from dschat.distributed import Group
 from dschat.inference.kernels import cpu
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sampling import sample, uniforms
+from dschat.inference.sampling import SamplingNumbers, sample, uniforms
 from dschat.inference.scheduler import Sequence
 
 _AHEAD = 128  # positions per batch of random numbers
@@ -33,16 +37,16 @@ class Sampler:
         device: torch.device,
         group: Group,
     ) -> None:
-        self._sampling, self._device, self._group = sampling, device, group
-        self._num_tokens = num_tokens
-        known = [t for t in sorted(stops) if 0 <= t < num_tokens]
-        self._stops = torch.tensor(known, dtype=torch.int64, device=device)
+        self.sampling, self._device, self._group = sampling, device, group
+        self.num_tokens = num_tokens
+        self.stops = [t for t in sorted(stops) if 0 <= t < num_tokens]  # that can be drawn
+        self._stops = torch.tensor(self.stops, dtype=torch.int64, device=device)
 
     def draw(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
         """Collective in the group. A token and its log-prob for each sequence, from its row of
         ``logits`` (R, V).
         """
-        sampling, uniform, forbidden = self._sampling, None, None
+        sampling, uniform, forbidden = self.sampling, None, None
         if sampling.temperature > 0:
             _refill_uniforms([s for s in sequences if not s.uniforms], sampling)
             numbers = [s.uniforms.pop() for s in sequences]
@@ -53,16 +57,16 @@ class Sampler:
                 forbidden = (torch.tensor(too_short, device=self._device), self._stops)
         kernels = cpu.load() if self._kernel_applies(logits, forbidden) else None
         if kernels is not None and uniform is not None:
-            tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self._num_tokens)
+            tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self.num_tokens)
         else:
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self.num_tokens)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         tokens = self._group.broadcast(tokens)
         return tokens.tolist(), logprobs.tolist()
 
     def _kernel_applies(self, logits: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> bool:
         """Whether the CPU kernel can draw: from the whole distribution, without truncation."""
-        s = self._sampling
+        s = self.sampling
         return (
             s.temperature > 0
             and forbidden is None
@@ -87,3 +91,73 @@ def _refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> Non
     drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)
     for sequence, numbers in zip(sequences, drawn.tolist(), strict=True):
         sequence.uniforms = numbers
+
+
+class SamplingKind(NamedTuple):
+    """What a captured step knows of a sampling: which operations it takes."""
+
+    params: SamplingParams  # NOTE: the numbers only say what applies; top_k alone is the real one
+    num_stops: int  # size of the buffer of stop ids; 0: there are none
+    forbids: bool  # whether young answers draw no stop id
+
+
+class StepSampling:
+    """Numbers, seed and stop ids of a sampling, at fixed addresses on ``device``."""
+
+    @torch.inference_mode(False)
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.ones(3, dtype=torch.float64, device=device)
+        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stops: dict[int, Tensor] = {}  # by size
+
+    @torch.inference_mode(False)
+    def load(
+        self,
+        sampling: SamplingParams,
+        stops: list[int],
+        put: Callable[[Callable[[], object]], None],
+    ) -> SamplingKind:
+        """``stops``: ids below the vocabulary size. ``put`` queues the copies to the device."""
+        s = sampling
+        values = torch.tensor([s.logprob_temperature, s.top_p, s.min_p], dtype=torch.float64)
+        seed = torch.tensor([s.seed])
+        put(lambda: self._numbers.copy_(values))
+        put(lambda: self._seed.copy_(seed))
+        num_stops = 0
+        if stops:
+            num_stops = max(16, 1 << (len(stops) - 1).bit_length())
+            # A repeated id changes nothing.
+            ids = torch.tensor(stops + stops[:1] * (num_stops - len(stops)))
+            if num_stops not in self._stops:
+                self._stops[num_stops] = torch.zeros_like(ids, device=self._seed.device)
+            buffer = self._stops[num_stops]
+            put(lambda: buffer.copy_(ids))
+        applies = SamplingParams(
+            temperature=s.temperature if s.temperature in (0, 1) else 0.5,
+            top_p=0.5 if s.top_p < 1 else 1.0,
+            top_k=s.top_k,
+            min_p=0.5 if s.min_p > 0 else 0.0,
+        )
+        return SamplingKind(applies, num_stops, bool(stops) and s.min_new_tokens > 0)
+
+    def draw(
+        self,
+        logits: Tensor,
+        kind: SamplingKind,
+        key: tuple[Tensor, Tensor, Tensor],
+        too_short: Tensor,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        """A token and its log-prob for each row of ``logits`` (R, V).
+
+        ``key``: prompt, sample and position in the answer, (R,) int64 each. ``too_short`` (R,)
+        bool: answers that may not end yet.
+        """
+        uniform = uniforms(self._seed, *key) if kind.params.temperature > 0 else None
+        forbidden = (too_short, self._stops[kind.num_stops]) if kind.forbids else None
+        numbers = SamplingNumbers(*self._numbers.unbind())
+        return sample(logits, kind.params, uniform, forbidden, num_tokens, numbers)
+
+    def is_stop(self, tokens: Tensor, kind: SamplingKind) -> Tensor:
+        """Whether each of ``tokens`` (R,) ends its answer; (R,) bool."""
+        return (tokens.unsqueeze(1) == self._stops[kind.num_stops]).any(1)

@@ -8,6 +8,8 @@ NOTE: on CUDA nothing here may synchronise with the device (no ``item``, no bool
 only branch on data, in `_top_p`, is on CPU.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,14 @@ _ONE_LEVEL = 4096  # below this vocabulary size, one cumulative sum is faster th
 _NUCLEUS_SIZES = (128, 4096)
 
 
+class SamplingNumbers(NamedTuple):
+    """The numbers of `SamplingParams` that a captured step reads from memory, () float64 each."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 def _logical_shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -37,13 +47,15 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _logical_shift(x, 31)
 
 
-def uniforms(seed: int, prompt_index: Tensor, sample_index: Tensor, position: Tensor) -> Tensor:
+def uniforms(
+    seed: int | Tensor, prompt_index: Tensor, sample_index: Tensor, position: Tensor
+) -> Tensor:
     """One number in [0, 1) per element: a hash of (seed, prompt, sample, position) only.
 
-    The three tensors are int64 with shapes that broadcast, such as (S, 1), (S, 1) and (1, A).
-    Returns float64 of the broadcast shape.
+    The three tensors are int64 with shapes that broadcast, such as (S, 1), (S, 1) and (1, A); so is
+    ``seed`` unless it is a number. Returns float64 of the broadcast shape.
     """
-    state = torch.full_like(prompt_index, seed)
+    state = seed if isinstance(seed, Tensor) else torch.full_like(prompt_index, seed)
     for counter in (prompt_index, sample_index, position):
         state = _mix(state + _GAMMA) + counter * _GAMMA
     return _logical_shift(_mix(state + _GAMMA), 11).double() * 2.0**-53
@@ -100,7 +112,9 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     return _draw(probs, _coarse_cdf(probs), uniform).squeeze(-1)
 
 
-def _cut(ordered: Tensor, share: float, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _cut(
+    ordered: Tensor, share: float | Tensor, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Zero the tokens after the one at which the sum of ``ordered`` (R, K), descending, reaches
     ``share`` of ``total`` (R, 1) float64 (default: of its own sum). Also returns whether each row
     reaches it, (R,) bool.
@@ -112,7 +126,7 @@ def _cut(ordered: Tensor, share: float, total: Tensor | None = None) -> tuple[Te
     return ordered.masked_fill(beyond, 0.0), last.squeeze(-1) < size
 
 
-def _top_p(probs: Tensor, top_p: float) -> Tensor:
+def _top_p(probs: Tensor, top_p: float | Tensor) -> Tensor:
     """``probs`` (R, V) with zeros outside each row's nucleus.
 
     On CPU, rows with a small nucleus (nearly all of a trained model's) skip the full sort.
@@ -121,7 +135,8 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
     nucleus = torch.zeros_like(probs, memory_format=torch.contiguous_format)
     total = _coarse_cdf(probs.contiguous())[:, -1:]
     starts = torch.arange(num_rows, device=probs.device).unsqueeze(-1) * num_tokens
-    sizes = () if probs.is_cuda else tuple(k for k in _NUCLEUS_SIZES if k < num_tokens)
+    branches = not (probs.is_cuda or isinstance(top_p, Tensor))  # a captured step must not
+    sizes = tuple(k for k in _NUCLEUS_SIZES if k < num_tokens) if branches else ()
     for size in (*sizes, num_tokens):
         if size < num_tokens:
             ordered, ids = probs.topk(size, dim=-1)
@@ -137,7 +152,9 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
     return nucleus
 
 
-def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
+def truncate(
+    probs: Tensor, params: SamplingParams, numbers: SamplingNumbers | None = None
+) -> Tensor:
     """Zero what top-k, top-p and min-p exclude; ``probs`` (R, V) fp32, not necessarily normalised.
 
     Order: top-k, then top-p on the renormalised rest, then min-p relative to the likeliest token.
@@ -145,16 +162,17 @@ def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
     always stays. Ties at the threshold are broken deterministically, so the number of tokens kept
     is as defined. Returns a new tensor (R, V).
     """
+    values = numbers or params
     num_tokens = probs.shape[-1]
     if 0 < params.top_k < num_tokens:
         ordered, ids = probs.topk(params.top_k, dim=-1)
         if params.top_p < 1:
-            ordered, _ = _cut(ordered, params.top_p)
+            ordered, _ = _cut(ordered, values.top_p)
         probs = torch.zeros_like(probs).scatter_(-1, ids, ordered)
     elif params.top_p < 1:
-        probs = _top_p(probs, params.top_p)
+        probs = _top_p(probs, values.top_p)
     if params.min_p > 0:
-        least = params.min_p * probs.amax(-1, keepdim=True)
+        least = values.min_p * probs.amax(-1, keepdim=True)
         probs = torch.where(probs < least, 0.0, probs)
     return probs
 
@@ -179,6 +197,7 @@ def sample(
     uniform: Tensor | None,
     forbidden: tuple[Tensor, Tensor] | None = None,
     num_tokens: int | None = None,
+    numbers: SamplingNumbers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` (R, V), of any floating dtype, without changing them.
 
@@ -188,19 +207,21 @@ def sample(
             have probability zero in these rows; every row must keep a token.
         num_tokens: ids from this one on are never drawn (a head may have more rows than its
             tokenizer has tokens).
+        numbers: used instead of those of ``params``, which then only says which of them apply.
 
     Returns:
         ids (R,) int64 and log-probs (R,) fp32: the log-softmax of the raw logits / T, before
         truncation and forbidden ids (T = 1 when greedy).
     """
-    temperature = params.logprob_temperature
+    tempered = params.logprob_temperature != 1
+    temperature = numbers.temperature if numbers else params.logprob_temperature
     logits = logits.float()
     allowed = logits if forbidden is None else _without(logits, *forbidden)
     padding = logits[:, num_tokens:] if num_tokens else logits[:, :0]
     allowed = allowed[:, : allowed.shape[1] - padding.shape[1]]
     best = allowed.amax(-1, keepdim=True)
     weights = torch.sub(allowed, best).contiguous()
-    if temperature != 1:
+    if tempered:
         weights.div_(temperature)
     cdf = _coarse_cdf(weights.exp_())
     if params.temperature == 0:
@@ -208,7 +229,7 @@ def sample(
     else:
         assert uniform is not None, "drawing needs random numbers"
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            ids = inverse_cdf(truncate(weights, params), uniform).unsqueeze(-1)
+            ids = inverse_cdf(truncate(weights, params, numbers), uniform).unsqueeze(-1)
         else:
             ids = _draw(weights, cdf, uniform)
 
