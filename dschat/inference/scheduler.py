@@ -74,7 +74,9 @@ class Scheduler:
     """Runs up to ``max_num_seqs`` sequences, with up to ``max_num_batched_tokens`` tokens a step.
 
     ``separate_prefill``: no sequence decodes in a step with prompt chunks, and prompts are admitted
-    in groups, so that most steps are decode steps that a graph can replay.
+    in groups, so that most steps are decode steps that a graph can replay. Between two calls of
+    `schedule` the caller may then run any number of decode steps (`extend`) and append their tokens
+    later; it has appended them all when it calls `schedule` again.
 
     Statistics: ``preemptions``, ``peak_pages``.
     """
@@ -115,23 +117,54 @@ class Scheduler:
                 self._grow(sequence)
         self._admit()
         self._compact()
-        used = self._cache.num_pages - self._cache.num_free
-        self.peak_pages = max(self.peak_pages, used)
-        decodes = [s for s in self._running if len(s) - s.computed == 1]
+        self._count_pages()
+        decodes = [s for s in self._running if self._decodes(s)]
         if self._separate_prefill and len(decodes) < len(self._running):
             decodes = []
         decodes.sort(key=lambda s: s.pages[0])
         budget = max(1, self._max_num_batched_tokens - len(decodes))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in self._running:
-            rest = len(sequence) - sequence.computed
-            if rest > 1 and budget > 0:
-                chunks.append((sequence, min(rest, budget)))
+            if budget > 0 and not self._decodes(sequence):
+                chunks.append((sequence, min(len(sequence) - sequence.computed, budget)))
                 budget -= chunks[-1][1]
         assert decodes or chunks, "nothing can run: the cache is too small for any sequence"
         # Whole prompts first, longest first: they attend as one padded batch.
         chunks.sort(key=lambda item: (item[0].computed > 0, -item[1]))
         return StepSchedule(decodes, chunks)
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is a row of the next step's decodes."""
+        rest = len(sequence) - sequence.computed
+        if not self._separate_prefill:
+            return rest == 1
+        # NOTE: tokens of steps that have run may not be in the answer yet. A first token is drawn
+        # for all samples of a prompt, which decode steps on the device do not.
+        return rest <= 1 and bool(sequence.answer)
+
+    def _cost(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that leave fewer for prompts in a step."""
+        if self._separate_prefill and self._decodes(sequence):
+            return 0
+        return len(sequence) - sequence.computed
+
+    def _count_pages(self) -> None:
+        used = self._cache.num_pages - self._cache.num_free
+        self.peak_pages = max(self.peak_pages, used)
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Allocate the page of a decode's next token. False: `schedule` must make room first."""
+        if sequence.computed == self._cache.page_size * len(sequence.pages):
+            if not self._cache.num_free:
+                return False
+            sequence.pages += self._cache.allocate(1)
+            self._count_pages()
+        return True
+
+    @property
+    def would_admit(self) -> bool:
+        """Whether `schedule` would admit a sequence; only with separate prefill."""
+        return self._fits_next() and (_shares(self._waiting[0]) or self._worth_a_prefill())
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate pages for all tokens of a running sequence, preempting the newest if needed."""
@@ -166,35 +199,36 @@ class Scheduler:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        budget = self._max_num_batched_tokens - sum(len(s) - s.computed for s in self._running)
+        budget = self._max_num_batched_tokens - sum(map(self._cost, self._running))
         may_prefill = not self._separate_prefill or self._worth_a_prefill()
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
-            sequence = self._waiting[0]
-            shares = sequence.forked and bool(sequence.prompt.pages)
-            if not shares and not may_prefill:
+            if not _shares(self._waiting[0]) and not may_prefill:
                 return
-            needed = self._pages_to_admit(sequence, shares)
-            # Spare pages for growth, else the new sequence could be preempted at once.
-            spare = (
-                -(-len(self._running) // 16) if self._cache.num_pages > self._max_num_seqs else 0
-            )
-            if needed + spare > self._cache.num_free:
+            if not self._fits_next():
                 # NOTE: if no sequence runs, only the held pages can be freed.
                 if not self._running and self._release_held():
                     continue
                 return
-            self._waiting.popleft()
-            if shares:
+            sequence = self._waiting.popleft()
+            if _shares(sequence):
                 self._fork(sequence)
             else:
-                sequence.pages = self._cache.allocate(needed)
+                sequence.pages = self._cache.allocate(self._pages_to_admit(sequence))
             self._leave_group(sequence)
             self._running.append(sequence)
-            budget -= len(sequence) - sequence.computed
+            budget -= self._cost(sequence)
+
+    def _fits_next(self) -> bool:
+        """Whether a slot and pages are free for the first sequence in the queue."""
+        if not self._waiting or len(self._running) == self._max_num_seqs:
+            return False
+        # Spare pages for growth, else the new sequence could be preempted at once.
+        spare = -(-len(self._running) // 16) if self._cache.num_pages > self._max_num_seqs else 0
+        return self._pages_to_admit(self._waiting[0]) + spare <= self._cache.num_free
 
     def _worth_a_prefill(self) -> bool:
         """Whether to hold up the decoding sequences for the prompts that have room now."""
-        if any(len(s) - s.computed > 1 for s in self._running):
+        if not all(map(self._decodes, self._running)):
             return True  # they are held up already
         free, count = self._cache.num_free, 0
         for sequence in islice(self._waiting, self._max_num_seqs - len(self._running)):
@@ -202,9 +236,9 @@ class Scheduler:
             count += free >= 0
         return count >= min(_GROUP * (len(self._running) + count), len(self._waiting))
 
-    def _pages_to_admit(self, sequence: Sequence, shares: bool) -> int:
+    def _pages_to_admit(self, sequence: Sequence) -> int:
         needed = self._cache.pages_for(len(sequence))
-        if not shares:
+        if not _shares(sequence):
             return needed
         return needed - len(sequence.prompt.pages) + self._must_copy(sequence.prompt)
 
@@ -241,17 +275,13 @@ class Scheduler:
     def _compact(self) -> None:
         """If a page holds a whole sequence, move the used pages to the front of the cache.
 
-        A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap,
-        except with separate prefill, where it may come many steps later.
+        A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap.
         """
-        waits = bool(self._waiting) and not self._separate_prefill
-        if waits or any(len(s.pages) != 1 for s in self._running):
+        if self._waiting or any(len(s.pages) != 1 for s in self._running):
             return
         for sequence in self._running:
             page = sequence.pages[0]
-            if page < len(self._running) or self._cache.num_users(page) > 1:
-                continue
-            if self._cache.first_free < page:  # else pages of samples that wait are in between
+            if page >= len(self._running) and self._cache.num_users(page) == 1:
                 sequence.pages = [self._cache.swap_out(page, sequence.computed)]
 
     # -- results of a step -------------------------------------------------------------------------
@@ -297,3 +327,8 @@ class Scheduler:
             pass
         self._running.clear()
         self._waiting.clear()
+
+
+def _shares(sequence: Sequence) -> bool:
+    """Whether a waiting sequence will share its prompt's pages."""
+    return sequence.forked and bool(sequence.prompt.pages)

@@ -295,16 +295,3 @@ def test_separate_prompts_are_admitted_in_groups():
     assert sum(groups) == 32
     assert groups[0] == 16
     assert min(groups[1:]) >= 2
-    decoding = [step for step in run.trace if step[0][3] == 1]
-    in_order = [[pages for _, _, pages, _ in step] for step in decoding]
-    assert in_order == [[[b] for b in range(len(step))] for step in decoding]
-
-
-def test_separate_prompts_leave_held_pages_in_place():
-    """0 has ended and its page is held for its samples: 1's second page cannot move below it."""
-    case = Case([3, 2], [[1, 3, 3], [4, 4, 4]], MAX_SEQ_LEN, 3, 3, 99, separate_prefill=True)
-    run = Run(case)
-    run.step()
-    run.step()
-    assert [pages for _, _, pages, _ in run.trace[1]] == [[1], [2]]
-    assert sorted(run.to_the_end().finished) == expected(case)

@@ -48,11 +48,6 @@ class KVCache:
         return len(self._free)
 
     @property
-    def first_free(self) -> int:
-        """The lowest free page; ``num_pages`` if none is free."""
-        return self._free[0] if self._free else self.num_pages
-
-    @property
     def nbytes(self) -> int:
         return self.pairs.nbytes
 
