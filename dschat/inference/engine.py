@@ -17,6 +17,7 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
+from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.kernels import fused_decode
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
@@ -36,7 +37,6 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
-from dschat.observability.device_span import DeviceSpan
 from dschat.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -310,9 +310,7 @@ class InferenceEngine:
                 )
         return None
 
-    def _steps(
-        self, queue: list[Prompt], sampling: SamplingParams
-    ) -> Iterator[tuple[Sequence, int, bool]]:
+    def _steps(self, queue: list[Prompt], sampling: SamplingParams) -> Iterator[Event]:
         """Yields (sequence, token id, whether it is the last one) for every token drawn."""
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
         stats.num_pages = self.cache.num_pages if queue else 0
@@ -323,21 +321,7 @@ class InferenceEngine:
         limits = self.max_num_seqs, self.max_num_batched_tokens
         scheduler = Scheduler(self.cache, *limits, self._separate_prefill)
         scheduler.add(queue)
-        try:
-            while scheduler.has_work:
-                span = DeviceSpan(self.device)
-                schedule = scheduler.schedule()
-                ready, logits = schedule.ready, runner.logits(schedule)
-                scheduler.computed(schedule)
-                rows = [scheduler.spawn(s) for s in ready]
-                tokens, logprobs = _draw(sampler, rows, logits)
-                stats.count(schedule, len(tokens), span.stop())
-                events = _advance(scheduler, rows, tokens, logprobs, stops)
-                stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
-                yield from events
-        finally:
-            scheduler.clear()
-            stats.finish()
+        yield from EagerLoop(runner, scheduler, sampler, stats, stops).run()
 
     def _step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release."""
@@ -348,49 +332,6 @@ class InferenceEngine:
                 self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._capture
             )
         return self._runner
-
-
-def _draw(
-    sampler: Sampler, rows: list[list[Sequence]], logits: Tensor
-) -> tuple[list[int], list[float]]:
-    """Draw one token per sequence. ``rows[r]``: sequences that share row r of the logits."""
-    sequences = [s for row in rows for s in row]
-    if not sequences:
-        return [], []
-    if len(sequences) > len(rows):
-        repeats = torch.tensor([len(row) for row in rows], device=logits.device)
-        # NOTE: without its size, the host would wait for the device to learn it.
-        logits = logits.repeat_interleave(repeats, dim=0, output_size=len(sequences))
-    return sampler.draw(logits, sequences)
-
-
-def _advance(
-    scheduler: Scheduler,
-    rows: list[list[Sequence]],
-    tokens: list[int],
-    logprobs: list[float],
-    stops: frozenset[int],
-) -> list[tuple[Sequence, int, bool]]:
-    """Append the drawn tokens; finish sequences, and queue the other samples of new prompts."""
-    drawn = iter(zip(tokens, logprobs, strict=True))
-    events = []
-    for row in rows:
-        unfinished = []
-        for sequence in row:
-            token, logprob = next(drawn)
-            sequence.answer.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.stopped = token in stops
-            is_last = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
-            events.append((sequence, token, is_last))
-            if not is_last:
-                unfinished.append(sequence)
-        first = row[0]
-        if len(row) > 1:
-            scheduler.queue_samples(first, [s for s in unfinished if s is not first])
-        if first not in unfinished:
-            scheduler.finish(first)
-    return events
 
 
 def _device(name: str) -> torch.device:

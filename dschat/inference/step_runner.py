@@ -35,7 +35,7 @@ class StepRunner:
         capture: Capture | None,
     ) -> None:
         self._decoder, self._cache = decoder, cache
-        self._device = decoder.weights.device
+        self.device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
@@ -65,7 +65,7 @@ class StepRunner:
             logits = self._replay(graphs, schedule.decodes, packed)
             if logits is not None:
                 return logits
-        tokens_T, positions_T, slots_T = packed.to(self._device).unbind()
+        tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
         decodes = self._decodes(schedule.decodes, positions_T) if schedule.decodes else None
         if decodes is not None and not chunks and self._decoder.weights.has_panels:
             logits = self._fused_step().logits(tokens_T, positions_T, slots_T, decodes)
@@ -82,7 +82,7 @@ class StepRunner:
         hidden = self._decoder.hidden(tokens_T, positions_T, attention)
         if chunks:
             rows = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
-            hidden = hidden.index_select(0, rows.to(self._device))
+            hidden = hidden.index_select(0, rows.to(self.device))
         return self._decoder.logits(hidden)
 
     def _fused_step(self) -> FusedDecode:
@@ -124,7 +124,7 @@ class StepRunner:
         if size < longest or not _in_order(pages):
             width = -(-longest // size)
             rows = [(p + [p[0]] * width)[:width] for p in pages]
-            table = torch.tensor(rows, device=self._device)
+            table = torch.tensor(rows, device=self.device)
             if size < longest:
                 ragged = ragged or width * size > longest
         return Decodes(count, positions[:count] + 1, longest, table, ragged)
