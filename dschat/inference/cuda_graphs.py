@@ -1,31 +1,32 @@
-"""Captures decode steps as CUDA graphs and replays them, one per bucket of batch size and length.
+"""Captures decode steps as CUDA graphs, one per bucket of batch size and kind of sampling.
 
-Inputs are copied into static tensors. A batch is padded to its bucket with rows that write to the
-cache's trash page, and attention reads the bucket's length instead of `max_seq_len`. Weights are
-refreshed in place, so a graph outlives optimizer steps; it is captured again only when weights or
-cache are reallocated.
+A step computes a token of every row of a `DecodeState`, draws the next one and advances the rows. A
+batch is padded to its bucket with dead rows, which write to the cache's trash page; lengths are
+data. Weights are refreshed in place, so a graph outlives optimizer steps; it is captured again only
+when weights or cache are reallocated.
 """
 
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
+from dschat.inference.decode_state import DecodeState, DeviceQueue
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.sampler import SamplingKind
 
 logger = logging.getLogger("dschat")
 
-Step = Callable[[], Tensor]
-Capture = Callable[[Step], Step]  # -> replay: runs the step on the current content of its inputs
+Step = Callable[[], object]
+Capture = Callable[[Step], Step]  # -> replay: runs the step on the present content of the state
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_SHORTEST = 128  # tokens: length buckets are this, and multiples that grow by about a third
 
 
 def batch_bucket(count: int, largest: int) -> int:
@@ -33,21 +34,12 @@ def batch_bucket(count: int, largest: int) -> int:
     return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
 
 
-def length_bucket(length: int, largest: int) -> int:
-    """Number of keys that attention reads for lengths up to ``length``; at most ``largest``."""
-    bucket = _SHORTEST
-    while bucket < length:
-        bucket += max(_SHORTEST, bucket // 3 // _SHORTEST * _SHORTEST)
-    return min(bucket, max(largest, length))
-
-
 class CudaCapture:
     """Records steps as CUDA graphs, all of them on one stream and in one memory pool.
 
-    The result of a replay is valid until any of the graphs is replayed again. Unlike
-    `torch.cuda.graph`, this neither waits for the device nor empties torch's memory cache, which
-    training would have to fill again. ``required``: a failure is a `UserError`, which nothing
-    catches; else a RuntimeError, and `DecodeGraphs` decodes eagerly.
+    Unlike `torch.cuda.graph`, this neither waits for the device nor empties torch's memory cache,
+    which training would have to fill again. ``required``: a failure is a `UserError`, which nothing
+    catches; else a RuntimeError, and `DecodeGraphs` runs the steps as they are.
     """
 
     def __init__(self, required: bool) -> None:
@@ -66,7 +58,7 @@ class CudaCapture:
         try:
             with torch.cuda.stream(self._stream):
                 step()
-                graph, result = self._record(step)
+                return self._record(step).replay
         except RuntimeError as error:
             if not self._required:
                 raise
@@ -77,25 +69,19 @@ class CudaCapture:
         finally:
             current.wait_stream(self._stream)
 
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    def _record(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, step: Step) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # NOTE: in the default mode, any CUDA call of another thread would break the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            result = step()
+            step()
             graph.capture_end()
         except BaseException:
             self._abandon(graph, self._pool)
             self._pool = None
             raise
-        return graph, result
+        return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Leave stream and allocator as they are without a capture."""
@@ -124,11 +110,13 @@ def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
 
 
 class DecodeGraphs:
-    """Captured decode steps of ``decoder`` over ``cache``.
+    """Captured decode steps of ``decoder`` over ``cache``, and the state that they advance.
 
     Args:
         max_num_seqs, max_seq_len: the largest batch and length.
+        num_tokens: ids from this one on are never drawn.
         capture: records a step.
+        queue: where the state's work is queued; default: the current stream.
     """
 
     def __init__(
@@ -137,83 +125,70 @@ class DecodeGraphs:
         cache: KVCache,
         max_num_seqs: int,
         max_seq_len: int,
+        num_tokens: int,
         capture: Capture,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
-        self._max_num_seqs = min(max_num_seqs, cache.num_pages)
-        self._max_seq_len = max_seq_len
-        self._graphs: dict[tuple[int, int, bool], Step] = {}
+        self._num_tokens = num_tokens
         self._version = decoder.weights.version
-        device = decoder.weights.device
-        columns = cache.pages_for(length_bucket(max_seq_len, max_seq_len))
-        # NOTE: tensors created in inference mode could not be written outside it.
-        with torch.inference_mode(False):
-            self._packed = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
-            self._table = torch.full((max_num_seqs, columns), cache.trash_page, device=device)
+        num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
+        sizes = num_rows, num_pages, cache.page_size, cache.trash_page
+        self.state = DecodeState(*sizes, decoder.weights.device, queue)
+        self._graphs: dict[tuple[int, SamplingKind], Step] = {}
         self.failed = False
-        self.num_captured = 0
+
+    @property
+    def num_captured(self) -> int:
+        return 0 if self.failed else len(self._graphs)
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
         """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
         same = decoder is self._decoder and cache is self._cache
         return same and self._version == decoder.weights.version
 
+    def size_for(self, count: int) -> int:
+        """Rows of the step that ``count`` sequences take."""
+        return batch_bucket(count, self.state.num_rows)
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def logits(
-        self, packed: Tensor, longest: int, pages: list[list[int]], in_order: bool
-    ) -> Tensor | None:
-        """Logits (B, V) of one decode step; None if the capture failed and the caller must decode
-        eagerly.
+    def step(self, size: int, kind: SamplingKind) -> Step:
+        """Replays the step of the first ``size`` rows, which is captured on first use; all rows are
+        dead after that.
 
-        ``packed`` (3, B) int64 on the CPU: tokens, positions, slot_mapping. ``longest``: keys of
-        the longest sequence. ``in_order``: sequence b is in page b, whole. The logits are valid
-        until the next call.
+        Collective in the tensor-parallel group, as is each replay. After a failed capture, steps
+        run as they are, launch by launch.
 
         Raises:
             UserError: the capture failed and `CudaCapture` requires it.
         """
-        count = packed.shape[1]
-        size = batch_bucket(count, self._max_num_seqs)
-        length = length_bucket(longest, self._max_seq_len)
-        self._fill(packed, size)
-        if not in_order:
-            self._fill_table(pages, size, self._cache.pages_for(length))
-        key = (size, length, in_order)
-        if key not in self._graphs and not self._record(key):
-            return None
-        return self._graphs[key]()[:count]
+        key = size, kind
+        if key not in self._graphs:
+            step = partial(self._run, size, kind)
+            self._graphs[key] = step if self.failed else self._recorded(step)
+        return self._graphs[key]
 
-    def _fill(self, packed: Tensor, size: int) -> None:
-        count = packed.shape[1]
-        if count < size:
-            padding = torch.zeros(3, size - count, dtype=torch.int64)
-            padding[2] = self._cache.trash_page * self._cache.page_size
-            packed = torch.cat([packed, padding], dim=1)
-        self._packed[:, :size].copy_(packed)
+    def _recorded(self, step: Step) -> Step:
+        with self.state.asleep():
+            try:
+                return self._capture(step)
+            except RuntimeError as error:
+                self.failed = True
+                message = "CUDA graph capture failed, decoding eagerly: %s"
+                logger.warning(message, first_line(error))
+                return step
 
-    def _fill_table(self, pages: list[list[int]], size: int, columns: int) -> None:
-        trash = [self._cache.trash_page] * columns
-        rows = [(p + trash)[:columns] for p in pages] + [trash] * (size - len(pages))
-        self._table[:size, :columns].copy_(torch.tensor(rows))
-
-    def _record(self, key: tuple[int, int, bool]) -> bool:
-        size, length, in_order = key
-        columns = self._cache.pages_for(length)
-        tokens, positions, slot_mapping = (row[:size] for row in self._packed)
-        table = None if in_order else self._table[:size, :columns]
-
-        def step() -> Tensor:
-            decodes = Decodes(size, positions + 1, length, table, ragged=True)
-            decoder, cache = self._decoder, self._cache
-            attention = Attention(decoder.spec, cache, slot_mapping, decodes, [], decoder.slopes)
-            return decoder.logits(decoder.hidden(tokens, positions, attention))
-
-        try:
-            self._graphs[key] = self._capture(step)
-        except RuntimeError as error:
-            self.failed = True
-            logger.warning("CUDA graph capture failed, decoding eagerly: %s", first_line(error))
-            return False
-        self.num_captured += 1
-        return True
+    @torch.inference_mode()
+    def _run(self, size: int, kind: SamplingKind) -> None:
+        """One step. NOTE: a number that this reads on the host is frozen in the graph."""
+        decoder, cache, state = self._decoder, self._cache, self.state
+        tokens, positions, table = state.inputs(size)
+        longest = table.shape[1] * cache.page_size
+        decodes = Decodes(size, positions + 1, longest, table, ragged=True)
+        slots = state.slots(positions, table)
+        attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes)
+        logits = decoder.logits(decoder.hidden(tokens, positions, attention))
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens)
+        # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
+        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind)

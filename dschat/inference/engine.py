@@ -17,6 +17,7 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
+from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.kernels import fused_decode
 from dschat.inference.model.architectures import model_spec
@@ -285,7 +286,7 @@ class InferenceEngine:
         if (problem := self._problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
         queue = [Prompt(prompt, 0, 1, sampling.max_new_tokens)]
-        for _, token, _ in self._steps(queue, sampling):
+        for _, token, _ in self._steps(queue, sampling, streaming=True):
             yield token
 
     def _problem(self, entries: list[tuple[list[int], int, int]]) -> str | None:
@@ -310,7 +311,9 @@ class InferenceEngine:
                 )
         return None
 
-    def _steps(self, queue: list[Prompt], sampling: SamplingParams) -> Iterator[Event]:
+    def _steps(
+        self, queue: list[Prompt], sampling: SamplingParams, streaming: bool = False
+    ) -> Iterator[Event]:
         """Yields (sequence, token id, whether it is the last one) for every token drawn."""
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
         stats.num_pages = self.cache.num_pages if queue else 0
@@ -319,9 +322,12 @@ class InferenceEngine:
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
         limits = self.max_num_seqs, self.max_num_batched_tokens
-        scheduler = Scheduler(self.cache, *limits, self._separate_prefill)
+        separate_prefill = self._separate_prefill or self._capture is not None
+        scheduler = Scheduler(self.cache, *limits, separate_prefill)
         scheduler.add(queue)
-        yield from EagerLoop(runner, scheduler, sampler, stats, stops).run()
+        parts = runner, scheduler, sampler, stats, stops
+        loop = EagerLoop(*parts) if self._capture is None else DeviceLoop(*parts, streaming)
+        yield from loop.run()
 
     def _step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release."""

@@ -59,13 +59,22 @@ class GenerationStats:
         else:
             self.decode_tokens += num_drawn
             self.decode_steps += 1
-        self._unread.append((bool(schedule.chunks), span))
-        while self._unread and self._unread[0][1].is_over:
-            self._read()
+        self._add(bool(schedule.chunks), span)
+
+    def count_decodes(self, num_drawn: int, span: DeviceSpan) -> None:
+        """Add decode steps of the device, whose number is counted when they are launched."""
+        self.answer_tokens += num_drawn
+        self.decode_tokens += num_drawn
+        self._add(False, span)
 
     def finish(self) -> None:
         """Add the seconds of all steps; waits for the device."""
         while self._unread:
+            self._read()
+
+    def _add(self, is_prefill: bool, span: DeviceSpan) -> None:
+        self._unread.append((is_prefill, span))
+        while self._unread and self._unread[0][1].is_over:
             self._read()
 
     def _read(self) -> None:

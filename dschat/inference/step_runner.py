@@ -1,8 +1,7 @@
 """Runs one scheduled step on the device and returns the logits to sample from.
 
-Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, as a
-captured CUDA graph, or as one fused call on a CPU. The last two need a step in which all sequences
-decode.
+Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, or as
+one fused call on a CPU if all sequences decode.
 """
 
 import logging
@@ -60,11 +59,6 @@ class StepRunner:
             if end == len(s):
                 last_rows.append(len(tokens) - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
-        graphs = None if chunks else self._fitting_graphs()
-        if graphs is not None:
-            logits = self._replay(graphs, schedule.decodes, packed)
-            if logits is not None:
-                return logits
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
         decodes = self._decodes(schedule.decodes, positions_T) if schedule.decodes else None
         if decodes is not None and not chunks and self._decoder.weights.has_panels:
@@ -90,29 +84,19 @@ class StepRunner:
             self._fused = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
         return self._fused
 
-    def _fitting_graphs(self) -> DecodeGraphs | None:
-        """Graphs for decode steps, recaptured if they no longer fit; None without graphs."""
-        if self._capture is None or (self._graphs is not None and self._graphs.failed):
-            return None
-        if self._graphs is None or not self._graphs.fits(self._decoder, self._cache):
+    def graphs(self, num_tokens: int) -> DecodeGraphs:
+        """Decode steps for `DeviceLoop`; captured again if weights or cache were reallocated."""
+        assert self._capture is not None
+        if self._graphs is None or not self.fits(self._graphs):
             if self._graphs is not None:
                 logger.info("weights or cache were reallocated: capturing decode graphs again")
-            self._graphs = DecodeGraphs(
-                self._decoder,
-                self._cache,
-                self._max_num_seqs,
-                self._max_seq_len,
-                self._capture,
-            )
+            sizes = self._max_num_seqs, self._max_seq_len, num_tokens
+            self._graphs = DecodeGraphs(self._decoder, self._cache, *sizes, self._capture)
         return self._graphs
 
-    def _replay(
-        self, graphs: DecodeGraphs, sequences: list[Sequence], packed: Tensor
-    ) -> Tensor | None:
-        pages = [s.pages for s in sequences]
-        longest = max(s.computed for s in sequences) + 1
-        in_order = self._cache.page_size >= self._max_seq_len and _in_order(pages)
-        return graphs.logits(packed, longest, pages, in_order)
+    def fits(self, graphs: DecodeGraphs) -> bool:
+        """Whether ``graphs`` read the present weights and cache."""
+        return graphs.fits(self._decoder, self._cache)
 
     def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
         lengths = [s.computed + 1 for s in sequences]

@@ -43,3 +43,32 @@ def _worker(interpret):
     worker = Worker(interpret)
     yield worker
     worker.close()
+
+
+@pytest.fixture(scope="module")
+def operators_of_torch():
+    """Traced steps do not see our CPU kernels."""
+    from soft_graph import operators_only
+
+    with operators_only():
+        yield
+
+
+@pytest.fixture(scope="module")
+def engines(module_of, operators_of_torch):
+    """``engines(name, **knobs)``: an engine that decodes step by step, and one with graphs."""
+    from captures import again, on_graphs
+    from families import engine
+
+    made = {}
+
+    def get(name, capture=again, **knobs):
+        key = name, *knobs.items()
+        if key not in made:
+            made[key] = engine(module_of(name), **knobs), on_graphs(module_of(name), **knobs)
+        plain, graphs = made[key]
+        graphs.release_cache()  # the next rollout makes graphs with the present stand-ins
+        graphs._capture = capture
+        return plain, graphs
+
+    return get

@@ -120,7 +120,8 @@ class Watch(TorchDispatchMode):
             copied_from, copied_to = source[0].device.type, result.device.type
             if copied_from != copied_to:
                 waits = TO_DEVICE if copied_to == "cuda" else TO_HOST
-                return self.note(f"{name} behind the host" if kwargs.get("non_blocking") else waits)
+                behind = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+                return self.note(f"{name} behind the host" if behind else waits)
         outputs = result if isinstance(result, (tuple, list)) else [result]
         on_device = any(isinstance(t, torch.Tensor) and t.is_cuda for t in outputs)
         if on_device and not func.is_view and name not in _FREE:

@@ -4,10 +4,11 @@ import logging
 
 import pytest
 import torch
+from captures import on_graphs
 from families import build, empty_engine, engine
 
 from dschat.inference import SamplingParams, step_runner
-from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket, length_bucket
+from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
@@ -15,7 +16,7 @@ SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Makes engines capture; what is recorded runs again on the static inputs. Lists the keys."""
+    """Lists the graphs that engines make."""
     made = []
 
     class Recorded(DecodeGraphs):
@@ -24,12 +25,6 @@ def captured(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)
-    return made
-
-
-def on_graphs(module, capture=lambda step: step, **knobs):
-    made = engine(module, **knobs)
-    made._capture = capture
     return made
 
 
@@ -108,7 +103,3 @@ def test_where_capturing_fails_decoding_goes_on(module_of, caplog):
 def test_buckets():
     assert [batch_bucket(n, 256) for n in (1, 3, 5, 16, 17, 200)] == [1, 4, 8, 16, 24, 256]
     assert batch_bucket(5, 6) == 6
-    assert [length_bucket(n, 4096) for n in (1, 128, 129, 400, 1000)] == [128, 128, 256, 512, 1024]
-    assert length_bucket(129, 200) == 200
-    for n in range(1, 4096):  # at most n / 2 + 128 keys of padding
-        assert n <= length_bucket(n, 4096) <= max(128, 1.5 * n + 128)

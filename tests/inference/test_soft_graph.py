@@ -6,7 +6,7 @@ from families import CONFIGS, engine
 from soft_graph import operators_only, soft_capture
 
 from dschat.inference import SamplingParams, cuda_graphs
-from dschat.inference.cuda_graphs import DecodeGraphs
+from dschat.inference.decode_state import DecodeState
 from dschat.inference.model.attention import Decodes
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9])]
@@ -46,16 +46,21 @@ def test_replayed_traces_draw_the_same(name, layout, module_of):
 
 def plant(monkeypatch, lengths_of):
     """Make captured steps read their lengths by ``lengths_of(positions, longest)``."""
-    longest, logits = [0], DecodeGraphs.logits
+    longest, enter, launch = [1], DecodeState.enter, DecodeState.launch
 
-    def noting(self, packed, number, pages, in_order):
-        longest[0] = number
-        return logits(self, packed, number, pages, in_order)
+    def entered(self, sequences, *rest):
+        longest[0] = 1 + max(s.computed for s in sequences)
+        enter(self, sequences, *rest)
+
+    def launched(self, replay):
+        launch(self, replay)
+        longest[0] += 1
 
     def faulty(count, lengths, *rest, **options):
         return Decodes(count, lengths_of(lengths - 1, longest[0]), *rest, **options)
 
-    monkeypatch.setattr(DecodeGraphs, "logits", noting)
+    monkeypatch.setattr(DecodeState, "enter", entered)
+    monkeypatch.setattr(DecodeState, "launch", launched)
     monkeypatch.setattr(cuda_graphs, "Decodes", faulty)
 
 
@@ -65,6 +70,7 @@ def test_a_planted_host_number_draws_other_tokens(module_of, monkeypatch):
     expected, _ = answers(module, None, PROMPTS[1:2], GREEDY)
     plant(monkeypatch, lambda positions, longest: torch.full_like(positions, longest))
     unfrozen, _ = answers(module, lambda step: step, PROMPTS[1:2], GREEDY)
+    plant(monkeypatch, lambda positions, longest: torch.full_like(positions, longest))
     frozen, graphs = answers(module, soft_capture, PROMPTS[1:2], GREEDY)
     assert unfrozen.token_ids == expected.token_ids
     assert graphs.num_captured == 1

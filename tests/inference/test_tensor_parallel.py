@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from captures import again
 from families import (
     CONFIGS,
     CORE,
@@ -62,12 +63,13 @@ def on_ranks(size, work):
         return [f.result() for f in [pool.submit(work, member) for member in members]]
 
 
-def shared_rollout(module, size, shares, **knobs):
+def shared_rollout(module, size, shares, prepare=lambda made: None, **knobs):
     """Every rank's rollout of its share of ``PROMPTS``, and its engine."""
 
     def work(member):
         made = empty_engine(module.config, group=member, **knobs)
         made.weights.load(stream(module))
+        prepare(made)
         mine = list(shares[member.rank])
         return made.generate([PROMPTS[i] for i in mine], SAMPLING, indices=mine), made
 
@@ -117,6 +119,23 @@ def test_ranks_preempt_alike(module_of):
     assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
     assert all(made.stats.preemptions > 0 for _, made in results)
     assert results[0][1].stats.preemptions == results[1][1].stats.preemptions
+
+
+@pytest.mark.parametrize("tokens", [POSITIONS, 16 * POSITIONS])
+def test_ranks_decode_alike_on_the_device(tokens, module_of):
+    """The other rank would draw other tokens, if the step did not take those of the first."""
+    module = module_of("llama")
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+
+    def prepare(made):
+        made._capture = again
+        made.num_tokens -= 32 * made.group.rank
+
+    knobs = {"page_size": 4, "kv_cache_gib": cache_gib(engine(module), tokens) / 2}
+    shares = [range(0, 6), range(6, 8)]
+    results = shared_rollout(module, 2, shares, prepare, **knobs)
+    assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
+    assert all((made.stats.preemptions > 0) == (tokens == POSITIONS) for _, made in results)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox"])

@@ -1,0 +1,69 @@
+"""Stand-ins for CUDA in tests of captured decode steps: how a step is recorded and when it runs."""
+
+from collections import deque
+from functools import partial
+
+import pytest
+from families import engine
+
+from dschat.inference import engine as engine_module
+from dschat.inference import step_runner
+from dschat.inference.cuda_graphs import DecodeGraphs
+from dschat.inference.device_loop import DeviceLoop
+from dschat.inference.step_runner import StepRunner
+
+
+def again(step):
+    """Records nothing: a replay runs the step's code again."""
+    return step
+
+
+class LateQueue:
+    """Does work as late as a device may: when the host waits for it."""
+
+    def __init__(self):
+        self._work, self._done, self.longest = deque(), 0, 0
+
+    def put(self, work):
+        self._work.append(work)
+        self.longest = max(self.longest, len(self._work))
+
+    def mark(self):
+        return partial(self._run, self._done + len(self._work))
+
+    def _run(self, end):
+        while self._done < end:
+            self._work.popleft()()
+            self._done += 1
+
+
+def use(monkeypatch, lag=1, queue=None):
+    """Engines of `on_graphs` read ``lag`` steps late; ``queue``: instead of the device's."""
+    if queue is not None:
+        logits = StepRunner.logits
+
+        def in_order(self, schedule):
+            queue.mark()()  # what is computed at once follows what was queued
+            return logits(self, schedule)
+
+        monkeypatch.setattr(StepRunner, "logits", in_order)
+    monkeypatch.setattr(step_runner, "DecodeGraphs", partial(DecodeGraphs, queue=queue))
+    monkeypatch.setattr(engine_module, "DeviceLoop", partial(DeviceLoop, lag=lag))
+
+
+def on_graphs(module, capture=again, **knobs):
+    """An engine that decodes as on CUDA; ``capture`` records its steps."""
+    made = engine(module, **knobs)
+    made._capture = capture
+    return made
+
+
+def assert_same(got, expected):
+    assert got.token_ids == expected.token_ids
+    assert got.finish_reasons == expected.finish_reasons
+    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
+        assert a == pytest.approx(b, abs=5e-5)
+
+
+def assert_idle(made):
+    assert made.cache.num_free == made.cache.num_pages
