@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
+KERNELS := .venv/.kernels
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 # Files stay in conftest's order, the long ones first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
@@ -27,7 +28,7 @@ demo: $(STAMP)
 test: lint
 	$(PYTEST)
 
-test-full: lint
+test-full: lint $(KERNELS)
 	$(PYTEST) -m "not gpu"
 
 test-gpu: $(STAMP)
@@ -35,6 +36,11 @@ test-gpu: $(STAMP)
 
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/sweep.py
+
+# Triton, whose interpreter and compiler need no GPU: a gigabyte that only some slow tests use.
+$(KERNELS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[kernels]'
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
