@@ -170,7 +170,10 @@ class Loop:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         self._begin()
-        loop.run_forever()
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
 
     def close(self) -> None:
         with self._lock:

@@ -147,18 +147,22 @@ def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
     assert asked.finish(asked.start(samples(16)))[0].scores.tolist() == [1] * 16
 
 
-def test_an_event_loop_is_reused(programs, samples):
+def test_an_event_loop_is_reused_and_closed(programs, samples):
     """An object bound to the loop in one call works in the next."""
-    loops = []
+    loops, threads = [], []
 
     async def remembers(answers):
         loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
         return [1.0] * len(answers)
 
     asked = programs([remembers])
     for _ in range(2):
         asked.finish(asked.start(samples(2)))
     assert loops[0] is loops[1]
+    asked.close()
+    threads[0].join(60)
+    assert loops[0].is_closed()
 
 
 def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
