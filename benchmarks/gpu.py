@@ -22,6 +22,9 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
   share_of_floor: floor / measured.
 - copy_tb_per_s, matmul_tflops: measured first. card, driver, versions, commit, command.
 
+Beside them run transformers' generate, DeepSpeed's hybrid engine and vLLM, where they can; a line
+on stderr names those that are skipped, and why.
+
 opt-13b-lora and train-1b are cases of iteration.py and have its fields. --dry runs a decode step
 and a refresh of every rollout on fake tensors and counts operators, host reads, copies and bytes.
 """
@@ -36,7 +39,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
-    parser.add_argument("--no_others", action="store_true", help="without transformers' generate")
+    parser.add_argument("--no_others", action="store_true", help="only sides of dschat")
     parser.add_argument("--commit", help="to record outside a git checkout")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -155,9 +157,6 @@ def measure(
     name: str, case: GpuCase, sides: dict[str, Side], args: argparse.Namespace, rates: Rates
 ) -> Iterator[dict[str, Any]]:
     """The lines of a case on the device."""
-    for module, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        if case.others and find_spec(module) is None:
-            note(f"{name}: {label} skipped, it is not installed")
     if case.iteration:
         yield from iteration_lines(name, case, args)
         return

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from gpu_cases import GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
+from gpu_others import OTHERS, VLLM, Generate, Unavailable, make
 from report import rounded, spread
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
-from rollout_sides import GenerateSide, make_module
+from rollout_sides import make_module
 from rollout_workloads import MODELS, Case
 from torch import nn
 
@@ -99,20 +100,7 @@ class _SwitchedSide(HybridSide):
         return sampling(self.case, self.switches, new_tokens, seed)
 
 
-class HuggingFace:
-    """transformers' `generate` on the module in training."""
-
-    def __init__(self, case: Case, module: nn.Module) -> None:
-        module.generation_config.eos_token_id = None
-        self.module, self.generate = module, GenerateSide(case, module, dist.device())
-
-    def run(self, seed: int) -> dict[str, float]:
-        trained = self.module.training
-        self.module.eval()
-        with torch.no_grad():
-            timing = self.generate.run(seed)
-        self.module.train(trained)
-        return {"rollout_ms": 1e3 * timing.wall_s, "tokens_per_s": timing.rates()["tokens_per_s"]}
+Runner = Rollouts | Generate | VLLM
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -124,29 +112,30 @@ def _reset_peak(device: torch.device) -> int:
 
 
 def measure(
-    name: str, case: GpuCase, sides: dict[str, Side], with_generate: bool, rounds: int, rates: Rates
+    name: str, case: GpuCase, sides: dict[str, Side], with_others: bool, rounds: int, rates: Rates
 ) -> Iterator[Fields]:
     """Collective. The fields of a line for each ZeRO stage and side of a rollout case."""
     dist.init()
     for stage in case.stages or (0,):
+        label = f"{name}, ZeRO-{stage}" if case.stages else name
         module, engine = _actor(case, stage)
-        try:
-            names = list(sides) + ["generate"] * (with_generate and stage < 3)
-            if with_generate and stage == 3:
-                print(f"{name}: generate skipped, it fails under ZeRO-3", file=sys.stderr)
-            groups = [names] if case.in_turns else [[one] for one in names]
-            for group in groups:
-                makers = {one: _maker(one, case, sides, module, stage, engine) for one in group}
-                results = _take_turns(f"{name}, ZeRO-{stage}", makers, rounds)
-                del makers
-                _free()
-                for one, measured in results.items():
-                    _check_refresh(name, sides.get(one), measured)
-                    about = {"zero_stage": stage if case.stages else None, "side": one}
-                    yield about | _summary(case, measured, rates)
-        finally:
-            del module, engine
+        others = [[other] for other in OTHERS if with_others]
+        groups = [list(sides)] if case.in_turns else [[side] for side in sides]
+        for group in groups + others:
+            try:
+                runners = {one: _runner(one, case, sides, module, stage, engine) for one in group}
+            except Unavailable as reason:
+                print(f"{label}: {group[0]} skipped, {reason}", file=sys.stderr, flush=True)
+                continue
+            results = _take_turns(label, runners, rounds)
+            del runners
             _free()
+            for one, measured in results.items():
+                _check_refresh(name, sides.get(one), measured)
+                about = {"zero_stage": stage if case.stages else None, "side": one}
+                yield about | _summary(case, measured, rates)
+        del module, engine
+        _free()
 
 
 def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]:
@@ -159,22 +148,22 @@ def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]
     return unwrap(engine), engine
 
 
-def _maker(
+def _runner(
     name: str,
     case: GpuCase,
     sides: dict[str, Side],
     module: nn.Module,
     stage: int,
     engine: TrainingEngine | None,
-) -> Rollouts | HuggingFace:
+) -> Runner:
     assert case.rollout is not None
-    if name == "generate":
-        return HuggingFace(case.rollout, module)
+    if name not in sides:
+        return make(name, case, module, stage)
     return Rollouts(sides[name], case.rollout, module, stage, engine if case.trains else None)
 
 
 def _take_turns(
-    label: str, runners: dict[str, Rollouts | HuggingFace], rounds: int
+    label: str, runners: dict[str, Runner], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
     """What each runner measured in the rounds 1, 2, ...; round 0 is the warm-up."""
     results: dict[str, list[dict[str, float]]] = {name: [] for name in runners}

@@ -213,8 +213,8 @@ def test_the_dry_command():
 
 
 @pytest.mark.slow
-def test_a_measurement(monkeypatch):
-    """On a CPU, whose times mean nothing: the fields, and what moves in a refresh."""
+def test_a_measurement(capsys):
+    """On a CPU, whose times mean nothing: the fields, what moves in a refresh, what is skipped."""
     import gpu_sides
     from gpu_cases import parse_side
     from gpu_floor import card_rates
@@ -226,6 +226,11 @@ def test_a_measurement(monkeypatch):
     assert [(x["zero_stage"], x["side"]) for x in lines] == [
         *((2, side) for side in [*texts, "generate"]),
         *((3, side) for side in texts),
+    ]
+    skipped = re.findall(r"(ZeRO-\d): ([\w-]+) skipped", capsys.readouterr().err)
+    absent = ["hybrid-engine", "hybrid-engine-graphs", "vllm"]
+    assert skipped == [("ZeRO-2", x) for x in absent] + [
+        ("ZeRO-3", x) for x in ("generate", *absent)
     ]
     for line in lines:
         floor, median = line["floor_ms"]["rollout"], line["rollout_ms"]["median"]
