@@ -91,7 +91,12 @@ def test_a_floor_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("side", "kv_tokens", "refresh"), [("A", 9, ALL_BYTES), ("C", 10, ALL_BYTES), ("E", 10, 0)]
+    ("side", "kv_tokens", "refresh"),
+    [
+        ("A", 9, ALL_BYTES),
+        ("E", 10, 0),
+        pytest.param("C", 10, ALL_BYTES, marks=pytest.mark.slow),
+    ],
 )
 def test_counted_bytes_by_hand(side, kv_tokens, refresh):
     """The fourth token: an eager step reads 9 keys of a sequence, a captured one its whole page."""
@@ -107,6 +112,7 @@ def test_counted_bytes_by_hand(side, kv_tokens, refresh):
     assert (counted["host_reads"] + counted["blocking_copies"] > 0) == (side == "A")
 
 
+@pytest.mark.slow
 def test_adapters_are_counted_by_themselves():
     """Factors of rank 2: A of q, k and v stacked and B block-diagonal, in both layers."""
     import gpu_dry
@@ -127,6 +133,7 @@ def test_a_wrong_byte_count_is_an_error(monkeypatch):
         gpu_dry.count("opt", tiny(), SIDES["A"])
 
 
+@pytest.mark.slow
 def test_a_weight_read_twice_is_an_error(monkeypatch):
     import gpu_dry
     from gpu_cases import SIDES
