@@ -49,7 +49,7 @@ from report import commit, rounded
 from rollout_workloads import MODELS
 from transformers.utils import logging as transformers_logging
 
-from dschat.config.errors import first_line
+from dschat.config.errors import UserError, first_line
 
 DRY_RATES = {"h200": Rates(4.3e12), "h100": Rates(3.0e12)}
 _LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed")
@@ -150,7 +150,12 @@ def count(name: str, case: GpuCase, sides: dict[str, Side]) -> Iterator[dict[str
         found = floor_ms(config, case.rollout, dtype, rates)
         floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
     for label, side in sides.items():
-        yield {"side": label} | gpu_dry.count(name, case, side) | floors
+        try:
+            counted = gpu_dry.count(name, case, side)
+        except UserError as reason:  # kernels without Triton
+            note(f"{name}: side {label} skipped, {reason}")
+            continue
+        yield {"side": label} | counted | floors
 
 
 def measure(
