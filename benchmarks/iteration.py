@@ -45,8 +45,6 @@ import torch
 from iteration_cases import CASES, Case, find_case, rlhf_config, rollout_rows, write_models
 from iteration_counts import count, rates
 from iteration_worker import Spec
-from learning import has_trl
-from learning_settings import trl_settings
 from report import ROOT, environment, rounded, spread
 
 from dschat.config import RLHFConfig
@@ -135,8 +133,11 @@ def sides_of(name: str, case: Case, args: argparse.Namespace) -> list[tuple[str,
         reasons[PADDED] = "dschat has no flag --packing yet"
     if TRL in chosen and device().type == "cuda":
         reasons[TRL] = "its settings here are for a CPU"
-    elif TRL in chosen and not has_trl(args.trl_python):
-        reasons[TRL] = f"no TRL in {args.trl_python} (pip install trl)"
+    elif TRL in chosen:
+        from learning import has_trl  # imported here, since it needs datasets
+
+        if not has_trl(args.trl_python):
+            reasons[TRL] = f"no TRL in {args.trl_python} (pip install trl)"
     # Logits, their log-softmax and the gradients of both.
     needed = 4 * 4 * case.logits
     if needed > free_bytes(device()):
@@ -219,6 +220,8 @@ def start(side: str, stage: int, name: str, case: Case, folder: Path, args: Any)
 
 def write_trl_task(case: Case, folder: Path, rounds: int) -> str:
     """The file that tells `iteration_trl.py` what to train on."""
+    from learning_settings import trl_settings
+
     config = rlhf_config(case, folder, stage=0, max_steps=rounds + 1, dtype="fp32")
     rows = [rollout_rows(case, number, rank=0) for number in range(rounds + 1)]
     task = {

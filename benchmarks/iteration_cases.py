@@ -16,6 +16,7 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.config.steps import SupervisedConfig
+from dschat.distributed import device
 
 PAD, EOS, UNK = range(3)
 FIRST_ID = 3  # of the ids that rows are drawn from
@@ -25,7 +26,25 @@ MODELS = {
     "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
     "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
     "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
-    "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
+    "llama-7b": ROLLOUT_MODELS["llama-7b"],
+    "llama-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128_256,
+        tie_word_embeddings=True,
+    ),
+    "opt-13b": ROLLOUT_MODELS["opt-13b"],
+    "opt-350m": lambda: OPTConfig(
+        hidden_size=1024,
+        ffn_dim=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        word_embed_proj_dim=512,
+        do_layer_norm_before=False,
+    ),
     "opt-tiny": lambda: OPTConfig(
         hidden_size=32,
         word_embed_proj_dim=32,
@@ -57,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmark case. Counts are per rank. Critic and reward model have the actor's sizes."""
+    """One benchmark case. Counts are per rank."""
 
     task: Literal["ppo", "grpo", "sft", "rm", "dpo"]
     model: str
@@ -70,6 +89,8 @@ class Case:
     stages: tuple[int, ...] = (2,)  # of ZeRO; each is a side of its own
     logits: int = 0  # tokens x vocabulary of a micro-batch, where memory is the question
     needs_gpu: bool = False
+    scorer: str = ""  # model of critic and reward; default: the actor's
+    lora_dim: int = 0  # of the actor, of which only adapters train
 
     @property
     def is_rlhf(self) -> bool:
@@ -89,8 +110,8 @@ class Case:
     def max_len(self) -> int:
         return self.prompt.high + self.answer.high
 
-    def config(self) -> PretrainedConfig:
-        config = MODELS[self.model]()
+    def config(self, model: str = "") -> PretrainedConfig:
+        config = MODELS[model or self.model]()
         config.pad_token_id, config.eos_token_id, config.bos_token_id = PAD, EOS, None
         return config
 
@@ -102,6 +123,8 @@ class Case:
             rows=4,
             micro_batch=4,
             samples=min(self.samples, 2),
+            scorer="",
+            lora_dim=min(self.lora_dim, 2),
             prompt=Lengths(3, 16),
             answer=Lengths(2, 16),
             logits=0,
@@ -132,6 +155,21 @@ CASES = {
         micro_batch=8,
         stages=(3,),
         needs_gpu=True,
+    ),
+    "opt-13b-lora": Case(
+        "ppo",
+        "opt-13b",
+        16,
+        Lengths(256, 256),
+        Lengths(256, 256),
+        stages=(2, 3),
+        needs_gpu=True,
+        scorer="opt-350m",
+        lora_dim=64,
+    ),
+    # About 8,000 tokens a step.
+    "train-1b": Case(
+        "sft", "llama-1b", 46, _PROMPT, _ANSWER, 1, 46, logits=46 * 512 * 128_256, needs_gpu=True
     ),
 }
 
@@ -217,7 +255,12 @@ def write_models(case: Case, folder: Path) -> None:
         classes["reward"] = AutoModelForSequenceClassification
         config.num_labels = 1
     for name, auto in classes.items():
-        auto.from_config(config, dtype=dtype).save_pretrained(folder / name)
+        if name == "reward" and case.scorer:
+            config = case.config(case.scorer)
+            config.num_labels = 1
+        with device():
+            model = auto.from_config(config, dtype=dtype)
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
 
@@ -227,7 +270,9 @@ def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFCon
     memory = {
         "actor_gradient_checkpointing": True,
         "critic_gradient_checkpointing": True,
-        "offload": case.ranks < 8,
+        "offload": case.ranks < 8 and not case.lora_dim,
+        "actor_lora_dim": case.lora_dim,
+        "only_optimize_lora": case.lora_dim > 0,
     }
     config = RLHFConfig(
         actor_model_name_or_path=str(folder / "actor"),

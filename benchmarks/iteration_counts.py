@@ -41,7 +41,7 @@ def _count_rollout(counts: Counts, case: Case, number: int, rank: int) -> None:
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(case.samples)]
     answer_lens = [len(answer) for answer in answers]
     shape = shape_of(case.config())
-    scorer = shape if case.task == "ppo" else None
+    scorer = shape_of(case.config(case.scorer)) if case.task == "ppo" else None
     flops = rlhf_iteration_flops(
         shape,
         scorer,

@@ -72,13 +72,15 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def best_s(action, device: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest of ``repeats`` calls, after a warm-up."""
+    """Seconds of the fastest of ``repeats`` calls, after a warm-up; on CUDA by events."""
+    from dschat.observability.device_span import DeviceSpan
+
     action()
     times = []
     for _ in range(repeats):
-        started = clock(device)
+        span = DeviceSpan(device)
         action()
-        times.append(clock(device) - started)
+        times.append(span.stop().seconds())
     return min(times)
 
 

@@ -30,6 +30,7 @@ from dschat.hybrid.rollout_form import EngineRollout, Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
 from dschat.inference import SamplingParams
 from dschat.models.lora import add_lora
+from dschat.models.training_engine import TrainingEngine
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap
 
 LORA_RANK = 16
@@ -51,17 +52,22 @@ def make_actor(case: Case, dtype: torch.dtype, stage: int, lora_rank: int = 0) -
 
     With ``lora_rank`` only adapters train, and none of them is zero.
     """
+    return unwrap(make_engine(case, ZeroSettings(stage, dtype), lora_rank))
+
+
+def make_engine(
+    case: Case, zero: ZeroSettings, lora_rank: int = 0, wrap: Callable = lambda module: module
+) -> TrainingEngine:
+    """Collective. The engine of `make_actor`, of the module that ``wrap`` returns."""
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=dtype)
+    with dist.device():
+        module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=zero.dtype)
     if lora_rank:
         module = add_lora(module, lora_rank, 0.0, ["all-linear"], True, "--actor_lora_modules")
         for name, parameter in module.named_parameters():
             if ".lora_B." in name:
                 nn.init.normal_(parameter, std=0.01)
-    engine = initialize_training(
-        module, ZeroSettings(stage, dtype), 1e-5, 0.0, [0.9, 0.95], "constant", 0, 1
-    )
-    return unwrap(engine)
+    return initialize_training(wrap(module), zero, 1e-5, 0.0, [0.9, 0.95], "constant", 0, 1)
 
 
 @dataclass
@@ -103,14 +109,18 @@ class Side:
 
     def generate(self, seed: int, new_tokens: int | None = None) -> list[list[int]]:
         """Collective in the tensor-parallel group. This rank's answers."""
-        sampling = SamplingParams(
-            max_new_tokens=new_tokens or self.case.new_tokens,
+        sampling = self.sampling(seed, new_tokens or self.case.new_tokens)
+        return self.engine.generate(self.prompts, sampling, self.indices).token_ids
+
+    def sampling(self, seed: int, new_tokens: int) -> SamplingParams:
+        """Parameters of answers that all have ``new_tokens``."""
+        return SamplingParams(
+            max_new_tokens=new_tokens,
             temperature=self.case.temperature,
             n=self.case.samples,
             seed=seed,
             ignore_eos=True,
         )
-        return self.engine.generate(self.prompts, sampling, self.indices).token_ids
 
     def run(self, seed: int) -> Round:
         """Collective. A rollout with its refresh."""

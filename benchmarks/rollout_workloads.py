@@ -29,9 +29,27 @@ MODELS = {
         num_attention_heads=32,
         word_embed_proj_dim=2048,
     ),
+    "opt-13b": lambda: OPTConfig(
+        hidden_size=5120,
+        ffn_dim=20480,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        word_embed_proj_dim=5120,
+    ),
     "gpt2": GPT2Config,
+    "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
     "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
+    "opt-tiny": lambda: OPTConfig(
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        vocab_size=256,
+        max_position_embeddings=64,
+    ),
+    "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
 
 
@@ -78,4 +96,5 @@ CASES = {
     # For comparison with the figures in DeepSpeed#8271 and DeepSpeed#8352.
     "opt-1.3b": Case("opt-1.3b", 8, 256, 128, 8, needs_gpu=True),
     "gpt2": Case("gpt2", 1, 128, 32, 1, temperature=0.0, needs_gpu=True),
+    "llama-7b": Case("llama-7b", 64, 512, 512, 64, needs_gpu=True),
 }

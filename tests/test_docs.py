@@ -171,6 +171,11 @@ def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
         assert "example 1" in capsys.readouterr().out
     elif words[0] == "train.py":
         dry_run(words[1:])
+    elif words[0] == "benchmarks/gpu.py":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(ROOT / "benchmarks"))
+            patch.setattr(sys, "argv", words)
+            import_module("gpu").parse()
     elif words[0] == "chat.py":
         end = words.index("<") if "<" in words else len(words)
         parser.parse(ChatConfig, words[1:end], takes_file=False)

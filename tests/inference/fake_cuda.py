@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import AutoModelForCausalLM
 
 from dschat.distributed.machine import user_cache
+from dschat.inference import InferenceEngine
 
 DEVICE = torch.device("cuda:0")
 READ, TO_DEVICE, TO_HOST = "host read", "copy to device", "copy to host"
@@ -174,3 +176,35 @@ def fake_cuda():
         patch.setattr(FakeTensor, "tolist", watch.tolist)
         with FakeTensorMode(), watch:
             yield watch
+
+
+def fake_weights(config, dtype, adjacent=False):
+    """The parameters of ``config``'s module by name, each an allocation or all ``adjacent``."""
+    with _disable_current_modes(), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parameters = dict(module.named_parameters())
+    sizes = [p.numel() for p in parameters.values()]
+    if adjacent:
+        stored = torch.empty(sum(sizes), dtype=dtype, device=DEVICE).split(sizes)
+    else:
+        stored = [torch.empty(size, dtype=dtype, device=DEVICE) for size in sizes]
+    return {
+        name: part.view(p.shape) for (name, p), part in zip(parameters.items(), stored, strict=True)
+    }
+
+
+def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
+    """An engine on the fake device whose decode steps are captured by ``watch``.
+
+    ``borrowed``: the weights are read in place, each an allocation ("parts") or all "adjacent".
+    """
+    tensors = fake_weights(config, dtype, borrowed == "adjacent")
+    knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
+    made = InferenceEngine(config, dtype, DEVICE, **knobs)
+    if made._capture is not None:
+        made._capture = watch.capture
+    if borrowed:
+        made.weights.borrow(tensors)
+    else:
+        made.weights.load(tensors.items())
+    return made

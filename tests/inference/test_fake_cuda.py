@@ -5,12 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, WAITS, fake_cuda
+from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, WAITS, fake_cuda, fake_engine
 from families import CONFIGS
-from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import LlamaConfig, OPTConfig
 
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import SamplingParams
 from dschat.inference.model import attention
 from dschat.inference.model.attention import Attention
 
@@ -28,33 +27,6 @@ WAYS = {
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
-    """An engine on the fake device whose decode steps are captured by ``watch``.
-
-    ``borrowed``: the weights are read in place, each an allocation ("parts") or all "adjacent".
-    """
-    with _disable_current_modes(), torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    parameters = dict(module.named_parameters())
-    sizes = [p.numel() for p in parameters.values()]
-    if borrowed == "adjacent":
-        stored = torch.empty(sum(sizes), dtype=dtype, device=DEVICE).split(sizes)
-    else:
-        stored = [torch.empty(size, dtype=dtype, device=DEVICE) for size in sizes]
-    tensors = {
-        name: part.view(p.shape) for (name, p), part in zip(parameters.items(), stored, strict=True)
-    }
-    knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
-    made = InferenceEngine(config, dtype, DEVICE, **knobs)
-    if made._capture is not None:
-        made._capture = watch.capture
-    if borrowed:
-        made.weights.borrow(tensors)
-    else:
-        made.weights.load(tensors.items())
-    return made
 
 
 def decode_step(config, prompts=PROMPTS, sampling=SAMPLED, **knobs):

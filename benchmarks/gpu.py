@@ -1,0 +1,197 @@
+"""Measures rollouts, refreshes and training steps on one CUDA device against what the card can do.
+
+    python benchmarks/gpu.py                                    # every case, sides A to E
+    python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C E graphs=on,lag=2 --rounds 5
+    python benchmarks/gpu.py --dry                              # counts, without a GPU
+
+Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
+
+- A: eager decode steps. B: CUDA graphs, each step read before the next one starts.
+  C: graphs, read one step late. D: C with Triton kernels. E: D on training's own weights.
+- graphs=on|off, kernels=VALUE (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy, lag=STEPS; left out:
+  graphs, no kernels, copy, and answers without stop tokens, which are read when they are complete.
+
+The sides take turns after a warm-up round (llama-7b and refresh-7b: one after the other); a graph
+that cannot be captured is an error. One JSON line per case, ZeRO stage and side:
+
+- rollout_ms (a refresh included), prefill_ms, step_ms (of a decode step), refresh_ms, iteration_ms
+  (rollout, forward, backward, AdamW on its answers): medians with spread, by CUDA events.
+- tokens_per_s: answer tokens / rollout_ms. refresh_bytes: 0 if weights are read in place, else it
+  is an error. resident_gib, peak_gib: allocated before the round, and at most.
+- floor_ms: the bytes that must be read, over the measured bandwidth of a copy (see gpu_floor.py).
+  share_of_floor: floor / measured.
+- copy_tb_per_s, matmul_tflops: measured first. card, driver, versions, commit, command.
+
+Beside them run transformers' generate, DeepSpeed's hybrid engine and vLLM, where they can; a line
+on stderr names those that are skipped, and why.
+
+opt-13b-lora and train-1b are cases of iteration.py and have its fields. --dry runs a decode step
+and a refresh of every rollout on fake tensors and counts operators, host reads, copies and bytes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_cases import CASES, SIDES, GpuCase, Side, parse_side
+from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
+from report import commit, rounded
+from rollout_workloads import MODELS
+from transformers.utils import logging as transformers_logging
+
+from dschat.config.errors import UserError, first_line
+
+DRY_RATES = {"h200": Rates(4.3e12), "h100": Rates(3.0e12)}
+_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed")
+
+
+def main() -> None:
+    args = parse()
+    if not args.dry and not torch.cuda.is_available():
+        print("gpu.py: torch sees no CUDA device; --dry counts without one", file=sys.stderr)
+        sys.exit(2)
+    transformers_logging.set_verbosity_error()
+    sides = {text: parse_side(text) for text in args.sides}
+    about = environment(args.commit)
+    rates = None if args.dry else card_rates(torch.device("cuda", 0))
+    if rates is not None:
+        about["copy_tb_per_s"] = rounded(rates.copy_bytes_per_s / 1e12)
+        about["matmul_tflops"] = rounded(rates.matrix_flops_per_s / 1e12)
+    failed = False
+    for name in args.cases:
+        case = CASES[name].tiny() if args.tiny else CASES[name]
+        head = {"benchmark": "gpu", "case": name, "dry": args.dry, "tiny": args.tiny}
+        if case.others:
+            head["others"] = case.others
+        lines = (
+            count(name, case, sides) if rates is None else measure(name, case, sides, args, rates)
+        )
+        try:
+            for line in lines:
+                print(json.dumps(head | about | line), flush=True)
+        except torch.OutOfMemoryError as error:
+            note(f"{name}: out of memory: {first_line(error)}")
+            failed = True
+    sys.exit(int(failed))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), metavar="SIDE")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
+    parser.add_argument("--no_others", action="store_true", help="only sides of dschat")
+    parser.add_argument("--commit", help="to record outside a git checkout")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds} must be at least 1")
+    for side in args.sides:
+        try:
+            parse_side(side)
+        except ValueError as error:
+            parser.error(f"--sides {error}")
+    return args
+
+
+def environment(given_commit: str | None) -> dict[str, Any]:
+    """Card, driver, versions, commit and command."""
+    has_card = torch.cuda.is_available()
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "card": torch.cuda.get_device_name(0) if has_card else None,
+        "driver": _driver() if has_card else None,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": given_commit or commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DSCHAT_")},
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def count(name: str, case: GpuCase, sides: dict[str, Side]) -> Iterator[dict[str, Any]]:
+    """The lines of ``--dry``."""
+    import gpu_dry
+
+    if case.rollout is None:
+        note(f"{name}: skipped, it has no rollout to count")
+        return
+    config, dtype = MODELS[case.rollout.model](), gpu_dry.DTYPE
+    floors: dict[str, Any] = rollout_bytes(config, case.rollout, dtype).fields()
+    for card, rates in DRY_RATES.items():
+        found = floor_ms(config, case.rollout, dtype, rates)
+        floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
+    for label, side in sides.items():
+        try:
+            counted = gpu_dry.count(name, case, side)
+        except UserError as reason:  # kernels without Triton
+            note(f"{name}: side {label} skipped, {reason}")
+            continue
+        yield {"side": label} | counted | floors
+
+
+def measure(
+    name: str, case: GpuCase, sides: dict[str, Side], args: argparse.Namespace, rates: Rates
+) -> Iterator[dict[str, Any]]:
+    """The lines of a case on the device."""
+    if case.iteration:
+        yield from iteration_lines(name, case, args)
+        return
+    # Imported here, since DeepSpeed takes seconds to import and logs meanwhile.
+    import gpu_sides
+
+    yield from gpu_sides.measure(name, case, sides, not args.no_others, args.rounds, rates)
+
+
+def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of a case of `iteration.py`, whose sides have processes of their own."""
+    import iteration
+
+    found = iteration.find_case(case.iteration, args.tiny)
+    with_others = not args.no_others and found.lora_dim == 0
+    chosen = argparse.Namespace(
+        sides=list(iteration.SIDES if with_others else iteration.SIDES[:1]),
+        rounds=args.rounds,
+        tiny=args.tiny,
+        trl_python=sys.executable,
+    )
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        iteration.in_new_process(iteration.write_models, found, Path(folder))
+        yield from iteration.measure(case.iteration, found, chosen, Path(folder))
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Defines the cases of `gpu.py` and the sides that it compares: what can be turned on and off."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from unittest.mock import patch
+
+from rollout_workloads import CASES as ROLLOUTS
+from rollout_workloads import Case
+
+from dschat.inference import SamplingParams
+
+KERNELS = "DSCHAT_CUDA_KERNELS"
+_STOP = 2  # a token that ends answers; a fake device draws 1
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to generate.
+
+    ``lag``: the engine looks for ends this many steps late, in answers with stop tokens that are
+    forbidden up to their full length; None: without stop tokens, whose ends it knows.
+    """
+
+    graphs: bool = True
+    kernels: str = "0"  # value of DSCHAT_CUDA_KERNELS
+    layout: str = "copy"  # of the rollout's weights; or zero_copy
+    lag: int | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A scope in which engines are made, and run, as this side says."""
+        from dschat.inference import engine
+        from dschat.inference.device_loop import DeviceLoop
+
+        loop = DeviceLoop if self.lag is None else partial(DeviceLoop, lag=self.lag)
+        with (
+            patch.dict(os.environ, {KERNELS: self.kernels}),
+            patch.object(engine, "DeviceLoop", loop),
+        ):
+            yield
+
+
+SIDES = {
+    "A": Side(graphs=False),
+    "B": Side(lag=0),
+    "C": Side(lag=1),
+    "D": Side(lag=1, kernels="1"),
+    "E": Side(lag=1, kernels="1", layout="zero_copy"),
+}
+
+
+def parse_side(text: str) -> Side:
+    """A side by its letter, or by switches: ``graphs=on,kernels=1,layout=zero_copy,lag=2``.
+
+    Raises:
+        ValueError: an unknown switch or value.
+    """
+    if text in SIDES:
+        return SIDES[text]
+    changes: dict[str, object] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name == "graphs" and value in ("on", "off"):
+            changes[name] = value == "on"
+        elif name == "layout" and value in ("copy", "zero_copy") or name == "kernels" and value:
+            changes[name] = value
+        elif name == "lag" and value.isdecimal():
+            changes[name] = int(value)
+        else:
+            raise ValueError(
+                f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
+                "kernels=VALUE, layout=copy|zero_copy or lag=STEPS"
+            )
+    return replace(Side(), **changes)
+
+
+def sampling(case: Case, side: Side, new_tokens: int, seed: int) -> SamplingParams:
+    """Parameters of answers that all have ``new_tokens``."""
+    looks = side.lag is not None
+    return SamplingParams(
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens if looks else 0,
+        stop_token_ids=(_STOP,) if looks else (),
+        temperature=case.temperature,
+        seed=seed,
+        ignore_eos=True,
+    )
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One case. ``others``: published figures, with their source."""
+
+    rollout: Case | None = None
+    stages: tuple[int, ...] = ()  # of ZeRO, each measured by itself; (): nothing trains
+    trains: bool = False  # a whole iteration, too
+    offload: bool = False  # the optimizer, to CPU memory
+    in_turns: bool = True  # all sides stay loaded; else one runs after the other
+    lora_rank: int = 0
+    iteration: str = ""  # measured by `iteration.py`: the name of its case
+    others: dict[str, str] = field(default_factory=dict)
+
+    def tiny(self) -> "GpuCase":
+        """The same with a tiny model and few tokens."""
+        if self.rollout is None:
+            return self
+        model = f"{self.rollout.model.partition('-')[0]}-tiny"
+        sizes = {"prompts": min(self.rollout.prompts, 4), "prompt_tokens": 6, "new_tokens": 4}
+        small = replace(self.rollout, model=model, slots=sizes["prompts"], **sizes)
+        return replace(self, rollout=small, lora_rank=min(self.lora_rank, 2))
+
+
+CASES = {
+    "opt-1.3b": GpuCase(
+        ROLLOUTS["opt-1.3b"],
+        stages=(2, 3),
+        trains=True,
+        others={
+            "rollout_ms": "DeepSpeed hybrid engine on an H100, ZeRO-2 (DeepSpeed#8271): "
+            "676.7 eager, 360.8 with CUDA graphs",
+            "iteration_ms": "the same: 812.8 and 503.5",
+        },
+    ),
+    "gpt2": GpuCase(
+        ROLLOUTS["gpt2"],
+        stages=(2,),
+        others={
+            "tokens_per_s": "on an H200 (DeepSpeed#8352): DeepSpeed hybrid engine 222, vLLM 767, "
+            "SGLang 965"
+        },
+    ),
+    "llama-7b": GpuCase(ROLLOUTS["llama-7b"], in_turns=False),
+    "refresh-7b": GpuCase(
+        Case("llama-7b", 1, 16, 2, 1, needs_gpu=True),
+        stages=(2, 3),
+        offload=True,
+        in_turns=False,
+    ),
+    "opt-13b-lora": GpuCase(
+        Case("opt-13b", 16, 256, 256, 16, needs_gpu=True), lora_rank=64, iteration="opt-13b-lora"
+    ),
+    "train-1b": GpuCase(iteration="train-1b"),
+}

@@ -1,0 +1,114 @@
+"""Computes the least time that a rollout can take on a card: bytes to read over its bandwidth.
+
+A decode step reads every weight once, save the embedding tables, of which it reads a row per token,
+and all keys and values of its sequences. With W bytes of weights a step, K bytes of keys and values
+per token, B sequences of P prompt and N new tokens, and the measured bandwidth R (of a copy, bytes
+read and written) and matrix rate F:
+
+    prefill = max(W / R, FLOPs of the prompts / F)        (it draws the first token)
+    decode  = sum over i = 1 .. N - 1 of (W + B (P + i) K) / R
+    floor   = prefill + decode
+
+Bytes written and activations are left out. A card reads slightly faster than it copies, so a share
+of the floor is slightly too good.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from report import best_s
+from rollout_workloads import Case
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from dschat.observability.flops import prefill_flops, shape_of
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card does in a second: bytes of a copy (read and written), FLOPs in bf16 (0: any)."""
+
+    copy_bytes_per_s: float
+    matrix_flops_per_s: float = 0.0
+
+
+def card_rates(
+    device: torch.device, num_bytes: int = 2**31, sizes: Iterable[int] = (4096, 6144, 8192)
+) -> Rates:
+    """The best of five copies of ``num_bytes`` on ``device``, and of bf16 products of square
+    matrices of random numbers, by events.
+
+    A smaller copy would partly stay in the L2 cache (50 MB on Hopper).
+    """
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * num_bytes / best_s(lambda: target.copy_(source), device)
+    fastest = 0.0
+    for size in sizes:
+        a, b = torch.randn(2, size, size, device=device).bfloat16()
+        fastest = max(fastest, 2 * size**3 / best_s(partial(torch.mm, a, b), device))
+    return Rates(copied, fastest)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rollout reads."""
+
+    step_weights: int
+    kv_per_token: int
+    decode_steps: int
+    kv_decode: int  # of all decode steps
+
+    def fields(self) -> dict[str, int]:
+        """The fields of a line."""
+        return {
+            name if name == "decode_steps" else f"floor_{name}_bytes": value
+            for name, value in asdict(self).items()
+        }
+
+
+def weight_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int:
+    """Bytes of weights that a decode step of ``rows`` sequences reads."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+    head = module.get_output_embeddings().weight
+    numel = sum(p.numel() for p in module.parameters() if all(p is not t for t in tables))
+    numel += head.numel() if any(head is t for t in tables) else 0
+    numel += sum(min(rows, len(t)) * t.shape[1] for t in tables)
+    return numel * dtype.itemsize
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    shape = shape_of(config)
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> Bytes:
+    """What the rollout of ``case`` reads; all its sequences decode together."""
+    assert case.samples == 1
+    assert not case.ragged
+    assert case.prompts == case.slots
+    per_token, steps = kv_bytes_per_token(config, dtype), case.new_tokens - 1
+    tokens = case.prompts * sum(case.prompt_tokens + i for i in range(1, steps + 1))
+    return Bytes(weight_bytes(config, case.prompts, dtype), per_token, steps, tokens * per_token)
+
+
+def floor_ms(
+    config: PretrainedConfig, case: Case, dtype: torch.dtype, rates: Rates
+) -> dict[str, float]:
+    """Milliseconds of the rollout of ``case``, of its prefill, and of a mean decode step."""
+    read = rollout_bytes(config, case, dtype)
+    prefill_s = read.step_weights / rates.copy_bytes_per_s
+    if rates.matrix_flops_per_s:
+        flops = case.prompts * prefill_flops(shape_of(config), case.prompt_tokens)
+        prefill_s = max(prefill_s, flops / rates.matrix_flops_per_s)
+    decode_s = (read.decode_steps * read.step_weights + read.kv_decode) / rates.copy_bytes_per_s
+    return {
+        "rollout": 1e3 * (prefill_s + decode_s),
+        "prefill": 1e3 * prefill_s,
+        "step": 1e3 * decode_s / max(read.decode_steps, 1),
+    }

@@ -1,0 +1,209 @@
+"""Measures the rollouts of `gpu.py` on the device of this process, with its actor in training.
+
+Times are CUDA events around the work of one round; on a CPU, where tests run this, the host's.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpu_cases import GpuCase, Side, sampling
+from gpu_floor import Rates, floor_ms, rollout_bytes
+from gpu_others import OTHERS, VLLM, Generate, Unavailable, make
+from report import rounded, spread
+from rollout_hybrid import Side as HybridSide
+from rollout_hybrid import make_engine
+from rollout_sides import make_module
+from rollout_workloads import MODELS, Case
+from torch import nn
+
+import dschat.distributed as dist
+from dschat.data.micro_batches import MicroBatchSize
+from dschat.inference import SamplingParams
+from dschat.models.language_model import LanguageModel
+from dschat.models.training_engine import TrainingEngine
+from dschat.observability.device_span import DeviceSpan
+from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
+from dschat.supervised.loop import train_step
+from dschat.supervised.tasks import SFTTask
+
+Fields = dict[str, Any]
+
+
+class Rollouts:
+    """A `Side` of a case: rollouts of ``module``, and optimizer steps of ``engine`` on them."""
+
+    def __init__(
+        self,
+        side: Side,
+        case: Case,
+        module: nn.Module,
+        stage: int,
+        engine: TrainingEngine | None,
+    ) -> None:
+        self.side, self.case, self.engine = side, case, engine
+        graphs = dist.device().type == "cuda" and side.graphs
+        with side.active():
+            self.rollout = _SwitchedSide(
+                case, module, stage, layout=side.layout, cuda_graphs=graphs
+            )
+        self.rollout.switches = side
+
+    def run(self, seed: int) -> dict[str, float]:
+        """Milliseconds and bytes of a round: a refresh, a rollout, and the step that follows."""
+        device = dist.device()
+        before = _reset_peak(device)
+        whole = DeviceSpan(device)
+        with self.side.active():
+            span = DeviceSpan(device)
+            self.rollout.refresh()
+            answers = self.rollout.generate(seed)
+            self.rollout.form.leave()
+            seconds = span.stop().seconds()
+        stats, refresh = self.rollout.engine.stats, self.rollout.form.last_refresh
+        measured = {
+            "rollout_ms": 1e3 * seconds,
+            "prefill_ms": 1e3 * stats.prefill_s,
+            "step_ms": 1e3 * stats.decode_s / max(stats.decode_steps, 1),
+            "tokens_per_s": sum(map(len, answers)) / seconds,
+            "refresh_ms": 1e3 * refresh.seconds,
+            "refresh_bytes": refresh.num_bytes,
+        }
+        if self.engine is not None:
+            self._train(answers)
+            measured["iteration_ms"] = 1e3 * whole.stop().seconds()
+        if device.type == "cuda":
+            measured["resident_gib"] = before / 2**30
+            measured["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        return measured
+
+    def _train(self, answers: list[list[int]]) -> None:
+        """One optimizer step on the answers: forward, backward, AdamW."""
+        rows = [
+            {
+                "input_ids": prompt + answer,
+                "loss_mask": [i >= len(prompt) for i in range(len(prompt) + len(answer))],
+            }
+            for prompt, answer in zip(self.rollout.prompts, answers, strict=True)
+        ]
+        train_step(self.engine, SFTTask(), rows, MicroBatchSize(len(rows)))
+
+
+class _SwitchedSide(HybridSide):
+    """`rollout_hybrid.Side` with the sampling of a `Side`."""
+
+    switches = Side()
+
+    def sampling(self, seed: int, new_tokens: int) -> SamplingParams:
+        return sampling(self.case, self.switches, new_tokens, seed)
+
+
+Runner = Rollouts | Generate | VLLM
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Bytes allocated now; the peak is counted from here."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def measure(
+    name: str, case: GpuCase, sides: dict[str, Side], with_others: bool, rounds: int, rates: Rates
+) -> Iterator[Fields]:
+    """Collective. The fields of a line for each ZeRO stage and side of a rollout case."""
+    dist.init()
+    for stage in case.stages or (0,):
+        label = f"{name}, ZeRO-{stage}" if case.stages else name
+        module, engine = _actor(case, stage)
+        others = [[other] for other in OTHERS if with_others]
+        groups = [list(sides)] if case.in_turns else [[side] for side in sides]
+        for group in groups + others:
+            try:
+                runners = {one: _runner(one, case, sides, module, stage, engine) for one in group}
+            except Unavailable as reason:
+                print(f"{label}: {group[0]} skipped, {reason}", file=sys.stderr, flush=True)
+                continue
+            results = _take_turns(label, runners, rounds)
+            del runners
+            _free()
+            for one, measured in results.items():
+                _check_refresh(name, sides.get(one), measured)
+                about = {"zero_stage": stage if case.stages else None, "side": one}
+                yield about | _summary(case, measured, rates)
+        del module, engine
+        _free()
+
+
+def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]:
+    assert case.rollout is not None
+    dtype = torch.bfloat16 if dist.device().type == "cuda" else torch.float32
+    if not case.stages:
+        return make_module(case.rollout, dist.device(), dtype), None
+    zero = ZeroSettings(stage, dtype, offload_optimizer=case.offload)
+    engine = make_engine(case.rollout, zero, wrap=LanguageModel)
+    return unwrap(engine), engine
+
+
+def _runner(
+    name: str,
+    case: GpuCase,
+    sides: dict[str, Side],
+    module: nn.Module,
+    stage: int,
+    engine: TrainingEngine | None,
+) -> Runner:
+    assert case.rollout is not None
+    if name not in sides:
+        return make(name, case, module, stage)
+    return Rollouts(sides[name], case.rollout, module, stage, engine if case.trains else None)
+
+
+def _take_turns(
+    label: str, runners: dict[str, Runner], rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """What each runner measured in the rounds 1, 2, ...; round 0 is the warm-up."""
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    for number in range(rounds + 1):
+        for name, runner in runners.items():
+            measured = runner.run(number)
+            note = f"round {number} of {rounds}" if number else "warm-up"
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.items())
+            print(f"{label}, {name}, {note}: {figures}", file=sys.stderr, flush=True)
+            if number:
+                results[name].append(measured)
+    return results
+
+
+def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fields:
+    """Medians and spread, the floor, and the share of it: 1 is the floor itself."""
+    assert case.rollout is not None
+    line: Fields = {key: spread([r[key] for r in rounds]) for key in rounds[0]}
+    dtype = torch.bfloat16
+    config = MODELS[case.rollout.model]()
+    floor = floor_ms(config, case.rollout, dtype, rates)
+    line["floor_ms"] = {key: rounded(value) for key, value in floor.items()}
+    line |= rollout_bytes(config, case.rollout, dtype).fields()
+    line["share_of_floor"] = {
+        key: rounded(floor[key] / line[f"{key}_ms"]["median"])
+        for key in ("rollout", "step")
+        if f"{key}_ms" in line and line[f"{key}_ms"]["median"] > 0
+    }
+    return line | {"rounds": len(rounds)}
+
+
+def _check_refresh(name: str, side: Side | None, rounds: list[dict[str, float]]) -> None:
+    """Raise RuntimeError if a rollout that reads training's weights in place moved any."""
+    if side is not None and side.layout == "zero_copy":
+        moved = max(r["refresh_bytes"] for r in rounds)
+        if moved:
+            raise RuntimeError(f"{name}: a refresh with layout zero_copy moved {moved} bytes")
+
+
+def _free() -> None:
+    gc.collect()
+    if dist.device().type == "cuda":
+        torch.cuda.empty_cache()
