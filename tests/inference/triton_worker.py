@@ -101,6 +101,13 @@ def uniforms(seed, counters):
     return out
 
 
+def rollouts(*args):
+    """Those of `triton_rollouts`."""
+    from triton_rollouts import rollouts
+
+    return rollouts(*args)
+
+
 def cubin(name, args, capability, fault=None):
     """What the machine code of a module's launches says: a list of reports."""
     from triton_cubins import report
