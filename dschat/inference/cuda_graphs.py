@@ -16,8 +16,9 @@ import torch
 
 from dschat.config.errors import UserError, first_line
 from dschat.inference.decode_state import DecodeState, DeviceQueue
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Decodes
-from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.sampler import SamplingKind
 
@@ -117,6 +118,7 @@ class DecodeGraphs:
         num_tokens: ids from this one on are never drawn.
         capture: records a step.
         queue: where the state's work is queued; default: the current stream.
+        kernels: run the operations that they apply to.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class DecodeGraphs:
         num_tokens: int,
         capture: Capture,
         queue: DeviceQueue | None = None,
+        kernels: StepKernels | None = None,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
+        self._kernels = kernels
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
@@ -188,7 +192,12 @@ class DecodeGraphs:
         decodes = Decodes(size, positions + 1, longest, table, ragged=True)
         slots = state.slots(positions, table)
         attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes)
-        logits = decoder.logits(decoder.hidden(tokens, positions, attention))
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens)
+        kernels = self._kernels
+        attend: Attend = attention
+        if kernels is not None:
+            attend = kernels.attention(attention, decoder.rotary, decoder.weights.tensors)
+        hidden = decoder.hidden(tokens, positions, attend, kernels)
+        logits = decoder.logits(hidden, kernels)
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind)

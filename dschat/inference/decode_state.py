@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampler import SamplingKind, StepSampling
 from dschat.inference.scheduler import Sequence
@@ -208,12 +209,18 @@ class DecodeState:
         pages = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
         return pages * self._page_size + positions % self._page_size
 
-    def draw(self, logits: Tensor, kind: SamplingKind, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def draw(
+        self,
+        logits: Tensor,
+        kind: SamplingKind,
+        num_tokens: int,
+        kernels: StepKernels | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """A token (B,) int64 and its log-prob (B,) fp32 for each row of ``logits`` (B, V)."""
         f = self._fields[:, : len(logits)]
         too_short = f[_Field.POSITION] < f[_Field.YOUNGEST_STOP]
         key = f[_Field.PROMPT], f[_Field.SAMPLE], f[_Field.POSITION] - f[_Field.START]
-        return self._sampling.draw(logits, kind, key, too_short, num_tokens)
+        return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels)
 
     def advance(self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind) -> None:
         """Write the ring slot of this step, and move the rows to their next token."""

@@ -20,6 +20,7 @@ from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.kernels import fused_decode
+from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
     checkpoint_stream,
@@ -114,6 +115,7 @@ class InferenceEngine:
         self._cache_pages = None if kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
         self._capture = capture_for(device, cuda_graphs)
+        self._kernels = None if self._capture is None else dispatch.choose(device)
         self._separate_prefill = device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
@@ -334,9 +336,9 @@ class InferenceEngine:
         if self._decoder is None:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:
-            self._runner = StepRunner(
-                self._decoder, self.cache, self.max_num_seqs, self.max_seq_len, self._capture
-            )
+            sizes = self.max_num_seqs, self.max_seq_len
+            options = self._capture, self._kernels
+            self._runner = StepRunner(self._decoder, self.cache, *sizes, *options)
         return self._runner
 
 

@@ -66,6 +66,11 @@ class SamplingParams:
         """T of every log-prob in the system; 1 when decoding is greedy."""
         return self.temperature if self.temperature > 0 else 1.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are too unlikely to be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def end_ids(self, eos_ids: tuple[int, ...]) -> frozenset[int]:
         """Tokens that end an answer, for a model whose EOS tokens are ``eos_ids``."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dschat.distributed import Group
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampling import SamplingNumbers, sample, uniforms
 from dschat.inference.scheduler import Sequence
@@ -70,7 +71,7 @@ class Sampler:
         return (
             s.temperature > 0
             and forbidden is None
-            and not (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+            and not s.truncates
             and logits.device.type == "cpu"
             and logits.dtype == torch.float32
             and logits.is_contiguous()
@@ -147,14 +148,19 @@ class StepSampling:
         key: tuple[Tensor, Tensor, Tensor],
         too_short: Tensor,
         num_tokens: int,
+        kernels: StepKernels | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A token and its log-prob for each row of ``logits`` (R, V).
 
         ``key``: prompt, sample and position in the answer, (R,) int64 each. ``too_short`` (R,)
-        bool: answers that may not end yet.
+        bool: answers that may not end yet. ``kernels`` draw where nothing is truncated.
         """
-        uniform = uniforms(self._seed, *key) if kind.params.temperature > 0 else None
+        greedy = kind.params.temperature == 0
         forbidden = (too_short, self._stops[kind.num_stops]) if kind.forbids else None
+        if kernels is not None and (greedy or not kind.params.truncates):
+            memory = self._numbers[:1], self._seed
+            return kernels.draw(logits, greedy, *memory, key, forbidden, num_tokens)
+        uniform = None if greedy else uniforms(self._seed, *key)
         numbers = SamplingNumbers(*self._numbers.unbind())
         return sample(logits, kind.params, uniform, forbidden, num_tokens, numbers)
 

@@ -228,7 +228,7 @@ def sample(
         ids = allowed.argmax(-1, keepdim=True)
     else:
         assert uniform is not None, "drawing needs random numbers"
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        if params.truncates:
             ids = inverse_cdf(truncate(weights, params, numbers), uniform).unsqueeze(-1)
         else:
             ids = _draw(weights, cdf, uniform)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dschat.inference.cuda_graphs import Capture, DecodeGraphs
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
@@ -22,7 +23,7 @@ logger = logging.getLogger("dschat")
 class StepRunner:
     """Runs steps of ``decoder`` over ``cache``.
 
-    ``capture``: records decode steps; None: they run eagerly.
+    ``capture``: records decode steps, which use ``kernels``; None: they run eagerly.
     """
 
     def __init__(
@@ -32,11 +33,12 @@ class StepRunner:
         max_num_seqs: int,
         max_seq_len: int,
         capture: Capture | None,
+        kernels: StepKernels | None = None,
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self.device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
-        self._capture = capture
+        self._capture, self._kernels = capture, kernels
         self._graphs: DecodeGraphs | None = None
         self._fused: FusedDecode | None = None
 
@@ -91,7 +93,9 @@ class StepRunner:
             if self._graphs is not None:
                 logger.info("weights or cache were reallocated: capturing decode graphs again")
             sizes = self._max_num_seqs, self._max_seq_len, num_tokens
-            self._graphs = DecodeGraphs(self._decoder, self._cache, *sizes, self._capture)
+            self._graphs = DecodeGraphs(
+                self._decoder, self._cache, *sizes, self._capture, kernels=self._kernels
+            )
         return self._graphs
 
     def fits(self, graphs: DecodeGraphs) -> bool:

@@ -179,10 +179,13 @@ def fake_cuda():
 
 
 def fake_weights(config, dtype, adjacent=False):
-    """The parameters of ``config``'s module by name, each an allocation or all ``adjacent``."""
+    """The parameters of ``config``'s module by name, each an allocation or all ``adjacent``.
+
+    As in DeepSpeed's flat buffers, matrices lie before vectors.
+    """
     with _disable_current_modes(), torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    parameters = dict(module.named_parameters())
+    parameters = dict(sorted(module.named_parameters(), key=lambda item: item[1].dim() == 1))
     sizes = [p.numel() for p in parameters.values()]
     if adjacent:
         stored = torch.empty(sum(sizes), dtype=dtype, device=DEVICE).split(sizes)

@@ -21,6 +21,7 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 GAP = 5e-5
 # Prompts in several chunks, decodes beside them, sequences in several pages.
 CHUNKED = {"page_size": 8, "max_num_batched_tokens": 13}
+MLP = "gate", "up"
 ORDERS = ["".join(order) for order in itertools.permutations("qkv")]
 
 
@@ -55,9 +56,10 @@ def borrowing(module, tensors=None, **knobs):
 
 def parts_of(module, suffix):
     """Per layer, the parameters of q, k, v and of gate, up, if it has them."""
-    for layer in module.model.layers:
-        for parent, names in ((layer.self_attn, "qkv"), (layer.mlp, ("gate", "up"))):
-            parts = {name: getattr(getattr(parent, f"{name}_proj"), suffix) for name in names}
+    for layer in getattr(module.model, "decoder", module.model).layers:
+        for parent, names in ((layer.self_attn, "qkv"), (getattr(layer, "mlp", None), MLP)):
+            layers = [getattr(parent, f"{name}_proj", None) for name in names]
+            parts = {n: getattr(x, suffix, None) for n, x in zip(names, layers, strict=True)}
             if None not in parts.values():
                 yield parts
 

@@ -20,8 +20,8 @@ def captured(monkeypatch):
     made = []
 
     class Recorded(DecodeGraphs):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             made.append(self)
 
     monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)

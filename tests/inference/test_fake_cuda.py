@@ -5,16 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, WAITS, fake_cuda, fake_engine
+from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, fake_cuda, fake_engine
+from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS
 from transformers import LlamaConfig, OPTConfig
 
-from dschat.inference import SamplingParams
 from dschat.inference.model import attention
 from dschat.inference.model.attention import Attention
 
-PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], list(range(2, 32)), [20, 21, 22]]
-SAMPLED = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
 WAYS = {
     "eager": {"cuda_graphs": False},
     "graph": {},
@@ -27,32 +25,6 @@ WAYS = {
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def decode_step(config, prompts=PROMPTS, sampling=SAMPLED, **knobs):
-    """What one token more costs: the `Counter` of its captured step, and of all around it."""
-    counts = []
-    with fake_cuda() as watch:
-        made = fake_engine(watch, config, **knobs)
-        for num_tokens in (5, 5, 6):  # the first one makes decoder and graphs
-            watch.counts.clear()
-            fewest = num_tokens if sampling.min_new_tokens else 0  # stops are forbidden to the end
-            lengths = {"max_new_tokens": num_tokens, "min_new_tokens": fewest}
-            made.generate(prompts, dataclasses.replace(sampling, **lengths))
-            counts.append(Counter(watch.counts))
-    counts[-1].subtract(counts[-2])
-    return [
-        Counter({name: n for (inside, name), n in counts[-1].items() if inside == captured and n})
-        for captured in (True, False)
-    ]
-
-
-def operators(counts):
-    return sum(counts.values()) - waits(counts)
-
-
-def waits(counts):
-    return sum(counts[name] for name in WAITS)
 
 
 # -- every family ----------------------------------------------------------------------------------

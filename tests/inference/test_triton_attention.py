@@ -8,9 +8,9 @@ import pytest
 import torch
 from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
 
-from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.kernels.cuda.workspace import workspace
 from dschat.inference.model.attention import Attention, Decodes
+from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary, alibi_slopes
 
 EPS = 1e-2
@@ -31,7 +31,21 @@ class Case:
     norms: bool = False
     rotary_dim: int = 0
     pages: bool = True
+    order: str = "qkv"  # of blocks of heads; "": q, k and v of a head are adjacent
     dtype: torch.dtype = torch.float32
+
+    @property
+    def layout(self):
+        return HeadLayout.of(self.heads, self.kv_heads, self.order, interleaved=not self.order)
+
+    def split(self, heads):
+        """Queries, keys and values (..., D) of ``heads`` (H + 2 K, D)."""
+        H, K = self.heads, self.kv_heads
+        if not self.order:
+            return heads.reshape(H, 3, -1).swapaxes(0, 1)
+        ends = np.cumsum([H if part == "q" else K for part in self.order])
+        parts = dict(zip(self.order, np.split(heads, ends[:-1]), strict=True))
+        return parts["q"], parts["k"], parts["v"]
 
 
 def inputs(case):
@@ -54,7 +68,8 @@ def inputs(case):
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(case.dtype) if case.rotary_dim else None
     norms = [drawn(D, seed=s, dtype=case.dtype) + 1 if case.norms else None for s in (4, 5)]
     return (
-        *(drawn(B, H + 2 * K, D, dtype=case.dtype), rows, poisoned(B, H * D, dtype=case.dtype)),
+        *(drawn(B, H + 2 * K, D, dtype=case.dtype), case.layout.origins, rows),
+        poisoned(B, H * D, dtype=case.dtype),
         *(lengths, slots, table, case.page_size, alibi_slopes(H) if case.alibi else None),
         *(case.window, D**-0.5, *norms, EPS, cos, sin, workspace(torch.device("cpu"), 1 << 19)),
         case.splits,
@@ -75,17 +90,19 @@ def transformed(x, norm, cos, sin):
 
 def expected(case, args):
     """The outputs and the cache afterwards."""
-    heads, rows, _, _, slots, table, size, slopes, _, _, q_norm, k_norm, _, cos, sin, _, _ = args
+    heads, _, rows, _, _, slots, table, size, slopes, *_ = args
+    q_norm, k_norm, _, cos, sin, _, _ = args[11:]
     K, H = case.kv_heads, case.heads
     cache, outputs = exact(rows).copy(), []
     for b, length in enumerate(case.lengths):
-        token, position = exact(heads[b]), length - 1
+        q, k, v = case.split(exact(heads[b]))
+        position = length - 1
         angles = (None, None) if cos is None else (cos[position], sin[position])
-        cache[slots[b], :K] = transformed(token[H : H + K], k_norm, *angles)
-        cache[slots[b], K:] = token[H + K :]
+        cache[slots[b], :K] = transformed(k, k_norm, *angles)
+        cache[slots[b], K:] = v
         page = (lambda i, b=b: b) if table is None else (lambda i, b=b: table[b, i // size].item())
         where = [page(i) * size + i % size for i in range(length)]
-        queries = transformed(token[:H], q_norm, *angles)
+        queries = transformed(q, q_norm, *angles)
         for h in range(H):
             kv = h * K // H
             scores = cache[where, kv] @ queries[h] * case.size**-0.5
@@ -101,10 +118,10 @@ def expected(case, args):
 def check(interpreted, case, fault=None):
     args = inputs(case)
     outputs, cache = expected(case, args)
-    before = args[1].clone()
+    before = args[2].clone()
     after = interpreted("run", "paged_decode", args, fault)
-    assert_written(after[2], outputs)
-    rows, slots = after[1], args[4]
+    assert_written(after[3], outputs)
+    rows, slots = after[2], args[5]
     assert_close(rows[slots], cache[slots.numpy()])
     others = torch.ones(len(rows), dtype=torch.bool)
     others[slots] = False
@@ -120,6 +137,9 @@ QUICK = {
     "one-key-and-more": SMALL,
     "page-of-7-splits": replace(SMALL, page_size=7, lengths=(2, 66), splits=4),
     "whole-in-order": replace(SMALL, page_size=90, pages=False, window=20),
+    "keys-first": replace(SMALL, order="kvq", rotary_dim=32),
+    "interleaved": replace(SMALL, order="", rotary_dim=16, norms=True),
+    "values-first-grouped": replace(GROUPED, order="vkq", lengths=(70,)),
     "whole-shuffled-half": replace(SMALL, page_size=90, dtype=torch.float16, rotary_dim=16),
     "grouped": GROUPED,
     "grouped-80-alibi": replace(SMALL, heads=4, size=80, alibi=True, lengths=(65, 20)),
@@ -134,9 +154,9 @@ def test_decode_attention(interpreted, case):
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
 def test_decode_attention_by_torch(case):
-    """What `dispatch` falls back to: the engine's own attention."""
-    heads, rows, _, lengths, slots, table, size, slopes, window, *_ = args = inputs(case)
-    q_norm, k_norm, _, cos, sin, space, _ = args[10:]
+    """What the kernel stands for: torch's norm, rotation and the engine's own attention."""
+    heads, _, rows, _, lengths, slots, table, size, slopes, window, *_ = args = inputs(case)
+    q_norm, k_norm, _, cos, sin, _, _ = args[11:]
     outputs, cache = expected(case, args)
     pairs = rows.view(1, -1, size, 2, case.kv_heads, case.size)
     layer = (rows, pairs[0, :, :, 0], pairs[0, :, :, 1])
@@ -148,11 +168,15 @@ def test_decode_attention_by_torch(case):
         [],
         slopes,
     )
-    rotary = None if cos is None else Rotary.__new__(Rotary)
-    if rotary is not None:
+    for part, norm in ((case.layout.q, q_norm), (case.layout.k, k_norm)):
+        if norm is not None:
+            heads[:, part] = torch.rms_norm(heads[:, part], norm.shape, norm, EPS)
+    if cos is not None:
+        rotary = Rotary.__new__(Rotary)
         rotary.dim, rotary.cos, rotary.sin = case.rotary_dim, cos, sin
-    norms = None if q_norm is None else (q_norm, k_norm, EPS)
-    out = dispatch.decode_attention(0, heads, step, norms, rotary, space)
+        for part in case.layout.rotated:
+            rotary.rotate_(heads[:, part], rotary.rows(lengths - 1))
+    out = step(0, heads, case.layout)
     assert_close(out, outputs)
     assert_close(rows, cache)
 
@@ -161,7 +185,7 @@ def test_decode_attention_by_torch(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (34, 2)])
-@pytest.mark.parametrize("variant", range(4))
+@pytest.mark.parametrize("variant", range(5))
 def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, variant):
     case = Case(heads, kv_heads, size, (1, 2, 63, 64, 65, 66, 150), dtype=dtype)
     check(
@@ -171,6 +195,7 @@ def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, 
             replace(case, page_size=64, window=64, rotary_dim=size // 4, splits=4),
             replace(case, page_size=7, alibi=True),
             replace(case, page_size=200, pages=False, window=1, splits=3),
+            replace(case, order="kvq" if heads > kv_heads else "", rotary_dim=size),
         ][variant],
     )
 
@@ -184,7 +209,11 @@ FAULTS = {
     "pages ignored": ("page * PAGE_SIZE + start % PAGE_SIZE", "page * PAGE_SIZE + start"),
     "wrong slot": ("tl.load(slots_ptr + b) * SLOT", "(tl.load(slots_ptr + b) + 1) * SLOT"),
     "other rotation": ("x * cos + y *", "x * cos - y *"),
-    "another head's key": ("(H + kv) * D +", "(H + kv * 0) * D +"),
+    "another head's key": ("(K_FIRST + kv * STEP)", "(K_FIRST + kv * 0)"),
+    "queries of another layout": ("(Q_FIRST + q_head * STEP)", "q_head"),
+    "keys of another layout": ("(K_FIRST + kv * STEP)", "(H + kv)"),
+    "values of another layout": ("(V_FIRST + kv * STEP)", "(H + K + kv)"),
+    "step of another layout": ("(V_FIRST + kv * STEP)", "(V_FIRST + kv)"),
     "padding stored": ("tl.store(slot_ptr, new_k, mask=d < D)", "tl.store(slot_ptr, new_k)"),
 }
 
@@ -192,5 +221,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_faults_are_found(interpreted, fault):
     case = Case(4, 2, 80, (100,), page_size=64, window=90, rotary_dim=32, norms=True, splits=2)
+    if "STEP" in fault[0]:
+        case = replace(case, kv_heads=4, order="")
     with pytest.raises(AssertionError):
         check(interpreted, case, fault)

@@ -51,7 +51,8 @@ def attention(batch, heads, kv_heads, size, page_size=64, **options):
     norms = [meta(size) if options.get("norms") else None] * 2
     angles = [meta(4096, rotary) if rotary else None] * 2
     return "paged_decode", (
-        *(meta(batch, heads + 2 * kv_heads, size), meta(1 << 16, 2 * kv_heads, size)),
+        *(meta(batch, heads + 2 * kv_heads, size), (0, heads, heads + kv_heads, 1)),
+        meta(1 << 16, 2 * kv_heads, size),
         *(meta(batch, heads * size), integers(batch), integers(batch), table, page_size, slopes),
         *(options.get("window"), 0.1, *norms, 1e-6, *angles, SPACE),
     )

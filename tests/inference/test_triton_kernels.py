@@ -6,28 +6,13 @@ import numpy as np
 import pytest
 import torch
 from triton_tensors import POISON, assert_written, drawn, exact, poisoned
-from triton_worker import HAS_TRITON
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.kernels.cuda.workspace import workspace
 from dschat.inference.sampling import sample, uniforms
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
-
-
-def by_torch(function, name, args, *rest):
-    """As ``interpreted``, but runs what `dispatch` falls back to; it has no tiles."""
-    if function != "run":
-        return None
-    if name == "add_norm":
-        *inputs, out = args
-        out.copy_(dispatch.add_norm(*inputs))
-    elif name == "skinny_linear":
-        x, weight, bias, activation, gated, y, space, _ = args
-        y.copy_(dispatch.linear(x, weight, bias, space, activation, gated))
-    return args
 
 
 # -- sum and norm ----------------------------------------------------------------------------------
@@ -54,12 +39,6 @@ def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True, fault
 def test_norms(interpreted, size, dtype):
     check_norm(interpreted, size, dtype)
     check_norm(interpreted, size, dtype, with_added=False, layer_norm=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_by_torch(dtype):
-    check_norm(by_torch, 100, dtype)
-    check_norm(by_torch, 100, dtype, with_added=False, layer_norm=False)
 
 
 NORM_FAULTS = {
@@ -94,12 +73,16 @@ def check_product(interpreted, rows, outputs, inputs, activation, tiles, **optio
     x, weight = drawn(rows, inputs, dtype=dtype), drawn(height, inputs, seed=1, dtype=dtype)
     bias = drawn(height, seed=2, dtype=dtype) if options.get("bias", True) else None
     z = exact(x) @ exact(weight).T + (0 if bias is None else exact(bias))
-    expected = ACTIVATIONS[activation](z[:, :outputs]) * (z[:, outputs:] if gated else 1)
+    gate_first = options.get("gate_first", True)
+    halves = (z[:, :outputs], z[:, outputs:])[:: 1 if gate_first else -1]
+    expected = (
+        ACTIVATIONS[activation](halves[0]) * halves[1] if gated else ACTIVATIONS[activation](z)
+    )
     space = workspace(CPU, 1 << 16)
     y = poisoned(rows, outputs, dtype=dtype)
     tiles = interpreted("attribute", "skinny_linear", "Config", *tiles)
-    args = (x, weight, bias, activation, gated, y, space, tiles)
-    *_, y, space, _ = interpreted("run", "skinny_linear", args, fault)
+    args = (x, weight, bias, activation, gated, y, space, tiles, gate_first)
+    *_, y, space, _, _ = interpreted("run", "skinny_linear", args, fault)
     assert_written(y, expected)
     assert not space.counters.any()
     return y
@@ -110,6 +93,7 @@ PRODUCTS = {
     "ragged": (8, 40, 72, "relu", (32, 64, 1, 4), {}),
     "split": (17, 33, 200, "gelu", (32, 32, 4, 4), {}),
     "gated": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True}),
+    "gate second": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True, "gate_first": False}),
     "half": (33, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
     "bf16": (64, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
 }
@@ -121,26 +105,22 @@ def test_products(interpreted, case):
     check_product(interpreted, *shape, **options)
 
 
-@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_by_torch(case):
-    *shape, options = case
-    check_product(by_torch, *shape, **options)
-
-
 PRODUCT_FAULTS = {
     "end unmasked": ("tl.load(pointers, mask=inside, other=0.0)", "tl.load(pointers)"),
     "a split twice": ("first + other * PARTS)\n", "first + 0 * other * PARTS)\n"),
     "up is gate": ("weight_ptrs + NUM_OUTPUTS * NUM_INPUTS +", "weight_ptrs +"),
     "no second bias": ("bias_ptr + NUM_OUTPUTS + wrapped", "bias_ptr + wrapped"),
     "stray rows": ("(row[:, None] < num_rows) &", "(row[:, None] < num_rows + 1) &"),
+    "gate always first": ("elif GATE_FIRST:", "elif GATED:"),
     "wrong activation": ("x * tl.sigmoid(x)", "tl.sigmoid(x)"),
 }
 
 
 @pytest.mark.parametrize("fault", PRODUCT_FAULTS.values(), ids=PRODUCT_FAULTS)
 def test_faults_in_products_are_found(interpreted, fault):
+    options = {"gated": True, "gate_first": "GATE_FIRST" not in fault[0]}
     with pytest.raises(AssertionError):
-        check_product(interpreted, 3, 40, 104, "silu", (32, 64, 2, 4), gated=True, fault=fault)
+        check_product(interpreted, 3, 40, 104, "silu", (32, 64, 2, 4), fault=fault, **options)
 
 
 @pytest.mark.parametrize("shape", [(2048, 2048), (2048, 8192), (6144, 2048), (4096, 11008)])
@@ -230,29 +210,6 @@ def test_faults_in_draws_are_found(interpreted, fault):
         check_draw(interpreted, 4100, 4090, 0.7, True, torch.float32, fault)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_draws_by_torch(temperature):
-    logits = 3 * drawn(6, 100)
-    params = SamplingParams(temperature=temperature, seed=5)
-    counters = torch.arange(18).view(3, 6)
-    short, stops = torch.arange(6) < 3, torch.tensor([4])
-    logits[:, 4] += 9
-    ids, logprobs = dispatch.draw(
-        logits, params, torch.ones(1), torch.tensor([5]), counters, short, stops, 90
-    )
-    expected = sample(logits, params, uniforms(5, *counters), (short, stops), 90)
-    assert torch.equal(ids, expected[0])
-    assert torch.equal(logprobs, expected[1])
-
-
-def test_kernels_are_off_by_default(monkeypatch):
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
-    assert not dispatch.enabled(torch.device("cuda"))
-    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
-    assert not dispatch.enabled(CPU)
-    assert dispatch.enabled(torch.device("cuda")) == HAS_TRITON
-
-
 def test_ties_and_rows_without_choice(interpreted):
     logits = torch.full((3, 3000), -torch.inf)
     logits[0, 2500] = 1.0  # alone, past the first block
@@ -286,9 +243,9 @@ def test_operators_state_what_they_change(interpreted):
     kv = drawn(8, 2, 16), integers[0], torch.arange(4), None, 2, None, None, 0.25
     operands = {
         "add_norm": (x, x + 1, ones, ones, 1e-5),
-        "skinny_linear": (x, drawn(6, 32), None, "silu", True, *scratch),
+        "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),
         "draw": (x, one, False, integers[0, :1], integers, None, None, 30),
-        "paged_decode": (drawn(4, 3, 16), *kv, None, None, 0.0, None, None, *scratch),
+        "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, None, None, 0.0, None, None, *scratch),
     }
     for name, args in operands.items():
         checks = interpreted("check_operator", name, args)

@@ -62,8 +62,7 @@ def module(name, fault=None):
     old, new = fault
     assert source.count(old) == 1, f"{name} has {source.count(old)} times: {old}"
     path = Path(tempfile.mkdtemp()) / f"{name}.py"  # Triton reads a kernel's source
-    # NOTE: an operator of the same name would replace the real one.
-    path.write_text(source.replace(old, new).replace("dschat::", "faulty::"))
+    path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"faulty_{name}", path)
     faulty = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(faulty)
@@ -88,7 +87,7 @@ def check_operator(name, args):
     """torch's own checks of an operator's schema (what it changes) and its fake version."""
     import torch
 
-    operator = getattr(module(name), name)
+    operator = getattr(module("operators"), name)
     return torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -100,6 +99,13 @@ def uniforms(seed, counters):
     out = torch.empty(counters.shape[1], dtype=torch.float64)
     fill[(counters.shape[1],)](torch.tensor([seed]), counters, out)
     return out
+
+
+def rollouts(*args):
+    """Those of `triton_rollouts`."""
+    from triton_rollouts import rollouts
+
+    return rollouts(*args)
 
 
 def cubin(name, args, capability, fault=None):

@@ -63,6 +63,14 @@ class BorrowedLinear:
         return y if self.side is None else self.side.add_to(y, x)
 
     @property
+    def plain(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight (out, in), contiguous, and bias, if nothing else makes up the product."""
+        part = self.products[0]
+        if len(self.products) > 1 or self.side is not None or part.transposed:
+            return None
+        return (part.weight, part.bias) if part.weight.is_contiguous() else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the LoRA factors; borrowed weights are not counted."""
         return self.side.nbytes if self.side is not None else 0

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary, alibi_slopes
@@ -69,14 +70,22 @@ class Decoder:
         self._version = -1  # of the weights in `_layers`
 
     @torch.inference_mode()
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        kernels: StepKernels | None = None,
+    ) -> Tensor:
         """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
         Collective in the tensor-parallel group.
+
+        With ``kernels``, ``attend`` is theirs: it gets heads before their norms and rotation.
         """
         if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions), None
-        step = self._step(positions, attend)
+        step = self._step(positions, attend) if kernels is None else _Step(attend, cuda=kernels)
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
         if self._final_norm is not None:
@@ -88,9 +97,10 @@ class Decoder:
         return h
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, kernels: StepKernels | None = None) -> Tensor:
         """(R, embedding size) -> (R, V), whole on every rank. Collective in the group."""
-        local = self.weights.linears["head"](hidden)
+        head = self.weights.linears["head"]
+        local = head(hidden) if kernels is None else kernels.linear(head, hidden)
         if self._group.size == 1:
             return local
         logits = self._group.all_gather(local).transpose(0, 1).flatten(1)  # R may be 0
@@ -175,7 +185,8 @@ class Decoder:
         spec, w = self.spec, self._layers[i]
         add_up = self._group.all_reduce_sum
         x = self._add_norm(w.norm1, h, added, step) if spec.pre_norm else h
-        mixed = w.out(step.attend(i, self._heads(w, w.qkv(x), step), w.layout))
+        heads = self._heads(w, step.product(w.qkv, x), step)
+        mixed = step.product(w.out, step.attend(i, heads, w.layout))
         if spec.parallel_residual:
             mixed.add_(self._mlp(w, self._add_norm(w.norm2, h, None, step), step))
             return h, add_up(mixed)
@@ -188,10 +199,12 @@ class Decoder:
 
     def _heads(self, w: "_Layer", qkv: Tensor, step: "_Step") -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
-        positions are rotary.
+        positions are rotary, unless `_Step.attend` does that.
         """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
+        if step.cuda is not None:
+            return heads
         if step.kernels is not None:
             if w.qk_norms is not None or step.rotary is not None:
                 norms = None
@@ -210,8 +223,12 @@ class Decoder:
 
     def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:
         """This rank's partial sum of the MLP."""
-        inner = w.up(x)
-        if not self.spec.gated:
+        spec, cuda = self.spec, step.cuda
+        if cuda is not None and cuda.takes(w.up, x, spec.activation):
+            inner = cuda.product(w.up, x, spec.activation, spec.gated, w.is_gate_first)
+            return cuda.linear(w.down, inner)
+        inner = step.product(w.up, x)
+        if not spec.gated:
             inner = self._activation(inner)
         elif step.kernels is not None and self._activation is F.silu:
             inner = step.kernels.silu_mul(inner)
@@ -219,12 +236,14 @@ class Decoder:
             halves = inner.chunk(2, dim=-1)
             gate, up = halves if w.is_gate_first else halves[::-1]
             inner = self._activation(gate).mul_(up)
-        return w.down(inner)
+        return step.product(w.down, inner)
 
     def _add_norm(self, norm: "_Norm", h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
         """``h`` += ``added``, in place; returns its norm."""
         if step.kernels is not None:
             return step.kernels.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
+        if step.cuda is not None:
+            return step.cuda.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
         return self._norm(norm, h if added is None else h.add_(added))
 
     def _norm(self, norm: "_Norm", x: Tensor) -> Tensor:
@@ -253,6 +272,10 @@ class _Step(NamedTuple):
     # With kernels: positions (T,), then cos and sin of all positions.
     rotary: tuple[Tensor, Tensor, Tensor] | None = None
     rotate: Callable[[Tensor], None] | None = None  # without kernels: rotates heads in place
+    cuda: StepKernels | None = None
+
+    def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
+        return linear(x) if self.cuda is None else self.cuda.linear(linear, x)
 
 
 class _Norm(NamedTuple):

@@ -43,6 +43,11 @@ class HeadLayout:
         return self.k.start == self.q.stop and self.v.start == self.k.stop
 
     @cached_property
+    def origins(self) -> tuple[int, int, int, int]:
+        """The first query, key and value head, and the step to the next one of its kind."""
+        return self.q.start, self.k.start, self.v.start, self.q.step or 1
+
+    @cached_property
     def rotated(self) -> tuple[slice, ...]:
         """Slices that cover queries and keys: one if they are adjacent blocks."""
         for first, second in ((self.q, self.k), (self.k, self.q)):

@@ -112,6 +112,11 @@ class Linear:
         """Whether the weight is kept only in packed form."""
         return self._backend != "plain"
 
+    @property
+    def plain(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight (out, in), contiguous, and bias, if nothing else makes up the product."""
+        return None if self._plain is None or self.side is not None else (self._plain, self.bias)
+
     def open(self) -> Tensor:
         """The plain weight, to be written into."""
         if self._plain is None:

@@ -1,6 +1,5 @@
 """Triton kernel: adds to the residual stream in place and normalises it, one program per row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,22 +48,3 @@ def plan(
     constants = {"SIZE": size, "BLOCK": block, "EPS": eps}
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers per thread, up to 8,192 columns
     return Launch(_add_norm, (rows,), (h, added, weight, bias, out), constants, num_warps)
-
-
-@torch.library.custom_op("dschat::add_norm", mutates_args=("h",))
-def add_norm(
-    h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> Tensor:
-    """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
-
-    ``h`` and ``added`` (R, E), contiguous; ``weight`` and ``bias`` (E,). Returns (R, E). Sums are
-    in fp32.
-    """
-    out = torch.empty_like(h)
-    plan(h, added, weight, bias, eps, out).run()
-    return out
-
-
-@add_norm.register_fake
-def _(h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return torch.empty_like(h)

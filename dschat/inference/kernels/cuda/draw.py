@@ -6,15 +6,13 @@ cumulative probability exceeds a random number: the same tokens and log-probs as
 random number is `dschat.inference.sampling.uniforms`, to the bit. No top-k, top-p or min-p here.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dschat.inference import sampling
 from dschat.inference.kernels.cuda.launch import Launch
-
-_BLOCK = 2048  # tokens
+from dschat.inference.kernels.cuda.operators import DRAW_BLOCK
 
 # NOTE: Triton reads a literal above 2^63 as uint64.
 _GAMMA = tl.constexpr(sampling._GAMMA + (1 << 64))
@@ -191,13 +189,13 @@ def plan(
     """
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
-    num_blocks = triton.cdiv(vocab, _BLOCK)
+    num_blocks = triton.cdiv(vocab, DRAW_BLOCK)
     assert blocks.shape == (num_rows, 4, num_blocks)
     shared = {
         "NUM_STOPS": 0 if stops is None or short is None else len(stops),
         "VOCAB": vocab,
         "NUM_TOKENS": num_tokens,
-        "BLOCK": _BLOCK,
+        "BLOCK": DRAW_BLOCK,
     }
     own = {
         "GREEDY": greedy,
@@ -210,52 +208,3 @@ def plan(
         Launch(_mass, (num_rows, num_blocks), args, shared),
         Launch(_choose, (num_rows,), chosen, shared | own),
     )
-
-
-@torch.library.custom_op("dschat::draw", mutates_args=())
-def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    greedy: bool,
-    seed: Tensor,
-    counters: Tensor,
-    short: Tensor | None,
-    stops: Tensor | None,
-    num_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
-
-    Args:
-        temperature: (1,) float64, 1 if ``greedy`` (the likeliest token, the first of equal ones).
-        seed: (1,) int64. In memory, as the temperature: a captured graph serves every rollout.
-        counters: (3, R) int64, contiguous: prompt index, sample index, position.
-        short: (R,) bool, rows that may not draw ``stops``.
-        stops: (S,) int64.
-        num_tokens: ids from this one on are never drawn.
-
-    Returns:
-        ids (R,) int64 and log-probs (R,) fp32, as `dschat.inference.sampling.sample`.
-    """
-    ids = counters.new_empty(len(logits))
-    logprobs = logits.new_empty(len(logits), dtype=torch.float32)
-    blocks = logprobs.new_empty(len(logits), 4, triton.cdiv(logits.shape[1], _BLOCK))
-    launches = plan(
-        *(logits, temperature, greedy, seed, counters, short, stops, num_tokens),
-        *(blocks, ids, logprobs),
-    )
-    for launch in launches:
-        launch.run()
-    return ids, logprobs
-
-
-@draw.register_fake
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    greedy: bool,
-    seed: Tensor,
-    counters: Tensor,
-    *rest: object,
-) -> tuple[Tensor, Tensor]:
-    ids = counters.new_empty(len(logits))
-    return ids, logits.new_empty(len(logits), dtype=torch.float32)

@@ -9,7 +9,8 @@ softmax". The new token starts the running sums, so that no program waits for th
 the cache.
 """
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -71,7 +72,7 @@ def _weighted(p, v, TYPE: tl.constexpr):
 
 @triton.jit
 def _paged_decode(
-    heads_ptr,  # (B, H + 2 K, D): query, key and value heads
+    heads_ptr,  # (B, H + 2 K, D): query, key and value heads, see Q_FIRST
     rows_ptr,  # (slots, 2 K, D): a layer of the cache
     out_ptr,  # (B, H, D)
     lengths_ptr,  # (B,)
@@ -90,6 +91,10 @@ def _paged_decode(
     K: tl.constexpr,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
+    Q_FIRST: tl.constexpr,  # the first query head of a token; the others follow in steps of STEP
+    K_FIRST: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,  # query heads per key head, padded
     PAGE_SIZE: tl.constexpr,
     SAME_PAGE: tl.constexpr,  # whether a block of keys lies in one page
@@ -113,8 +118,8 @@ def _paged_decode(
     if cos_ptr is not None:
         cos_ptr += position * ROTARY_DIM
         sin_ptr += position * ROTARY_DIM
-    q = _head(token_ptr + q_head * D, d, inside_q, q_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS)
-    q = q.to(dtype)
+    q_ptr = token_ptr + (Q_FIRST + q_head * STEP) * D
+    q = _head(q_ptr, d, inside_q, q_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS).to(dtype)
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_head, mask=row < GROUP, other=0.0)
@@ -123,9 +128,10 @@ def _paged_decode(
     total = tl.zeros((ROWS, 1), tl.float32)
     acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
     if split == 0:  # the new token
-        k_ptr = token_ptr + (H + kv) * D + tl.zeros((1, 1), tl.int32)
+        k_ptr = token_ptr + (K_FIRST + kv * STEP) * D + tl.zeros((1, 1), tl.int32)
         new_k = _head(k_ptr, d, d < D, k_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS).to(dtype)
-        new_v = tl.load(k_ptr + K * D + d, mask=d < D, other=0.0)
+        v_ptr = token_ptr + (V_FIRST + kv * STEP) * D
+        new_v = tl.load(v_ptr + d, mask=d < D, other=0.0)
         slot_ptr = rows_ptr + tl.load(slots_ptr + b) * SLOT + kv * D + d
         tl.store(slot_ptr, new_k, mask=d < D)
         tl.store(slot_ptr + K * D, new_v, mask=d < D)
@@ -226,6 +232,7 @@ def num_splits(num_pairs: int, room: int) -> int:
 
 def plan(
     heads: Tensor,
+    layout: Sequence[int],
     rows: Tensor,
     out: Tensor,
     lengths: Tensor,
@@ -262,6 +269,7 @@ def plan(
         "K": num_kv_heads,
         "D": size,
         "D_BLOCK": padded_size,
+        **dict(zip(("Q_FIRST", "K_FIRST", "V_FIRST", "STEP"), layout, strict=True)),
         "ROWS": padded_rows,
         "PAGE_SIZE": page_size,
         "SAME_PAGE": one_page or page_size % _BLOCK == 0,
@@ -279,65 +287,3 @@ def plan(
     )
     grid = (batch, num_kv_heads, splits)
     return Launch(_paged_decode, grid, args, constants, num_stages=1 if group == 1 else 2)
-
-
-@torch.library.custom_op("dschat::paged_decode", mutates_args=("rows", "partials", "counters"))
-def paged_decode(
-    heads: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    table: Tensor | None,
-    page_size: int,
-    slopes: Tensor | None,
-    window: int | None,
-    scale: float,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    partials: Tensor,
-    counters: Tensor,
-) -> Tensor:
-    """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
-
-    Args:
-        heads: (B, H + 2 K, D) query, key and value heads, contiguous, before norm and rotation.
-        rows: (slots, 2 K, D) a layer of the cache, contiguous.
-        lengths: (B,) int64, keys that each token attends to, its own included.
-        slots: (B,) int64, where its key and value belong.
-        table: (B, pages) int64; None: sequence b lies in page b, whole.
-        slopes: (H,) fp32, of ALiBi.
-        window: keys that a token attends to at most, its own included.
-        q_norm, k_norm, eps: (D,) weights of the RMS norms of each head.
-        cos, sin: (positions, rotary dim), as `Rotary` stores them.
-        partials, counters: a `Workspace`.
-    """
-    num_heads = heads.shape[1] - rows.shape[1]
-    out = heads.new_empty(heads.shape[0], num_heads * heads.shape[2])
-    space = Workspace(partials, counters)
-    plan(
-        heads,
-        rows,
-        out,
-        lengths,
-        slots,
-        table,
-        page_size,
-        slopes,
-        window,
-        scale,
-        q_norm,
-        k_norm,
-        eps,
-        cos,
-        sin,
-        space,
-    ).run()
-    return out
-
-
-@paged_decode.register_fake
-def _(heads: Tensor, rows: Tensor, *rest: object) -> Tensor:
-    return heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])

@@ -7,29 +7,16 @@ inner dimension; the last one of an output adds up the partial sums in order, so
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.last_arrival import arrives_last
 from dschat.inference.kernels.cuda.launch import Launch, operand_type
+from dschat.inference.kernels.cuda.operators import ACTIVATIONS, MAX_ROWS
 from dschat.inference.kernels.cuda.workspace import Workspace
 
-MAX_ROWS = 64
 _PROGRAMS = 132  # of an H100's multiprocessors
-
-# Names of transformers' activations that the kernel computes; "" is none.
-ACTIVATIONS = {
-    "": "none",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "tanh_gelu",
-    "gelu_fast": "tanh_gelu",
-    "gelu_pytorch_tanh": "tanh_gelu",
-}
 
 
 class Config(NamedTuple):
@@ -77,7 +64,7 @@ def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def _skinny(
     x_ptr,  # (num_rows, NUM_INPUTS)
-    weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS); gated: (2 NUM_OUTPUTS, NUM_INPUTS), gates first
+    weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS); gated: (2 NUM_OUTPUTS, NUM_INPUTS)
     bias_ptr,  # (NUM_OUTPUTS,) or twice as many, or None
     y_ptr,  # (num_rows, NUM_OUTPUTS)
     partials_ptr,
@@ -87,6 +74,7 @@ def _skinny(
     NUM_OUTPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -104,7 +92,7 @@ def _skinny(
     weight_ptrs = weight_ptr + wrapped.to(tl.int64)[:, None] * NUM_INPUTS
     x_ptrs = x_ptr + (row % num_rows)[None, :] * NUM_INPUTS
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    second = tl.zeros((OUTPUTS, ROWS), tl.float32)
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, NUM_INPUTS)
     for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
@@ -115,7 +103,7 @@ def _skinny(
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
             w = _tile(weight_ptrs + NUM_OUTPUTS * NUM_INPUTS + column, column < end, WHOLE, TYPE)
-            up = tl.dot(w, x, up, input_precision="ieee")
+            second = tl.dot(w, x, second, input_precision="ieee")
     last = True
     if SPLITS > 1:
         SIZE: tl.constexpr = OUTPUTS * ROWS
@@ -123,23 +111,26 @@ def _skinny(
         first = partials_ptr + tile * SPLITS * PARTS + offset[:, None] * ROWS + row[None, :]
         tl.store(first + split * PARTS, acc)
         if GATED:
-            tl.store(first + split * PARTS + SIZE, up)
+            tl.store(first + split * PARTS + SIZE, second)
         last = arrives_last(counters_ptr + tile, SPLITS)
         if last:
             acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-            up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            second = tl.zeros((OUTPUTS, ROWS), tl.float32)
             for other in range(SPLITS):
                 acc += tl.load(first + other * PARTS)
                 if GATED:
-                    up += tl.load(first + other * PARTS + SIZE)
+                    second += tl.load(first + other * PARTS + SIZE)
     if last:
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + wrapped).to(tl.float32)[:, None]
             if GATED:
-                up += tl.load(bias_ptr + NUM_OUTPUTS + wrapped).to(tl.float32)[:, None]
-        y = _activated(acc, ACTIVATION)
-        if GATED:
-            y *= up
+                second += tl.load(bias_ptr + NUM_OUTPUTS + wrapped).to(tl.float32)[:, None]
+        if not GATED:
+            y = _activated(acc, ACTIVATION)
+        elif GATE_FIRST:
+            y = _activated(acc, ACTIVATION) * second
+        else:
+            y = _activated(second, ACTIVATION) * acc
         y_ptrs = y_ptr + row[:, None] * NUM_OUTPUTS + output[None, :]
         inside = (row[:, None] < num_rows) & (output[None, :] < NUM_OUTPUTS)
         tl.store(y_ptrs, tl.trans(y).to(y_ptr.dtype.element_ty), mask=inside)
@@ -154,6 +145,7 @@ def plan(
     y: Tensor,
     space: Workspace,
     tiles: Config | None = None,
+    gate_first: bool = True,
 ) -> Launch:
     """The launch that writes `skinny_linear`'s result to ``y``; ``tiles`` None: `config`."""
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
@@ -172,6 +164,7 @@ def plan(
         "NUM_OUTPUTS": num_outputs,
         "ACTIVATION": ACTIVATIONS[activation],
         "GATED": gated,
+        "GATE_FIRST": gate_first,
         "OUTPUTS": tiles.outputs,
         "INPUTS": tiles.inputs,
         "ROWS": rows,
@@ -181,37 +174,3 @@ def plan(
     }
     args = (x, weight, bias, y, space.partials, space.counters, num_rows)
     return Launch(_skinny, grid, args, constants, 4, tiles.num_stages)
-
-
-@torch.library.custom_op("dschat::skinny_linear", mutates_args=("partials", "counters"))
-def skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    gated: bool,
-    partials: Tensor,
-    counters: Tensor,
-) -> Tensor:
-    """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
-
-    ``x`` (R, E) of at most `MAX_ROWS` rows, ``weight`` (N, E), or (2 N, E) with the gate G before
-    U, ``bias`` (N,) or (2 N,); all contiguous, of one dtype; sums are in fp32. ``activation`` is a
-    key of `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
-    """
-    y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
-    plan(x, weight, bias, activation, gated, y, Workspace(partials, counters)).run()
-    return y
-
-
-@skinny_linear.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    gated: bool,
-    partials: Tensor,
-    counters: Tensor,
-) -> Tensor:
-    return x.new_empty(len(x), len(weight) // (2 if gated else 1))

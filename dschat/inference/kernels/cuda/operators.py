@@ -1,0 +1,180 @@
+"""Declares the kernels as torch operators: what each one changes, and the shape that it returns.
+
+Triton is imported when an operator first runs, so that steps can be traced on fake tensors without
+it. Operands are checked by each kernel's `plan`.
+"""
+
+import torch
+from torch import Tensor
+
+from dschat.inference.kernels.cuda.workspace import Workspace
+
+MAX_ROWS = 64  # of `skinny_linear`
+DRAW_BLOCK = 2048  # tokens
+
+# Names of transformers' activations that `skinny_linear` computes; "" is none.
+ACTIVATIONS = {
+    "": "none",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "tanh_gelu",
+    "gelu_fast": "tanh_gelu",
+    "gelu_pytorch_tanh": "tanh_gelu",
+}
+
+
+@torch.library.custom_op("dschat::add_norm", mutates_args=("h",))
+def add_norm(
+    h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
+
+    ``h`` and ``added`` (R, E), contiguous; ``weight`` and ``bias`` (E,). Returns (R, E). Sums are
+    in fp32.
+    """
+    from dschat.inference.kernels.cuda import add_norm as kernel
+
+    out = torch.empty_like(h)
+    kernel.plan(h, added, weight, bias, eps, out).run()
+    return out
+
+
+@add_norm.register_fake
+def _(h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return torch.empty_like(h)
+
+
+@torch.library.custom_op("dschat::skinny_linear", mutates_args=("partials", "counters"))
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    gate_first: bool,
+    partials: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
+
+    ``x`` (R, E) of at most `MAX_ROWS` rows, ``weight`` (N, E), or (2 N, E) of the gate G and U in
+    either order, ``bias`` (N,) or (2 N,); all contiguous, of one dtype; sums are in fp32.
+    ``activation`` is a key of `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
+    """
+    from dschat.inference.kernels.cuda import skinny_linear as kernel
+
+    y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
+    space = Workspace(partials, counters)
+    kernel.plan(x, weight, bias, activation, gated, y, space, gate_first=gate_first).run()
+    return y
+
+
+@skinny_linear.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool, *rest: object
+) -> Tensor:
+    return x.new_empty(len(x), len(weight) // (2 if gated else 1))
+
+
+@torch.library.custom_op("dschat::paged_decode", mutates_args=("rows", "partials", "counters"))
+def paged_decode(
+    heads: Tensor,
+    layout: list[int],
+    rows: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    table: Tensor | None,
+    page_size: int,
+    slopes: Tensor | None,
+    window: int | None,
+    scale: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    partials: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
+
+    Args:
+        heads: (B, H + 2 K, D) query, key and value heads, contiguous, before norm and rotation.
+        layout: where they are among each other, see `HeadLayout.origins`.
+        rows: (slots, 2 K, D) a layer of the cache, contiguous.
+        lengths: (B,) int64, keys that each token attends to, its own included.
+        slots: (B,) int64, where its key and value belong.
+        table: (B, pages) int64; None: sequence b lies in page b, whole.
+        slopes: (H,) fp32, of ALiBi.
+        window: keys that a token attends to at most, its own included.
+        q_norm, k_norm, eps: (D,) weights of the RMS norms of each head.
+        cos, sin: (positions, rotary dim), as `Rotary` stores them.
+        partials, counters: a `Workspace`.
+    """
+    from dschat.inference.kernels.cuda import paged_decode as kernel
+
+    out = heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
+    kernel.plan(
+        *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, scale),
+        *(q_norm, k_norm, eps, cos, sin, Workspace(partials, counters)),
+    ).run()
+    return out
+
+
+@paged_decode.register_fake
+def _(heads: Tensor, layout: list[int], rows: Tensor, *rest: object) -> Tensor:
+    return heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
+
+
+@torch.library.custom_op("dschat::draw", mutates_args=())
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    greedy: bool,
+    seed: Tensor,
+    counters: Tensor,
+    short: Tensor | None,
+    stops: Tensor | None,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
+
+    Args:
+        temperature: (1,) float64, 1 if ``greedy`` (the likeliest token, the first of equal ones).
+        seed: (1,) int64. In memory, as the temperature: a captured graph serves every rollout.
+        counters: (3, R) int64, contiguous: prompt index, sample index, position.
+        short: (R,) bool, rows that may not draw ``stops``.
+        stops: (S,) int64.
+        num_tokens: ids from this one on are never drawn.
+
+    Returns:
+        ids (R,) int64 and log-probs (R,) fp32, as `dschat.inference.sampling.sample`.
+    """
+    from dschat.inference.kernels.cuda import draw as kernel
+
+    ids = counters.new_empty(len(logits))
+    logprobs = logits.new_empty(len(logits), dtype=torch.float32)
+    num_blocks = -(-logits.shape[1] // DRAW_BLOCK)
+    blocks = logprobs.new_empty(len(logits), 4, num_blocks)
+    launches = kernel.plan(
+        *(logits, temperature, greedy, seed, counters, short, stops, num_tokens),
+        *(blocks, ids, logprobs),
+    )
+    for launch in launches:
+        launch.run()
+    return ids, logprobs
+
+
+@draw.register_fake
+def _(
+    logits: Tensor,
+    temperature: Tensor,
+    greedy: bool,
+    seed: Tensor,
+    counters: Tensor,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    ids = counters.new_empty(len(logits))
+    return ids, logits.new_empty(len(logits), dtype=torch.float32)

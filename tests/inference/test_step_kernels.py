@@ -1,0 +1,219 @@
+"""Captured decode steps by Triton kernels: the plain loop's tokens, and seven operators a layer."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from captures import assert_same
+from fake_cuda import DEVICE
+from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
+from families import CONFIGS
+from transformers import LlamaConfig, OPTConfig
+
+from dschat.config.errors import UserError
+from dschat.inference import SamplingParams
+from dschat.inference.kernels.cuda import dispatch
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Engines on the fake device use them; the operators' fake versions need no Triton."""
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def test_kernels_are_off_by_default(monkeypatch):
+    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
+    assert dispatch.choose(DEVICE) is None
+    assert "paged_decode" not in decode_step(CONFIGS["llama"]())[0]
+
+
+def test_a_cpu_has_none(kernels):
+    assert dispatch.choose(torch.device("cpu")) is None
+
+
+def test_kernels_without_triton_are_an_error(kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs Triton"):
+        dispatch.choose(DEVICE)
+
+
+def test_the_choice_is_made_once(kernels, monkeypatch, caplog):
+    """The engine says what runs by kernels, and no later call asks again."""
+    caplog.set_level(logging.INFO, "dschat")
+    monkeypatch.setattr(logging.getLogger("dschat"), "propagate", True)
+    captured, _ = decode_step(CONFIGS["llama"]())
+    assert captured["paged_decode"] == 2
+    (line,) = [r.getMessage() for r in caplog.records if "Triton" in r.getMessage()]
+    assert "none of which was measured" in line
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+# Norms 2, products 4, attention.
+LAYER = 7
+# Around the layers: reading the rows 9, embedding, final norm, head, draw 4, advancing 11. OPT's
+# positions take 3 more.
+AROUND = 27
+
+BUDGETS = {
+    "llama": (LAYER, AROUND),
+    "opt": (LAYER, AROUND + 3),
+    "gpt_neox": (LAYER + 1, AROUND),  # adds its parallel branches
+    "bloom": (LAYER, AROUND + 1),  # norm of the embedding
+}
+
+
+def check_budget(captured, around, num_layers, budget):
+    per_layer, others = budget
+    assert operators(captured) <= per_layer * num_layers + others
+    assert captured["paged_decode"] == num_layers
+    assert captured["draw"] == 1
+    assert waits(captured) == 0
+    assert around == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "borrowed"),
+    [
+        ("llama", ""),
+        ("opt", "adjacent"),
+        *(pytest.param(name, "adjacent", marks=slow) for name in ("llama", "gpt_neox", "bloom")),
+        *(pytest.param(name, "", marks=slow) for name in ("opt", "gpt_neox", "bloom")),
+    ],
+)
+def test_a_layer_takes_seven_operators(name, borrowed, kernels):
+    config = CONFIGS[name]()
+    check_budget(*decode_step(config, borrowed=borrowed), config.num_hidden_layers, BUDGETS[name])
+
+
+@slow
+@pytest.mark.parametrize("borrowed", ["", "adjacent"])
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_models_of_the_usual_sizes_take_as_few(name, borrowed, kernels):
+    """OPT-1.3B and Llama-7B."""
+    config = LlamaConfig()
+    if name == "opt":
+        sizes = {"hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192}
+        config = OPTConfig(num_hidden_layers=24, num_attention_heads=32, **sizes)
+    counts = decode_step(config, [[5, 6, 7]] * 8, max_seq_len=512, borrowed=borrowed)
+    check_budget(*counts, config.num_hidden_layers, BUDGETS[name])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3" else pytest.param(name, marks=slow) for name in CONFIGS]
+)
+def test_every_family_decodes_by_kernels(name, kernels):
+    config = CONFIGS[name]()
+    captured, _ = decode_step(config, page_size=16)
+    assert captured["paged_decode"] == config.num_hidden_layers
+    assert captured["scaled_dot_product_attention"] == captured["index_copy_"] - 1 == 0
+    assert waits(captured) == 0
+
+
+def test_a_planted_operator_breaks_the_budget(kernels, monkeypatch):
+    product = dispatch.StepKernels.product
+    monkeypatch.setattr(
+        dispatch.StepKernels, "product", lambda self, w, x, *rest: product(self, w, x + 0, *rest)
+    )
+    config = CONFIGS["llama"]()
+    with pytest.raises(AssertionError):
+        check_budget(*decode_step(config), config.num_hidden_layers, BUDGETS["llama"])
+
+
+# -- where torch computes --------------------------------------------------------------------------
+
+
+def test_more_rows_than_a_product_takes(kernels):
+    captured, _ = decode_step(CONFIGS["llama"](), [[5, 6]] * 65, max_num_seqs=96)
+    assert "skinny_linear" not in captured
+    assert captured["mm"] == 4 * 2 + 1
+    assert captured["paged_decode"] == 2
+
+
+def test_parts_that_are_apart(kernels):
+    """Products of qkv and of gate and up by torch, the others by kernels."""
+    captured, _ = decode_step(CONFIGS["llama"](), borrowed="parts")
+    assert captured["skinny_linear"] == 2 * 2 + 1
+    assert captured["cat"] == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [
+        ({"top_p": 0.9}, False),
+        pytest.param({"top_k": 3}, False, marks=slow),
+        pytest.param({"top_p": 0.9, "temperature": 0.0}, True, marks=slow),
+        ({"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)}, True),
+    ],
+    ids=str,
+)
+def test_draws_with_truncation(options, draws, kernels):
+    captured, _ = decode_step(CONFIGS["llama"](), sampling=replace(SAMPLED, **options))
+    assert captured["draw"] == draws
+    assert waits(captured) == 0
+
+
+# -- tokens, interpreted ---------------------------------------------------------------------------
+
+SHORT = SamplingParams(max_new_tokens=3, seed=5, ignore_eos=True)
+LONGER = SamplingParams(max_new_tokens=5, seed=1, temperature=0.8, stop_token_ids=(3, 17, 40))
+PAGES = {"page_size": 4}
+
+
+def check(interpreted, *args):
+    for got, expected in interpreted("rollouts", *args):
+        assert_same(got, expected)
+
+
+def test_tokens_are_those_of_the_plain_loop(interpreted):
+    check(interpreted, "llama", "", False, [([[5, 6, 7]], SHORT)], PAGES)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "order", "page_size"),
+    [
+        ("llama", "", None),
+        ("llama_biases", "vkq", 16),  # up before gate
+        ("opt", "kvq", 16),
+        ("bloom", "as is", 16),  # interleaved
+        ("gpt_neox", "as is", None),
+        ("gpt2", "as is", 16),  # transposed
+        ("qwen3", "kvq", 16),
+        ("opt_350m", "", 16),
+        ("mistral", "", 16),
+    ],
+)
+def test_frozen_steps_draw_the_tokens_of_the_plain_loop(interpreted, name, order, page_size):
+    """Seeds, temperatures and the shortest answer change under one captured step."""
+    requests = [
+        (PROMPTS[:2], LONGER),
+        (PROMPTS[:2], replace(LONGER, seed=2, temperature=1.3, min_new_tokens=3)),
+        (PROMPTS[:2], replace(LONGER, temperature=0.0)),
+    ]
+    check(interpreted, name, order, True, requests, {"page_size": page_size})
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "order"),
+    [
+        ("wrong_slices", "opt", "kvq"),
+        pytest.param("wrong_slices", "bloom", "as is", marks=slow),
+        pytest.param("gate_always_first", "llama_biases", "vkq", marks=slow),
+        pytest.param("host_seed", "llama", "", marks=slow),
+    ],
+)
+def test_planted_faults_change_tokens(interpreted, fault, name, order):
+    requests = [([[5, 6, 7]], SHORT)]
+    if fault == "host_seed":
+        requests.append(([[5, 6, 7]], replace(SHORT, seed=9)))
+    args = name, order, fault == "host_seed", requests, PAGES
+    with pytest.raises(AssertionError):
+        check(interpreted, *args, fault)

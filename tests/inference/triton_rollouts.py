@@ -1,0 +1,68 @@
+"""Rollouts whose decode steps run by interpreted Triton kernels, beside those of the plain loop."""
+
+import pytest
+import torch
+from captures import again
+from families import build, engine
+from soft_graph import operators_only, soft_capture
+from test_borrowed import borrowing, lay_out
+
+from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.head_layout import HeadLayout
+from dschat.inference.sampler import StepSampling
+
+
+def wrong_slices(patch):
+    """Keys are read where values are, and values where keys are."""
+    origins = HeadLayout.origins.func
+
+    def swapped(layout):
+        q, k, v, step = origins(layout)
+        return q, v, k, step
+
+    patch.setattr(HeadLayout, "origins", property(swapped))
+
+
+def gate_always_first(patch):
+    product = StepKernels.product
+    patch.setattr(StepKernels, "product", lambda *args: product(*args[:5]))
+
+
+def host_seed(patch):
+    """A draw takes the seed that the host has while the step is captured."""
+    load, draw, seeds = StepSampling.load, StepKernels.draw, []
+
+    def loaded(self, sampling, *rest):
+        seeds[:] = [sampling.seed]
+        return load(self, sampling, *rest)
+
+    def drawn(self, logits, greedy, temperature, seed, *rest):
+        return draw(self, logits, greedy, temperature, torch.tensor(seeds), *rest)
+
+    patch.setattr(StepSampling, "load", loaded)
+    patch.setattr(StepKernels, "draw", drawn)
+
+
+FAULTS = {f.__name__: f for f in (wrong_slices, gate_always_first, host_seed)}
+
+
+def rollouts(name, order, freezes, requests, knobs, fault=None):
+    """For each of ``requests`` (prompts, sampling), two rollouts: by the kernels and without.
+
+    ``order``: weights are borrowed, with q, k, v in this order in memory ("as is": wherever they
+    are); "": they are copied. ``freezes``: a replay is the captured step's frozen operators.
+    """
+    module = build(name)
+    if len(order) == 3:
+        lay_out(module, order)
+    with operators_only(), pytest.MonkeyPatch.context() as patch:
+        plain = engine(module, **knobs)
+        made = borrowing(module, **knobs) if order else engine(module, **knobs)
+        made._capture = soft_capture if freezes else again
+        made._kernels = StepKernels(torch.device("cpu"))
+        expected = [plain.generate(*request) for request in requests]
+        if fault:
+            FAULTS[fault](patch)
+        got = [made.generate(*request) for request in requests]
+    assert made._runner._graphs.num_captured > 0
+    return list(zip(got, expected, strict=True))
