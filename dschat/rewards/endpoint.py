@@ -61,6 +61,7 @@ class Endpoint:
         try:
             return within(limit_s, _exchange, request, limit_s)
         except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
             answered = f"answered {error.code} {error.reason}".strip()
             if error.code in _TRANSIENT or error.code >= 500:
                 wait_s = _seconds(error.headers.get("Retry-After"))

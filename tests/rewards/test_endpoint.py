@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+import urllib.error
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -169,6 +170,21 @@ def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words)
     assert line.endswith("fix it, or pass --on_reward_error skip")
     assert len(line.splitlines()) == 1
     assert len(server.requests) == requests
+
+
+def test_an_error_status_leaves_no_connection_open(server, ask, monkeypatch):
+    errors, make = [], urllib.error.HTTPError.__init__
+
+    def noted(self, *args):
+        make(self, *args)
+        errors.append(self)
+
+    monkeypatch.setattr(urllib.error.HTTPError, "__init__", noted)
+    server.replies = [(500, b"Traceback", 0)]
+    with pytest.raises(RewardError):
+        ask(1, reward_retries=1)
+    assert len(errors) == 2
+    assert all(error.closed for error in errors)
 
 
 def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
