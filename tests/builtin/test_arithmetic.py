@@ -81,6 +81,7 @@ def test_rows_depend_on_the_seed_alone():
     assert json.loads(done.stdout) == arithmetic_rows(3) != arithmetic_rows(4)
 
 
+@pytest.mark.slow
 def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tokenizer):
     train, held_out = sft_dataset(SFTConfig(**SHARED), tokenizer, "both")
     demonstrations = {
