@@ -5,7 +5,7 @@ ZeRO-3 a rank that has run out of rows must still take part in every forward and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Union
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat.models.packing import PackedRows, pack
+from dschat.models.packing.device_copy import to_device
 
 
 @dataclass
@@ -23,7 +24,7 @@ class SFTBatch:
     num_real: int  # rows that are not dummies
 
     def to(self, device: Union[str, torch.device]) -> "SFTBatch":
-        return replace(self, rows=self.rows.to(device))
+        return to_device(self, device)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class PairBatch:
     num_real: int  # pairs that are not dummies
 
     def to(self, device: Union[str, torch.device]) -> "PairBatch":
-        return replace(self, rows=self.rows.to(device))
+        return to_device(self, device)
 
 
 @dataclass
@@ -52,12 +53,7 @@ class PreferenceBatch:
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
     def to(self, device: Union[str, torch.device]) -> "PreferenceBatch":
-        return replace(
-            self,
-            rows=self.rows.to(device),
-            mismatched=None if self.mismatched is None else self.mismatched.to(device),
-            ref_logps=self.ref_logps.to(device),
-        )
+        return to_device(self, device)
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

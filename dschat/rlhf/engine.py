@@ -285,14 +285,14 @@ class DeepSpeedRLHFEngine:
     @torch.no_grad()
     def score(self, batch: Experience) -> Tensor:
         """Collective. The reward model's score of every sequence, at its last token (EOS, or the
-        last one of a truncated answer): (B,) fp32.
+        last one of a truncated answer): (B,) fp32. ``batch`` is in host memory.
         """
         assert self.reward is not None, "no reward model"
         if self._retokenizer is not None:
             ids = self._retokenizer.batch(batch)
             prompts = None
         else:
-            ids = [row[:n] for row, n in zip(batch.input_ids.cpu(), batch.lengths, strict=True)]
+            ids = [row[:n] for row, n in zip(batch.input_ids, batch.lengths, strict=True)]
             prompts = batch.prompt_lengths.tolist()
         rows = pack(ids, [[len(row) - 1] for row in ids], prompts)
         return self.reward(rows.to(dist.device()))

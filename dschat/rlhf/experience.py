@@ -7,7 +7,7 @@ are aligned on the left. Masks come from lengths alone, because pad may equal EO
 `Experience.take` does this arithmetic.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from dschat.data.micro_batches import RowTokens
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
 from dschat.models.packing import PackedRows, pack
+from dschat.models.packing.device_copy import to_device
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Experience:
 
         Without rows it has one sequence, which is masked.
         """
-        part = self.pick(rows) if rows else _dummy(torch.device("cpu"))
+        part = self.pick_or_dummy(rows)
         ends = part.lengths.tolist()
         sequences = [ids[:end].numpy() for ids, end in zip(part.input_ids, ends, strict=True)]
         actions = zip(part.prompt_lengths.tolist(), ends, strict=True)
@@ -108,9 +109,12 @@ class Experience:
 
         return Experience(**{f.name: picked(f.name, getattr(self, f.name)) for f in fields(self)})
 
+    def pick_or_dummy(self, rows: list[int]) -> "Experience":
+        """These rows; without any, one sequence that is masked."""
+        return self.pick(rows) if rows else _dummy()
+
     def to(self, device: torch.device) -> "Experience":
-        moved = {n: v.to(device) for n, v in vars(self).items() if hasattr(v, "to")}
-        return replace(self, **moved)
+        return to_device(self, device)
 
 
 def joined(parts: list[Experience]) -> Experience:
@@ -145,9 +149,9 @@ _PER_ACTION = (
 )
 
 
-def _dummy(device: torch.device) -> Experience:
+def _dummy() -> Experience:
     """One sequence without actions: a rank without rows must run as many forwards as the others."""
-    long, flat = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    long, flat = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     row = flat.unsqueeze(1)
     per_action: dict[str, Any] = dict.fromkeys(_PER_ACTION, row)
     return Experience(
@@ -181,7 +185,7 @@ def from_rollout(
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
-        return _dummy(torch.device("cpu")).pick([])
+        return _dummy().pick([])
     ids, _ = pad_right(sequences, pad_id)
     num_actions = torch.tensor([len(a) for a in rollout.token_ids])
     width = int(num_actions.max())

@@ -97,32 +97,45 @@ def _recompute(
     engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig, rows: list[int]
 ) -> None:
     """Collective. Log-probs and entropies of ``rows`` by the actor's training form."""
+    filled = []
     for part, batch in pieces(engine, e, args.per_device_training_batch_size, rows):
         logprobs, entropy = action_logprobs(
             engine.actor, batch, args.temperature, with_entropy=True
         )
-        _keep(e, part, batch, {"logprobs": logprobs, "entropy": entropy})
+        filled.append((part, {"logprobs": logprobs, "entropy": entropy}))
+    _keep(e, filled)
     e.recomputed[rows] = True
 
 
 def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
     """Collective. The reference's log-probs and the critic's values."""
+    filled = []
     for part, batch in pieces(engine, e, args.per_device_training_batch_size):
-        filled: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         if engine.has_reference:
             with engine.reference() as reference:
-                filled["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
+                values["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
         if engine.critic is not None:
-            filled["values"] = action_values(engine.critic, batch)
-        _keep(e, part, batch, filled)
+            values["values"] = action_values(engine.critic, batch)
+        filled.append((part, values))
+    _keep(e, filled)
 
 
-def _keep(e: Experience, part: list[int], batch: Experience, filled: dict[str, Tensor]) -> None:
-    """Write values (B, A) of a micro-batch into its rows ``part`` of ``e``."""
-    width = batch.answer_mask.shape[1]
-    for name, value in filled.items():
-        if part:
-            getattr(e, name)[part, :width] = value.cpu()
+def _keep(e: Experience, filled: list[tuple[list[int], dict[str, Tensor]]]) -> None:
+    """Write what micro-batches computed, by name (B, A), into their rows of ``e``.
+
+    One copy of all of it: each one waits for the device.
+    """
+    values = [value for _, named in filled for value in named.values()]
+    if not values:
+        return
+    sizes = [value.numel() for value in values]
+    on_host = iter(torch.cat([value.flatten() for value in values]).cpu().split(sizes))
+    for part, named in filled:
+        for name, value in named.items():
+            rows = next(on_host).view(value.shape)
+            if part:
+                getattr(e, name)[part, : value.shape[1]] = rows
 
 
 @torch.no_grad()
@@ -131,10 +144,13 @@ def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -
     token budget: (S,) fp32.
     """
     scores = torch.zeros(e.num_sequences)
-    for part, batch in pieces(engine, e, size):
-        value = engine.score(batch)
+    parts = micro_batches(engine, e, list(range(e.num_sequences)), size)
+    values = [engine.score(e.pick_or_dummy(part)) for part in parts]
+    for part, value in zip(
+        parts, torch.cat(values).cpu().split([len(v) for v in values]), strict=True
+    ):
         if part:
-            scores[part] = value.cpu()
+            scores[part] = value
     return scores
 
 

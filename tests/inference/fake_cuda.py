@@ -174,7 +174,7 @@ def fake_cuda():
         patch.setattr(torch.cuda, "Event", _Event)
         watch = Watch()
         patch.setattr(FakeTensor, "tolist", watch.tolist)
-        with FakeTensorMode(), watch:
+        with FakeTensorMode() as watch.mode, watch:
             yield watch
 
 

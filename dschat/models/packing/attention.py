@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dschat.models.packing.kernels import CPU, CPU_DTYPES, META, PLAIN, Kernel
-from dschat.models.packing.rows import Segments
+from dschat.models.packing.segments import Segments
 from dschat.models.packing.varlen import VarlenKernel
 
 NAME = "dschat"

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dschat.models.packing.rows import Segments
+from dschat.models.packing.segments import Segments
 
 Grads = tuple[Tensor, Tensor, Tensor]
 

@@ -6,47 +6,16 @@ the hidden states of chosen columns only, and predicts the ids that follow them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dschat.models.packing.device_copy import to_device
+from dschat.models.packing.segments import Segments
+
 Ids = Sequence[int] | np.ndarray | Tensor
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Lengths of a stream's segments, on the host. A group is a prefix and the answers after it.
-
-    A row that shares nothing is a prefix without answers.
-    """
-
-    groups: tuple[tuple[int, tuple[int, ...]], ...]
-
-    @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(first, last + 1) of every prefix and answer, in the stream's order."""
-        bounds = np.cumsum([0, *(n for prefix, rest in self.groups for n in (prefix, *rest))])
-        return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-    @cached_property
-    def shared(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """(bounds of the prefix, bounds of its answers together) of groups that have answers."""
-        bounds, start = [], 0
-        for prefix, answers in self.groups:
-            middle, end = start + prefix, start + prefix + sum(answers)
-            if answers:
-                bounds.append(((start, middle), (middle, end)))
-            start = end
-        return bounds
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row, its prefix included."""
-        return max((prefix + max(rest, default=0) for prefix, rest in self.groups), default=0)
 
 
 @dataclass
@@ -71,13 +40,8 @@ class PackedRows:
         return self.input_ids.shape[0]
 
     def to(self, device: str | torch.device) -> "PackedRows":
-        """A copy with every tensor on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        """These rows with every tensor on ``device``, in one copy."""
+        return to_device(self, device)
 
 
 def pack(

@@ -3,71 +3,11 @@
 One call for all pieces, one for the answers and prefixes of all groups.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dschat.models.packing.kernels import Grads, join
-from dschat.models.packing.rows import Segments
-
-
-class _Bounds(NamedTuple):
-    """Cumulative lengths (S + 1,) int32 on the device, and the longest on the host."""
-
-    queries: Tensor
-    keys: Tensor
-    max_queries: int
-    max_keys: int
-
-
-class _Shared(NamedTuple):
-    """Groups that have answers: which of the stream's tokens are queries and keys of them."""
-
-    bounds: _Bounds
-    queries: Tensor  # (Q,) int64
-    keys: Tensor  # (K,) int64
-
-
-def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
-
-
-def _pieces(segments: Segments, device: torch.device) -> _Bounds:
-    lengths = [end - start for start, end in segments.pieces]
-    bounds = _cumulative(lengths, device)
-    return _Bounds(bounds, bounds, max(lengths), max(lengths))
-
-
-def _shared(segments: Segments, device: torch.device) -> _Shared | None:
-    if not segments.shared:
-        return None
-    prefixes, answers = zip(*segments.shared, strict=True)
-    num_queries, num_keys = ([b - a for a, b in bounds] for bounds in (answers, prefixes))
-    queries, keys = (
-        torch.cat([torch.arange(a, b) for a, b in bounds]).to(device, non_blocking=True)
-        for bounds in (answers, prefixes)
-    )
-    bounds = _Bounds(
-        _cumulative(num_queries, device),
-        _cumulative(num_keys, device),
-        max(num_queries),
-        max(num_keys),
-    )
-    return _Shared(bounds, queries, keys)
-
-
-class _Table(NamedTuple):
-    pieces: _Bounds
-    shared: _Shared | None
-
-
-def _table(segments: Segments, device: torch.device) -> _Table:
-    """The segments on the device: made once for all layers and for the backward pass."""
-    tables: dict[torch.device, _Table] = segments.__dict__.setdefault("_varlen", {})
-    if device not in tables:
-        tables[device] = _Table(_pieces(segments, device), _shared(segments, device))
-    return tables[device]
+from dschat.models.packing.segments import Lengths, Segments
 
 
 class VarlenKernel:
@@ -85,11 +25,11 @@ class VarlenKernel:
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-        pieces, shared = _table(segments, q.device)
+        pieces, shared = segments.table.pieces, segments.table.shared
         output, logsumexp = _forward(q, k, v, pieces, True, scale)  # (N, H, D), (H, N)
         if shared is not None:
-            bounds, queries, keys = shared
-            other, other_logsumexp = _forward(q[queries], k[keys], v[keys], bounds, False, scale)
+            lengths, queries, keys = shared.lengths, shared.queries, shared.keys
+            other, other_logsumexp = _forward(q[queries], k[keys], v[keys], lengths, False, scale)
             joined, total = join(output[queries], logsumexp.T[queries], other, other_logsumexp.T)
             output[queries] = joined
             logsumexp[:, queries] = total.T
@@ -107,10 +47,10 @@ class VarlenKernel:
         scale: float,
     ) -> Grads:
         grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, q, k, v, output))
-        pieces, shared = _table(segments, q.device)
+        pieces, shared = segments.table.pieces, segments.table.shared
         grads = _backward(grad, q, k, v, output, logsumexp[0], pieces, True, scale)
         if shared is not None:
-            bounds, queries, keys = shared
+            lengths, queries, keys = shared.lengths, shared.queries, shared.keys
             parts = _backward(
                 grad[queries],
                 q[queries],
@@ -118,7 +58,7 @@ class VarlenKernel:
                 v[keys],
                 output[queries],
                 logsumexp[0][:, queries],
-                bounds,
+                lengths,
                 False,
                 scale,
             )
@@ -129,10 +69,10 @@ class VarlenKernel:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: _Bounds, is_causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *bounds, 0.0, is_causal, False, scale=scale
+        q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale
     )
     return output, logsumexp
 
@@ -144,7 +84,7 @@ def _backward(
     v: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    bounds: _Bounds,
+    lengths: Lengths,
     is_causal: bool,
     scale: float,
 ) -> Grads:
@@ -156,10 +96,14 @@ def _backward(
         v,
         output,
         logsumexp.contiguous(),
-        *bounds,
+        *_arguments(lengths),
         0.0,
         is_causal,
         unused,
         unused[:0],
         scale=scale,
     )
+
+
+def _arguments(lengths: Lengths) -> tuple[Tensor, Tensor, int, int]:
+    return lengths.queries, lengths.keys, lengths.max_queries, lengths.max_keys

@@ -154,5 +154,6 @@ def test_to_moves_every_tensor_and_keeps_the_lengths():
     tensors = {name for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
     assert len(tensors) == 7
     assert all(getattr(moved, name).is_meta for name in tensors)
-    assert moved.segments is packed.segments
+    assert moved.segments == packed.segments
+    assert moved.segments.table.pieces.queries.is_meta
     assert not packed.input_ids.is_meta

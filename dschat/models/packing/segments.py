@@ -1,0 +1,105 @@
+"""Describes which tokens of a packed stream attend to which.
+
+A group is a prefix and the answers after it. A row that shares nothing is a prefix without answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Bounds = Sequence[tuple[int, int]]  # (first, last + 1)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Variable-length sequences of queries and of keys, as FlashAttention takes them."""
+
+    queries: Tensor  # (S + 1,) int32, cumulative
+    keys: Tensor  # (S + 1,) int32, cumulative
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Groups that have answers: all of a group's answers are one sequence of queries, its prefix
+    is their keys.
+    """
+
+    lengths: Lengths
+    queries: Tensor  # (Q,) int64, their places in the stream
+    keys: Tensor  # (K,) int64
+
+
+@dataclass(frozen=True)
+class VarlenTable:
+    """The segments as tensors. They move to the device with the rows, for all layers."""
+
+    pieces: Lengths
+    shared: Shared | None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Lengths of a stream's groups, on the host."""
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
+    table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            object.__setattr__(self, "table", _varlen_table(self))
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first, last + 1) of every prefix and answer, in the stream's order."""
+        bounds = np.cumsum([0, *(n for prefix, rest in self.groups for n in (prefix, *rest))])
+        return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    @cached_property
+    def shared(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """(bounds of the prefix, bounds of its answers together) of groups that have answers."""
+        bounds, start = [], 0
+        for prefix, answers in self.groups:
+            middle, end = start + prefix, start + prefix + sum(answers)
+            if answers:
+                bounds.append(((start, middle), (middle, end)))
+            start = end
+        return bounds
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, its prefix included."""
+        return max((prefix + max(rest, default=0) for prefix, rest in self.groups), default=0)
+
+
+def _varlen_table(segments: Segments) -> VarlenTable:
+    pieces = _lengths(segments.pieces, segments.pieces)
+    if not segments.shared:
+        return VarlenTable(pieces, None)
+    prefixes, answers = zip(*segments.shared, strict=True)
+    return VarlenTable(
+        pieces, Shared(_lengths(answers, prefixes), *map(_places, (answers, prefixes)))
+    )
+
+
+def _lengths(queries: Bounds, keys: Bounds) -> Lengths:
+    of_queries, of_keys = ([end - start for start, end in bounds] for bounds in (queries, keys))
+    return Lengths(
+        _cumulative(of_queries),
+        _cumulative(of_keys),
+        max(of_queries, default=0),
+        max(of_keys, default=0),
+    )
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def _places(bounds: Bounds) -> Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in bounds])
