@@ -49,11 +49,18 @@ def test_feedback_improves_the_policy(demo_runs, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shuffled_labels_teach_nothing(demo_runs, seed, tmp_path):
-    """The control: the same run, its reward model trained on coin tosses."""
+    """The control: the same run, its reward model trained on coin tosses.
+
+    Such a model still prefers something, which chance makes better or worse: seen are gold scores
+    from 0.29 below SFT's to 0.08 above, where real labels add 0.27 to 0.35.
+    """
     out = tmp_path / "shuffled"
     shutil.copytree(demo_runs[seed] / "step1_sft", out / "step1_sft")
     summary = train(out, "--seed", str(seed), "--step2.shuffle_labels")
-    assert summary["gold_ppo"] < summary["gold_sft"] + 0.03, summary
+    taught = json.loads((demo_runs[seed] / "summary.json").read_text())
+    assert 0.3 < summary["rm_accuracy"] < 0.7, summary
+    gain = summary["gold_ppo"] - summary["gold_sft"]
+    assert gain < (taught["gold_ppo"] - taught["gold_sft"]) / 2, (summary, taught)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -68,7 +68,7 @@ class RolloutConfig:
         None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory."
     )
     kv_page_size: Optional[int] = flag(
-        None, "Tokens per KV cache page; default: one page per sequence."
+        None, "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence."
     )
 
     def rollout_prompts(self, world_size: int) -> int:

@@ -15,6 +15,7 @@ from dschat.estimate.device import GIB, Device
 from dschat.estimate.models import Sizes
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.inference import UnsupportedModel, model_spec
+from dschat.inference.engine import CAPTURED_PAGE
 from dschat.observability.flops import shape_of
 
 # The values of `dschat.hybrid.rollout_form` and `dschat.hybrid.weight_stream`.
@@ -92,7 +93,8 @@ def rollout_bytes(
     if config.actor_lora_dim and choice.lora == "side":
         weights += size * num_adapters // tp
     seq_len = min(x for x in (seq_len, spec.max_positions) if x is not None)
-    page = min(config.kv_page_size or seq_len, seq_len)
+    is_captured = device.on_gpu and config.cuda_graphs is not False
+    page = min(config.kv_page_size or (CAPTURED_PAGE if is_captured else seq_len), seq_len)
     per_page = page * 2 * spec.num_layers * (spec.num_kv_heads // tp) * spec.head_size * size
     budget = free - weights
     budget = budget // 2 if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)

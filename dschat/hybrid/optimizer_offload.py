@@ -20,8 +20,6 @@ def training_states_away(engines: list[TrainingEngine], enabled: bool) -> Iterat
     offloaded = [e for e in engines if enabled and _is_on_gpu(e)]
     for engine in offloaded:
         _offload(engine)
-    if offloaded:
-        torch.cuda.empty_cache()
     try:
         yield
     finally:

@@ -153,6 +153,8 @@ class EngineRollout:
         self._version: int | None = None  # of the weights in the engine
         self._base_loaded = False
         self.last_refresh = Refresh()
+        if not settings.release_cache:
+            self._engine.allocate_cache()  # before training's activations divide the free memory
 
     def _make_engine(self, max_num_seqs: int) -> InferenceEngine:
         s = self._settings
@@ -227,10 +229,6 @@ class EngineRollout:
         if self._settings.release_weights and self._layout == "copy":
             self._engine.release_weights()
             self._version, self._base_loaded = None, False
-        if dist.device().type == "cuda" and (
-            self._settings.release_cache or self._settings.release_weights
-        ):
-            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _refresh(self, buckets: Buckets) -> None:

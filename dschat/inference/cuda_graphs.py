@@ -48,6 +48,8 @@ class CudaCapture:
         # Each stream has a cuBLAS workspace (32 MiB on Hopper) that is never freed.
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # torch's handle
+        # Never replayed. Without a graph, torch lets nothing more be captured into a pool.
+        self._holds_pool: torch.cuda.CUDAGraph | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator may still refer to them
 
     def __call__(self, step: Step) -> Step:
@@ -80,8 +82,9 @@ class CudaCapture:
             graph.capture_end()
         except BaseException:
             self._abandon(graph, self._pool)
-            self._pool = None
+            self._pool = self._holds_pool = None
             raise
+        self._holds_pool = self._holds_pool or graph
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:

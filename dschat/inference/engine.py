@@ -43,6 +43,9 @@ from dschat.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Tokens per page where steps are captured: a block of the decode kernel, with one page to look up.
+CAPTURED_PAGE = 64
+
 
 class InferenceEngine:
     """Generates with a causal LM of the architecture table.
@@ -58,7 +61,8 @@ class InferenceEngine:
         max_num_batched_tokens: tokens per step; longer prompts are computed in chunks.
         kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
             ``max_seq_len``, but at most half of the memory that is free when it is first allocated.
-        page_size: tokens per page; default: ``max_seq_len``, one page per sequence.
+        page_size: tokens per page; default: 64 where decode steps are captured, else
+            ``max_seq_len``, one page per sequence.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
         cuda_graphs: capture decode steps and replay them. True: an error where that is not
@@ -108,13 +112,14 @@ class InferenceEngine:
         ):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value} must be at least 1")
-        self.page_size = min(page_size or self.max_seq_len, self.max_seq_len)
+        self._capture = capture_for(device, cuda_graphs)
+        default_page = self.max_seq_len if self._capture is None else CAPTURED_PAGE
+        self.page_size = min(page_size or default_page, self.max_seq_len)
         self._kv_cache_gib = kv_cache_gib
         self._cache: KVCache | None = None
         # The same after every `release_cache`. A cache too small is refused before weights load.
         self._cache_pages = None if kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
-        self._capture = capture_for(device, cuda_graphs)
         self._kernels = None if self._capture is None else dispatch.choose(device)
         self._separate_prefill = device.type == "cuda"
         self._runner: StepRunner | None = None
@@ -197,6 +202,10 @@ class InferenceEngine:
     @property
     def cache(self) -> KVCache:
         """The KV cache, allocated on first use. Collective in the group then."""
+        return self.allocate_cache()
+
+    def allocate_cache(self) -> KVCache:
+        """Collective in the group. Allocate the KV cache, unless there is one."""
         if self._cache is None:
             spec = self.spec
             self._cache_pages = self._cache_pages or self._num_pages()

@@ -3,7 +3,9 @@
 The driver is a record of its calls, so no GPU is needed.
 """
 
+import gc
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ class Driver:
 
     def __init__(self, monkeypatch):
         self.calls, self.streams, self.pools = [], 0, 0
+        self.graphs = {}  # alive, by pool
         self.capturing, self.invalidates, self.on_stream = None, False, "main"
         driver = self
 
@@ -36,6 +39,9 @@ class Driver:
         class Graph:
             def capture_begin(self, pool, capture_error_mode):
                 assert driver.capturing is None
+                if pool in driver.graphs and not driver.graphs[pool]:
+                    raise RuntimeError("use_count > 0")  # torch: of a pool that lost its graphs
+                driver.graphs.setdefault(pool, WeakSet()).add(self)
                 assert driver.on_stream != "main"
                 driver.capturing = self
                 driver.calls.append(f"begin {pool} {capture_error_mode}")
@@ -113,6 +119,15 @@ def test_captures_share_stream_and_pool_and_wait_for_nothing(driver):
         "main waits for side 1",
     ]
     assert driver.calls == one + one
+
+
+def test_a_pool_outlives_its_graphs(driver):
+    """After a release of the cache, graphs are captured again into the same memory."""
+    capture = CudaCapture(required=True)
+    for _ in range(3):
+        assert number_of_runs(capture) == 2  # its graph is dropped
+        gc.collect()
+    assert driver.pools == 1
 
 
 @pytest.mark.parametrize("invalidates", [False, True])
