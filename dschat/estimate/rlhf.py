@@ -154,7 +154,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         if self._config.offload_training_states and self._device.on_gpu:
             for name, training in self._trained.items():
                 away = training.moments.device
-                if self._zeros[name].used_stage in (1, 2):
+                if self._zeros[name].used_stage > 0:
                     away += training.masters.device
                 items = summed(items, {"optimizer states": -away})
         return Mode("rollout", items)

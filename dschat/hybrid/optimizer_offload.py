@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.models.training_engine import TrainingEngine
+
+# Host memory of each optimizer's states, by name. It is kept: pinning it takes longer than copying.
+_buffers: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 @contextmanager
 def training_states_away(engines: list[TrainingEngine], enabled: bool) -> Iterator[None]:
     """A scope in which the optimizer states of ``engines`` are in pinned CPU memory.
 
-    Moves Adam's moments, and under ZeRO 1 and 2 the fp32 master weights (for ZeRO-3, DeepSpeed 0.19
-    moves those of its own FusedAdam only). Does nothing for engines whose states ``--offload``
-    already keeps in CPU memory, nor without a GPU.
+    Moves Adam's moments, and under ZeRO the fp32 master weights. Does nothing for engines whose
+    states ``--offload`` already keeps in CPU memory, nor without a GPU.
     """
     offloaded = [e for e in engines if enabled and _is_on_gpu(e)]
     for engine in offloaded:
@@ -31,8 +35,13 @@ def _is_on_gpu(engine: TrainingEngine) -> bool:
     return dist.device().type == "cuda" and engine.zero_offload_optimizer() is None
 
 
-def _has_masters(engine: TrainingEngine) -> bool:
-    return engine.zero_optimization_stage() in (1, 2)
+def _masters(engine: TrainingEngine) -> list[Tensor]:
+    """This rank's fp32 weights in ZeRO's flat buffers; none under ZeRO 0."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return []
+    name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    return getattr(engine.optimizer, name)
 
 
 def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
@@ -40,25 +49,47 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-# NOTE: DeepSpeed is imported late. Its import warns unless `dschat.runtime.deepspeed_engine` came
-# before.
+def _buffer(engine: TrainingEngine, name: str, like: Tensor) -> Tensor:
+    buffers = _buffers.setdefault(_adam(engine), {})
+    if name not in buffers:
+        pin = torch.cuda.is_available()
+        buffers[name] = torch.empty_like(like, device="cpu", pin_memory=pin)
+    return buffers[name]
 
 
+def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, str]]:
+    """(state, its key, name) of every moment. Numbers of steps stay where they are."""
+    for number, state in enumerate(_adam(engine).state.values()):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                yield state, key, f"{key} {number}"
+
+
+# NOTE: DeepSpeed's own functions pin new memory every time, and move the masters of ZeRO-3 for its
+# FusedAdam only. All copies are queued on the current stream, which orders them with the use of the
+# memory that they free; the host waits for none.
+
+
+@torch.no_grad()
 def _offload(engine: TrainingEngine) -> None:
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-    from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+    zero = engine.optimizer
+    if clear_views := getattr(zero, "_clear_hp_buffer_references", None):
+        clear_views()
+    for number, master in enumerate(_masters(engine)):
+        master.data = _buffer(engine, f"master {number}", master).copy_(master, non_blocking=True)
+    for state, key, name in _moments(engine):
+        state[key] = _buffer(engine, name, state[key]).copy_(state[key], non_blocking=True)
 
-    if _has_masters(engine):
-        engine.offload_states(
-            include=[OffloadStateTypeEnum.hp_params], device=OffloadDeviceEnum.cpu
-        )
-    offload_optimizer_states(_adam(engine), "cpu", pin_memory=True)
 
-
+@torch.no_grad()
 def _reload(engine: TrainingEngine) -> None:
-    from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+    for master in _masters(engine):
+        master.data = _on_device(master.data)
+    for state, key, _ in _moments(engine):
+        state[key] = _on_device(state[key])
+    if link_views := getattr(engine.optimizer, "_link_all_hp_params", None):
+        link_views()
 
-    if _has_masters(engine):
-        engine.reload_states()
-    # The copies are complete on return, so the host buffers can be freed.
-    reload_optimizer_states(_adam(engine), dist.device())
+
+def _on_device(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer, device=dist.device()).copy_(buffer, non_blocking=True)

@@ -1,13 +1,12 @@
 """Offloading optimizer states while the actor generates does not change training.
 
-On a CPU no tensor changes its device, but DeepSpeed's masters and Adam's moments are still
-offloaded and reloaded, so that lost or stale buffers would show. That device memory shrinks can
-only be tested on a GPU.
+On a CPU no tensor changes its device, but masters and Adam's moments are still copied to buffers
+and back to new memory, so that lost or stale ones would show. That device memory shrinks can only
+be tested on a GPU.
 """
 
 import pytest
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 
@@ -30,10 +29,15 @@ def weights(actor):
     return {name: t.clone() for name, t in weight_stream(actor.module, dist.device())}
 
 
-def masters_away(actor):
-    """Whether DeepSpeed says that it has put the fp32 masters away."""
-    away = getattr(actor.engine.optimizer, "offloaded_states", ())
-    return OffloadStateTypeEnum.hp_params in away
+def in_buffers(actor):
+    """Whether each of ZeRO's masters and Adam's moments lies in the memory of its host buffer."""
+    buffers = optimizer_offload._buffers.get(optimizer_offload._adam(actor.engine), {})
+    addresses = {buffer.data_ptr() for buffer in buffers.values()}
+    states = [state[key] for state, key, _ in optimizer_offload._moments(actor.engine)]
+    masters = optimizer_offload._masters(actor.engine)
+    assert (len(masters) == 0) == (actor.engine.zero_optimization_stage() == 0)
+    tensors = masters + states
+    return [tensor.data_ptr() in addresses for tensor in tensors]
 
 
 def moments(actor):
@@ -49,9 +53,9 @@ def test_steps_afterwards_are_bit_identical(zero, everything_moves):
         plain.step()
         for _ in range(scopes):  # none, one, two in a row
             with optimizer_offload.training_states_away([moved.engine], enabled=True):
-                assert masters_away(moved) == (zero in (1, 2))
+                assert all(in_buffers(moved))
                 assert len(weights(moved)) == len(start)  # the weights stay, to be read
-            assert not masters_away(moved)
+            assert not any(in_buffers(moved))
         moved.step()
     assert everything_moves == [moved.engine] * 3
     ours, expected = weights(moved), weights(plain)
@@ -59,6 +63,19 @@ def test_steps_afterwards_are_bit_identical(zero, everything_moves):
     assert any(not torch.equal(ours[name], start[name]) for name in start)
     assert len(moments(plain)) > 0
     assert all(map(torch.equal, moments(moved), moments(plain)))
+
+
+def test_buffers_are_pinned_once(everything_moves):
+    actor = Actor(build("llama"), 2)
+    actor.step()
+    seen = []
+    for _ in range(2):
+        with optimizer_offload.training_states_away([actor.engine], enabled=True):
+            buffers = optimizer_offload._buffers[optimizer_offload._adam(actor.engine)]
+            seen.append({name: buffer.data_ptr() for name, buffer in buffers.items()})
+        actor.step()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) >= 3  # masters and two moments
 
 
 def test_what_a_rollout_raises_brings_them_back(everything_moves):
@@ -70,7 +87,7 @@ def test_what_a_rollout_raises_brings_them_back(everything_moves):
         optimizer_offload.training_states_away([moved.engine], enabled=True),
     ):
         raise ZeroDivisionError
-    assert not masters_away(moved)
+    assert not any(in_buffers(moved))
     for actor in (plain, moved):
         actor.step()
     expected = weights(plain)
