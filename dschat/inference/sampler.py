@@ -153,16 +153,16 @@ class StepSampling:
         """A token and its log-prob for each row of ``logits`` (R, V).
 
         ``key``: prompt, sample and position in the answer, (R,) int64 each. ``too_short`` (R,)
-        bool: answers that may not end yet. ``kernels`` draw where nothing is truncated.
+        bool: answers that may not end yet.
         """
-        greedy = kind.params.temperature == 0
+        params = kind.params
         forbidden = (too_short, self._stops[kind.num_stops]) if kind.forbids else None
-        if kernels is not None and (greedy or not kind.params.truncates):
-            memory = self._numbers[:1], self._seed
-            return kernels.draw(logits, greedy, *memory, key, forbidden, num_tokens)
-        uniform = None if greedy else uniforms(self._seed, *key)
+        if kernels is not None:
+            memory = self._numbers, self._seed
+            return kernels.draw(logits, params, *memory, key, forbidden, num_tokens)
+        uniform = None if params.temperature == 0 else uniforms(self._seed, *key)
         numbers = SamplingNumbers(*self._numbers.unbind())
-        return sample(logits, kind.params, uniform, forbidden, num_tokens, numbers)
+        return sample(logits, params, uniform, forbidden, num_tokens, numbers)
 
     def is_stop(self, tokens: Tensor, kind: SamplingKind) -> Tensor:
         """Whether each of ``tokens`` (R,) ends its answer; (R,) bool."""

@@ -145,18 +145,18 @@ def test_parts_that_are_apart(kernels):
 
 
 @pytest.mark.parametrize(
-    ("options", "draws"),
+    "options",
     [
-        ({"top_p": 0.9}, False),
-        pytest.param({"top_k": 3}, False, marks=slow),
-        pytest.param({"top_p": 0.9, "temperature": 0.0}, True, marks=slow),
-        ({"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)}, True),
+        {"top_p": 0.9},
+        pytest.param({"top_k": 3, "min_p": 0.1}, marks=slow),
+        pytest.param({"top_p": 0.9, "temperature": 0.0}, marks=slow),
+        {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)},
     ],
     ids=str,
 )
-def test_draws_with_truncation(options, draws, kernels):
+def test_every_sampling_is_drawn_by_kernels(options, kernels):
     captured, _ = decode_step(CONFIGS["llama"](), sampling=replace(SAMPLED, **options))
-    assert captured["draw"] == draws
+    assert captured["draw"] == 1
     assert waits(captured) == 0
 
 

@@ -36,11 +36,11 @@ def product(rows, outputs, inputs, activation="", gated=False):
     return "skinny_linear", args
 
 
-def drawing(vocab, greedy=False, forbids=False):
+def drawing(vocab, greedy=False, forbids=False, truncation=(0, False, False)):
     forbidden = (meta(8, dtype=torch.bool), integers(2)) if forbids else (None, None)
     blocks = meta(8, 4, -(-vocab // 2048), dtype=torch.float32)
-    numbers = meta(1, dtype=torch.float64), greedy, integers(1), integers(3, 8)
-    out = integers(8), meta(8, dtype=torch.float32)
+    numbers = meta(3, dtype=torch.float64), greedy, *truncation, integers(1), integers(3, 8)
+    out = integers(8, 2), integers(8), meta(8, dtype=torch.float32)
     return "draw", (meta(8, vocab), *numbers, *forbidden, vocab, blocks, *out)
 
 
@@ -78,6 +78,8 @@ REST = {
     "attention-llama3": Wanted(attention(64, 32, 8, 128, rotary=128), 4, 16, True),
     **{f"norm-{n}": Wanted(norm(n, n < 4096), 2) for n in (768, 1600, 4096, 8192)},
     "draw-greedy": Wanted(drawing(32000, greedy=True), 4),
+    "draw-nucleus": Wanted(drawing(50272, truncation=(0, True, False)), 2),
+    "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(50, True, True)), 2),
     "draw-qwen-min-new-tokens": Wanted(drawing(152064, forbids=True), 4),
     "product-opt-qkv": Wanted(product(8, 6144, 2048), 4, 8, True),
     "product-opt-up": Wanted(product(8, 8192, 2048, "relu"), 2, 8, True),

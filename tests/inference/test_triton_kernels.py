@@ -140,10 +140,13 @@ def draw(interpreted, logits, params, forbidden, num_tokens, fault=None):
     counters = torch.stack([7 * index, index % 2, index + 3])
     greedy = params.temperature == 0
     short, stops = forbidden or (None, None)
+    numbers = [params.temperature or 1.0, params.top_p, params.min_p]
     args = (
-        *(logits, torch.tensor([params.temperature or 1.0], dtype=torch.float64), greedy),
+        *(logits, torch.tensor(numbers, dtype=torch.float64), greedy),
+        *(params.top_k, params.top_p < 1, params.min_p > 0),
         *(torch.tensor([params.seed]), counters, short, stops, num_tokens),
         torch.full((rows, 4, -(-vocab // 2048)), POISON),
+        poisoned(rows, 2, dtype=torch.int64),
         *(poisoned(rows, dtype=torch.int64), poisoned(rows)),
     )
     *_, ids, logprobs = interpreted("run", "draw", args, fault)
@@ -224,6 +227,82 @@ def test_ties_and_rows_without_choice(interpreted):
     assert draw(interpreted, logits, SamplingParams(temperature=0), None, 3000)[0][1] == 7
 
 
+def truncated(interpreted, vocab, dtype, options, fault=None):
+    """Ids drawn with ``options`` are those of `sample`, from logits that are all different."""
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(vocab))
+    logits = (order.expand(4, vocab) / (vocab / 8) - 4).to(dtype)
+    assert len(logits[0].unique()) == vocab
+    forbidden = torch.arange(4) % 2 == 0, logits[0].topk(3).indices
+    params = SamplingParams(seed=5, **options)
+    ids, logprobs, expected_ids, expected = draw(
+        interpreted, logits, params, forbidden, vocab - 2, fault
+    )
+    assert torch.equal(ids, expected_ids)
+    assert_written(logprobs, exact(expected), torch.float32)
+
+
+ALL = {"top_k": 700, "top_p": 0.6, "min_p": 0.1, "temperature": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "options"),
+    [
+        (60, torch.float32, {"top_k": 5}),
+        (2100, torch.float16, {"top_p": 0.3}),
+        (2100, torch.float32, {"min_p": 0.4, "temperature": 0.7}),
+        (2100, torch.float16, ALL),
+        (60, torch.bfloat16, {"top_k": 1000, "top_p": 0.9, "temperature": 4.0}),
+    ],
+    ids=str,
+)
+def test_draws_with_truncation(interpreted, vocab, dtype, options):
+    truncated(interpreted, vocab, dtype, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 4}, {1, 4, 0, 2}),  # the first two of the four equal ones
+        ({"top_p": 0.5}, {1, 4}),
+        ({"top_p": 0.68, "top_k": 5}, {1, 4, 0}),  # 2.04 of 3
+        ({"min_p": 0.3}, {1, 4, 0, 2, 3, 5}),
+        ({"min_p": 0.4}, {1, 4}),
+    ],
+    ids=str,
+)
+def test_of_equal_logits_the_first_are_kept(interpreted, options, kept):
+    """Two weights of 1 and four of a third; the last token is padding."""
+    logits = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 3.0]) * np.log(3)
+    logits = logits.expand(32, 7).bfloat16().contiguous()
+    ids = draw(interpreted, logits, SamplingParams(seed=2, **options), None, 6)[0]
+    assert set(ids.tolist()) == kept
+
+
+TRUNCATION_FAULTS = {
+    "one less": ("ties = (TOP_K - above)", "ties = (TOP_K - 1 - above)", {"top_k": 2}),
+    "no nucleus": ("target = tl.load(numbers_ptr + 1) *", "target = 1.0 *", {"top_p": 0.3}),
+    "not of the rest": (
+        "(mass_above + (mass - mass_above) * share)",
+        "(mass_above * 0 + 100.0)",
+        {"top_k": 15, "top_p": 0.3},
+    ),
+    "min-p ignored": ("tl.maximum(likely, bound)", "bound", {"min_p": 0.6}),
+    "mass of all": ("kept = tl.where((rank > bound)", "kept = tl.where((rank == rank)", ALL),
+    "all in the block": (
+        "allowed = tl.where((rank > bound)",
+        "allowed = tl.where((rank == rank)",
+        {"top_k": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TRUNCATION_FAULTS.values(), ids=TRUNCATION_FAULTS)
+def test_faults_in_truncation_are_found(interpreted, fault):
+    *fault, options = fault
+    with pytest.raises(AssertionError, match="equal"):
+        truncated(interpreted, 2100, torch.float16, options, fault)
+
+
 @pytest.mark.parametrize("seed", [0, 17, -4, 2**31 * 1_000_003 + 5])
 def test_random_numbers_are_the_same(interpreted, seed):
     counters = torch.tensor([[0, 3, 10**9, 3], [0, 1, 2, 0], [0, 4, 77, 2**20]])
@@ -244,7 +323,10 @@ def test_operators_state_what_they_change(interpreted):
     operands = {
         "add_norm": (x, x + 1, ones, ones, 1e-5),
         "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),
-        "draw": (x, one, False, integers[0, :1], integers, None, None, 30),
+        "draw": (
+            *(x, one.expand(3) / 2, False, 3, True, True, integers[0, :1], integers),
+            *(None, None, 30),
+        ),
         "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, None, None, 0.0, None, None, *scratch),
     }
     for name, args in operands.items():

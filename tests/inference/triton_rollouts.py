@@ -36,8 +36,8 @@ def host_seed(patch):
         seeds[:] = [sampling.seed]
         return load(self, sampling, *rest)
 
-    def drawn(self, logits, greedy, temperature, seed, *rest):
-        return draw(self, logits, greedy, temperature, torch.tensor(seeds), *rest)
+    def drawn(self, logits, params, numbers, seed, *rest):
+        return draw(self, logits, params, numbers, torch.tensor(seeds), *rest)
 
     patch.setattr(StepSampling, "load", loaded)
     patch.setattr(StepKernels, "draw", drawn)

@@ -20,6 +20,7 @@ from dschat.inference.model.attention import Attention
 from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.model.weights import AnyLinear
+from dschat.inference.protocol import SamplingParams
 
 logger = logging.getLogger("dschat")
 
@@ -35,8 +36,8 @@ def choose(device: torch.device) -> "StepKernels | None":
     if find_spec("triton") is None:
         raise UserError("DSCHAT_CUDA_KERNELS=1 needs Triton: pip install 'dschat[kernels]'")
     logger.info(
-        "decode steps run attention, norms, products of up to %d rows and draws without truncation "
-        "by Triton kernels, none of which was measured on a device",
+        "decode steps run attention, norms, products of up to %d rows and draws by Triton kernels, "
+        "none of which was measured on a device",
         operators.MAX_ROWS,
     )
     return StepKernels(device)
@@ -91,8 +92,8 @@ class StepKernels:
     def draw(
         self,
         logits: Tensor,
-        greedy: bool,
-        temperature: Tensor,
+        params: SamplingParams,
+        numbers: Tensor,
         seed: Tensor,
         key: Sequence[Tensor],
         forbidden: tuple[Tensor, Tensor] | None,
@@ -100,13 +101,15 @@ class StepKernels:
     ) -> tuple[Tensor, Tensor]:
         """Ids (R,) int64 and log-probs (R,) fp32 drawn from ``logits`` (R, V), as `sample` does.
 
-        ``temperature``, ``seed``: (1,) float64 and int64. ``key``: prompt, sample and position,
+        ``params`` says what applies, with its own top-k; ``numbers`` (3,) float64 are the
+        temperature, top-p and min-p. ``seed`` (1,) int64. ``key``: prompt, sample and position,
         (R,) int64 each. ``forbidden``: rows (R,) bool and the ids (S,) that they may not draw.
         """
         short, stops = forbidden or (None, None)
+        applies = params.temperature == 0, params.top_k, params.top_p < 1, params.min_p > 0
         counters = torch.stack(list(key))
         return operators.draw(
-            logits.contiguous(), temperature, greedy, seed, counters, short, stops, num_tokens
+            logits.contiguous(), numbers, *applies, seed, counters, short, stops, num_tokens
         )
 
 

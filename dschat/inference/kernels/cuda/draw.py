@@ -3,9 +3,14 @@
 `mass` sums up blocks of the vocabulary, `choose` finds the block and then the token at which the
 cumulative probability exceeds a random number: the same tokens and log-probs as
 `dschat.inference.sampling.sample`, except where rounding moves a boundary across that number. The
-random number is `dschat.inference.sampling.uniforms`, to the bit. No top-k, top-p or min-p here.
+random number is `dschat.inference.sampling.uniforms`, to the bit.
+
+With top-k, top-p or min-p, `threshold` runs between the two: it finds the smallest logit that is
+kept by bisection over the bit patterns of logits, without a sort. Of equal logits at that bound the
+first tokens are kept, as many as `dschat.inference.sampling.truncate` keeps.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +23,9 @@ from dschat.inference.kernels.cuda.operators import DRAW_BLOCK
 _GAMMA = tl.constexpr(sampling._GAMMA + (1 << 64))
 _MIX_1 = tl.constexpr(sampling._MIX_1 + (1 << 64))
 _MIX_2 = tl.constexpr(sampling._MIX_2 + (1 << 64))
+
+# Low bits of an fp32 number that no number of the dtype has.
+_SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
@@ -74,13 +82,13 @@ def _mass(
     short_ptr,  # (R,): rows that may not draw a stop
     stops_ptr,  # (NUM_STOPS,)
     blocks_ptr,  # (R, 4, blocks): largest and mass of allowed logits, then of all
-    temperature_ptr,  # (1,) float64
+    numbers_ptr,  # (3,) float64: temperature, top-p, min-p
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    temperature = tl.load(temperature_ptr).to(tl.float32)
+    temperature = tl.load(numbers_ptr).to(tl.float32)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
     x, allowed = _logits(
@@ -96,12 +104,160 @@ def _mass(
 
 
 @triton.jit
+def _rank(x, SPARE_BITS: tl.constexpr):
+    """An int64 for each fp32 number, in the order of the numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE_BITS).to(tl.int64)
+
+
+@triton.jit
+def _reached(
+    bound,
+    best,
+    temperature,
+    row_ptr,
+    row,
+    short_ptr,
+    stops_ptr,
+    NUM_BLOCKS: tl.constexpr,
+    SPARE_BITS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How many tokens have a rank of at least ``bound``, and how many a higher one; then the mass
+    of both, relative to ``best``, in float64.
+    """
+    # Sums of each place in the block, so that threads meet once.
+    ranks = tl.zeros((BLOCK,), tl.int64)
+    count, above = ranks.to(tl.int32), ranks.to(tl.int32)
+    mass, mass_above = ranks.to(tl.float32), ranks.to(tl.float32)
+    for block in range(NUM_BLOCKS):
+        _, x = _logits(
+            row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
+        )
+        ranks = _rank(x, SPARE_BITS)
+        weights = tl.exp((x - best) / temperature)
+        count += (ranks >= bound).to(tl.int32)
+        above += (ranks > bound).to(tl.int32)
+        mass += tl.where(ranks >= bound, weights, 0.0)
+        mass_above += tl.where(ranks > bound, weights, 0.0)
+    return (
+        tl.sum(count, axis=0),
+        tl.sum(above, axis=0),
+        tl.sum(mass.to(tl.float64), axis=0),
+        tl.sum(mass_above.to(tl.float64), axis=0),
+    )
+
+
+@triton.jit
+def _threshold(
+    logits_ptr,
+    short_ptr,
+    stops_ptr,
+    blocks_ptr,  # largest and mass of allowed logits become those of the kept ones
+    numbers_ptr,
+    bounds_ptr,  # (R, 2) int64: the smallest rank that is kept, the last token kept of this rank
+    TOP_K: tl.constexpr,  # 0: all
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    SPARE_BITS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+    temperature = tl.load(numbers_ptr).to(tl.float32)
+    block_ptr = blocks_ptr + row * 4 * NUM_BLOCKS
+    columns = tl.arange(0, ALL_BLOCKS)
+    largest_of_blocks = tl.load(block_ptr + columns, mask=columns < NUM_BLOCKS, other=float("-inf"))
+    best = tl.max(largest_of_blocks, axis=0)
+    top = _rank(best, SPARE_BITS)
+    bound = _rank(best * 0 + float("-inf"), SPARE_BITS) + 1  # of the smallest finite logit
+    ties = top * 0 + VOCAB  # that are kept at the bound, at most
+    if TOP_K > 0:  # the highest rank that so many tokens reach
+        high = top
+        while bound < high:
+            middle = (bound + high + 1) >> 1
+            count, _, _, _ = _reached(
+                middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
+                SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+            )  # fmt: skip
+            bound = tl.where(count >= TOP_K, middle, bound)
+            high = tl.where(count >= TOP_K, high, middle - 1)
+    count, above, mass, mass_above = _reached(
+        bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
+        SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+    )  # fmt: skip
+    if TOP_K > 0:
+        ties = (TOP_K - above).to(tl.int64)
+    if HAS_TOP_P:  # the highest rank at which the mass suffices
+        at_bound = tl.maximum(count - above, 1)
+        share = tl.minimum(ties, at_bound).to(tl.float64) / at_bound.to(tl.float64)
+        target = tl.load(numbers_ptr + 1) * (mass_above + (mass - mass_above) * share)
+        lowest = bound
+        high = top
+        while bound < high:
+            middle = (bound + high + 1) >> 1
+            _, _, mass, _ = _reached(
+                middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
+                SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+            )  # fmt: skip
+            bound = tl.where(mass >= target, middle, bound)
+            high = tl.where(mass >= target, high, middle - 1)
+        ties = tl.where(bound > lowest, VOCAB, ties)
+        count, above, mass, mass_above = _reached(
+            bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
+            SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+        )  # fmt: skip
+        each = (mass - mass_above) / tl.maximum(count - above, 1).to(tl.float64)
+        wanted = tl.minimum((target - mass_above) / tl.maximum(each, 1e-300), VOCAB)
+        ties = tl.minimum(ties, tl.maximum(tl.ceil(wanted).to(tl.int64), 1))
+    if HAS_MIN_P:  # relative to the likeliest token, whose weight is 1
+        least = tl.load(numbers_ptr + 2)
+        likely = top
+        for block in range(NUM_BLOCKS):
+            _, x = _logits(
+                row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
+            )
+            is_likely = tl.exp((x - best) / temperature) >= least
+            likely = tl.minimum(likely, tl.min(tl.where(is_likely, _rank(x, SPARE_BITS), top)))
+        ties = tl.where(likely > bound, VOCAB, ties)
+        bound = tl.maximum(likely, bound)
+
+    seen = bound * 0  # tokens at the bound
+    last = bound * 0 - 1
+    for block in range(NUM_BLOCKS):
+        _, x = _logits(
+            row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
+        )
+        rank = _rank(x, SPARE_BITS)
+        is_tie = rank == bound
+        is_kept_tie = is_tie & (seen + tl.cumsum(is_tie.to(tl.int64), axis=0) <= ties)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        last = tl.maximum(last, tl.max(tl.where(is_kept_tie, token, -1), axis=0).to(tl.int64))
+        seen += tl.sum(is_tie.to(tl.int64), axis=0)
+        kept = tl.where((rank > bound) | is_kept_tie, x, float("-inf"))
+        largest_kept, mass_kept = _largest_and_mass(kept, temperature)
+        tl.store(block_ptr + block, largest_kept)
+        tl.store(block_ptr + NUM_BLOCKS + block, mass_kept)
+    tl.store(bounds_ptr + 2 * row, bound)
+    tl.store(bounds_ptr + 2 * row + 1, last)
+
+
+@triton.jit
 def _choose(
     logits_ptr,
     short_ptr,
     stops_ptr,
     blocks_ptr,
-    temperature_ptr,
+    numbers_ptr,
+    bounds_ptr,  # `threshold`'s, or None
     counters_ptr,  # (3, R): prompt, sample, position
     seed_ptr,  # (1,)
     ids_ptr,  # (R,)
@@ -109,12 +265,13 @@ def _choose(
     GREEDY: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,  # NUM_BLOCKS, padded
+    SPARE_BITS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    exact_temperature = tl.load(temperature_ptr)
+    exact_temperature = tl.load(numbers_ptr)
     temperature = exact_temperature.to(tl.float32)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     block = tl.arange(0, ALL_BLOCKS)
@@ -148,8 +305,14 @@ def _choose(
     _, allowed = _logits(
         row_ptr, chosen, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
     )
-    origin = tl.max(allowed, axis=0)
     offset = tl.arange(0, BLOCK)
+    if bounds_ptr is not None:
+        rank, bound = _rank(allowed, SPARE_BITS), tl.load(bounds_ptr + 2 * row)
+        is_kept_tie = (rank == bound) & (
+            chosen * BLOCK + offset <= tl.load(bounds_ptr + 2 * row + 1)
+        )
+        allowed = tl.where((rank > bound) | is_kept_tie, allowed, float("-inf"))
+    origin = tl.max(allowed, axis=0)
     if GREEDY:
         offset = tl.min(tl.where(allowed == origin, offset, BLOCK - 1), axis=0)
     else:
@@ -173,19 +336,23 @@ def _choose(
 
 def plan(
     logits: Tensor,
-    temperature: Tensor,
+    numbers: Tensor,
     greedy: bool,
+    top_k: int,
+    has_top_p: bool,
+    has_min_p: bool,
     seed: Tensor,
     counters: Tensor,
     short: Tensor | None,
     stops: Tensor | None,
     num_tokens: int,
     blocks: Tensor,
+    bounds: Tensor,
     ids: Tensor,
     logprobs: Tensor,
-) -> tuple[Launch, Launch]:
-    """The launches that write `draw`'s results to ``ids`` and ``logprobs``. ``blocks`` (R, 4,
-    vocabulary / 2,048, rounded up) fp32 is scratch.
+) -> tuple[Launch, ...]:
+    """The launches that write `draw`'s results to ``ids`` and ``logprobs``. Scratch: ``blocks`` (R,
+    4, vocabulary / 2,048, rounded up) fp32 and ``bounds`` (R, 2) int64.
     """
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
@@ -197,14 +364,19 @@ def plan(
         "NUM_TOKENS": num_tokens,
         "BLOCK": DRAW_BLOCK,
     }
-    own = {
-        "GREEDY": greedy,
+    of_row = shared | {
         "NUM_BLOCKS": num_blocks,
         "ALL_BLOCKS": max(triton.next_power_of_2(num_blocks), 2),
+        "SPARE_BITS": _SPARE_BITS[logits.dtype],
     }
-    args = (logits, short, stops, blocks, temperature)
-    chosen = (*args, counters, seed, ids, logprobs)
-    return (
-        Launch(_mass, (num_rows, num_blocks), args, shared),
-        Launch(_choose, (num_rows,), chosen, shared | own),
-    )
+    top_k = top_k if top_k < num_tokens else 0
+    kept = {"TOP_K": top_k, "HAS_TOP_P": has_top_p, "HAS_MIN_P": has_min_p}
+    truncates = not greedy and any(kept.values())
+    args = (logits, short, stops, blocks, numbers)
+    chosen = (*args, bounds if truncates else None, counters, seed, ids, logprobs)
+    mass = Launch(_mass, (num_rows, num_blocks), args, shared)
+    choose = Launch(_choose, (num_rows,), chosen, of_row | {"GREEDY": greedy})
+    if not truncates:
+        return mass, choose
+    threshold = Launch(_threshold, (num_rows,), (*args, bounds), of_row | kept, num_warps=8)
+    return mass, threshold, choose

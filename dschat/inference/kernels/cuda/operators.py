@@ -131,8 +131,11 @@ def _(heads: Tensor, layout: list[int], rows: Tensor, *rest: object) -> Tensor:
 @torch.library.custom_op("dschat::draw", mutates_args=())
 def draw(
     logits: Tensor,
-    temperature: Tensor,
+    numbers: Tensor,
     greedy: bool,
+    top_k: int,
+    has_top_p: bool,
+    has_min_p: bool,
     seed: Tensor,
     counters: Tensor,
     short: Tensor | None,
@@ -142,8 +145,12 @@ def draw(
     """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
 
     Args:
-        temperature: (1,) float64, 1 if ``greedy`` (the likeliest token, the first of equal ones).
-        seed: (1,) int64. In memory, as the temperature: a captured graph serves every rollout.
+        numbers: (3,) float64, temperature (1 if ``greedy``), top-p and min-p. In memory, as the
+            seed: a captured graph serves every rollout.
+        greedy: the likeliest token, the first of equal ones.
+        top_k: number of likeliest tokens that may be drawn; 0: all.
+        has_top_p, has_min_p: whether these numbers apply.
+        seed: (1,) int64.
         counters: (3, R) int64, contiguous: prompt index, sample index, position.
         short: (R,) bool, rows that may not draw ``stops``.
         stops: (S,) int64.
@@ -154,13 +161,14 @@ def draw(
     """
     from dschat.inference.kernels.cuda import draw as kernel
 
-    ids = counters.new_empty(len(logits))
-    logprobs = logits.new_empty(len(logits), dtype=torch.float32)
-    num_blocks = -(-logits.shape[1] // DRAW_BLOCK)
-    blocks = logprobs.new_empty(len(logits), 4, num_blocks)
+    num_rows = len(logits)
+    ids = counters.new_empty(num_rows)
+    logprobs = logits.new_empty(num_rows, dtype=torch.float32)
+    blocks = logprobs.new_empty(num_rows, 4, -(-logits.shape[1] // DRAW_BLOCK))
+    bounds = counters.new_empty(num_rows, 2)
     launches = kernel.plan(
-        *(logits, temperature, greedy, seed, counters, short, stops, num_tokens),
-        *(blocks, ids, logprobs),
+        *(logits, numbers, greedy, top_k, has_top_p, has_min_p, seed, counters, short, stops),
+        *(num_tokens, blocks, bounds, ids, logprobs),
     )
     for launch in launches:
         launch.run()
@@ -170,8 +178,11 @@ def draw(
 @draw.register_fake
 def _(
     logits: Tensor,
-    temperature: Tensor,
+    numbers: Tensor,
     greedy: bool,
+    top_k: int,
+    has_top_p: bool,
+    has_min_p: bool,
     seed: Tensor,
     counters: Tensor,
     *rest: object,
