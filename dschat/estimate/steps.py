@@ -130,17 +130,20 @@ class StepEstimator(Generic[Config]):
         """The estimate: every mode with the persistent memory added.
 
         On a CPU host memory is device memory, and saving the models in ``uses``, one file at a
-        time, is a mode of its own.
+        time, is a mode of its own: a file holds copies, and the small ones reuse blocks that malloc
+        retains.
         """
-        written = max(self._dtype.itemsize * self._models.sizes(use.frozen).total for use in uses)
-        written = min(written, MAX_FILE_BYTES)
+        sizes = max((self._models.sizes(use.frozen) for use in uses), key=lambda s: s.total)
+        written = min(self._dtype.itemsize * sizes.total, MAX_FILE_BYTES)
         persistent = {**held.device, "libraries": self._device.libraries}
         # One process writes; it may use the host memory of all processes.
         host = {**held.host, "file being written": written // self._device.processes_here}
         host = {name: value for name, value in host.items() if value}
         if not self._device.on_gpu:
             persistent, host = summed(persistent, held.host), {}
-            saving = {"file being written": written, "activations": self._retained(leftover) or 0}
+            retained = self._retained(leftover) or 0
+            reused = min(retained, written * sizes.in_small // sizes.total)
+            saving = {"file being written": written - reused, "activations": retained}
             modes = [*modes, Mode("saving", saving)]
         modes = [replace(mode, items=summed(persistent, mode.items)) for mode in modes]
         config = self._config
