@@ -62,6 +62,7 @@ def report(folder) -> dict:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_first_rollout_is_the_references_own(report):
     """Before the first update the actor is the reference: KL 0, and the same log-probs."""
     first, *rest = report["history"]
@@ -70,6 +71,7 @@ def test_first_rollout_is_the_references_own(report):
     assert all(abs(row["objective/kl"]) > 1e-3 for row in rest)
 
 
+@pytest.mark.slow
 def test_training_is_sound(report):
     history = report["history"]
     assert len(history) == 5
@@ -80,6 +82,7 @@ def test_training_is_sound(report):
     assert all(row["train/bad_steps"] == 0 for row in history)
 
 
+@pytest.mark.slow
 def test_both_models_learn(report):
     """The reward model beats chance clearly, and the policy its own beginning."""
     assert report["reward"]["eval/accuracy"] > 0.6
@@ -87,6 +90,7 @@ def test_both_models_learn(report):
     assert sum(scores[-2:]) / 2 > scores[0]
 
 
+@pytest.mark.slow
 def test_answers_and_saved_actor(report, folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

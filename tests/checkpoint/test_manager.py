@@ -10,9 +10,9 @@ from dschat.checkpoint import CheckpointManager, newest
 from dschat.config import UserError
 
 BF16 = "bfloat16"
-QUICK = [Spec(2), Spec(3)]
+QUICK = [Spec(3)]
 SLOW = [
-    *(Spec(0), Spec(1), Spec(2, BF16), Spec(3, BF16)),
+    *(Spec(0), Spec(1), Spec(2), Spec(2, BF16), Spec(3, BF16)),
     *(Spec(0, lora=True), Spec(2, lora=True), Spec(3, lora=True)),
     *(Spec(2, offload=True), Spec(3, offload=True), Spec(2, BF16, offload=True)),
     *(Spec(2, model="llama_tied"), Spec(3, model="llama_tied")),

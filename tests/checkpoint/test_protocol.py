@@ -62,6 +62,7 @@ def killed_at(operation, folder, step):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.mark.slow
 def test_kills_in_a_process_of_their_own():
     """A worker that has run other tests may be too large to fork."""
     result = forked.run(

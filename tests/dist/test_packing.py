@@ -21,9 +21,9 @@ ON, OFF = (("packing", "on"),), (("packing", "off"),)
 
 CASES = [
     Case("sft", 3, 4, options=LORA, rows="awkward"),
-    Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=GRPO + RL_LORA),
 ]
 SLOW = [
+    Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=GRPO + RL_LORA),
     Case("sft", 3, 2, options=LORA, rows="awkward"),
     Case("reward", 2, 4, options=CHECKPOINTING, rows="one"),
     Case("dpo", 0, 2, options=LORA, rows="awkward"),

@@ -18,11 +18,7 @@ ALL_TRAINED = (("lora_dim", 4), ("only_optimize_lora", False))  # with adapters,
 BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload_reference_model", True),)
-HERE = [
-    Case("dpo", 3, 2),
-    Case("dpo", 0, 4, options=LORA + BEFORE),
-    Case("kto", 0, 2, options=BUDGET + BEFORE),
-]
+HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
 TWO = [
     Case("dpo", 3, 4, options=LORA),
     Case("kto", 2, 2, options=BUDGET),
@@ -35,6 +31,7 @@ SLOW = [
 ]
 SLOW += [
     Case("ipo", 2, 4, options=BEFORE),
+    Case("kto", 0, 2, options=BUDGET + BEFORE),
     Case("kto", 3, 2, options=BUDGET),
     Case("dpo", 0, 1, options=ALL_TRAINED),
     Case("kto", 3, 1, options=AWAY),

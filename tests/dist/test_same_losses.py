@@ -57,12 +57,9 @@ GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # slow.
 HERE = [
     Case("sft", 3, 2),
-    Case("reward", 2, 4),
     Case("reward", 3, 8),
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
-    Case("sft", options=BUDGET),
     Case("ppo", 0, 4, options=BUDGET),
-    Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
@@ -82,6 +79,8 @@ SLOW_HERE += [
     Case("sft", 2, 4, options=AUTO),
     Case("ppo", 3, 4, iterations=1, options=AUTO + (("align_overflow", True),)),
     Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
+    Case("sft", options=BUDGET),
+    Case("sft", 0, 4, "opt_350m", options=BUDGET),
 ]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [

@@ -48,11 +48,7 @@ def plain(case):
 
 
 ONE = {"iterations": 1}
-HERE = [
-    case("sft", 3, 4, PARAMETERS, FILE),
-    case("reward", 2, 8, OPTIMIZER, LORA),
-    case("ppo", (2, 3), 8, OFFLOAD, FROZEN, FILE, **ONE),
-]
+HERE = [case("sft", 3, 4, PARAMETERS, FILE)]
 TWO = [
     case("ppo", (2, 3), 4, OPTIMIZER, LORA_BOTH, FILE, {"align_overflow": True}, **ONE),
 ]
@@ -74,6 +70,10 @@ SLOW += [
     for zero, away, lora in itertools.product(
         ((2, 2), (3, 3), (3, 0), (0, 3)), (OFFLOAD, OPTIMIZER), ({}, LORA_BOTH)
     )
+]
+SLOW += [
+    case("reward", 2, 8, OPTIMIZER, LORA),
+    case("ppo", (2, 3), 8, OFFLOAD, FROZEN, FILE, **ONE),
 ]
 SLOW += [case("ppo", zero, 4, **ONE) for zero in MIXED]
 SLOW += [case("ppo", (3, 3), 4, PARAMETERS, FILE, {"enable_hybrid_engine": False}, **ONE)]

@@ -89,7 +89,12 @@ def run(tmp_path: Path, ends: str) -> tuple[list[int | None], list[str], list[st
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"), [(0, "killed"), (1, "killed"), (1, "killed, its fork lives")]
+    ("rank", "how"),
+    [
+        (0, "killed"),
+        pytest.param(1, "killed", marks=pytest.mark.slow),
+        pytest.param(1, "killed, its fork lives", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
     codes, _, stderr, _ = run(tmp_path, f"{rank}{how}")
@@ -99,7 +104,7 @@ def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
     assert [stderr[r] for r in range(3) if r != speaker] == ["", ""]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_announced_failure_ends_the_others_with_its_code(tmp_path, rank):
     """It prints its own error; the others do not wait until it has ended."""
     codes, printed, stderr, _ = run(tmp_path, f"{rank}fails")
@@ -114,7 +119,7 @@ def test_an_exception_is_a_failure(tmp_path):
     assert stderr[1].splitlines()[-1] == "ValueError: mine"
 
 
-@pytest.mark.parametrize("how", ["0announces 0", "1returns"])
+@pytest.mark.parametrize("how", ["0announces 0", pytest.param("1returns", marks=pytest.mark.slow)])
 def test_an_exit_with_0_does_not_end_the_others(tmp_path, how):
     codes, printed, stderr, _ = run(tmp_path, how)
     others = [r for r in range(3) if r != int(how[0])]

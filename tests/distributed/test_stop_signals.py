@@ -106,7 +106,10 @@ def test_a_signal_that_a_launcher_repeats_is_one_request(tmp_path):
     ("signals", "pause_s", "code", "word"),
     [
         ([signal.SIGINT] * 2, 0.1, 130, "interrupted"),
-        ([signal.SIGUSR1, signal.SIGTERM], stop_signals.REPEATED_S + 0.2, 143, "terminated"),
+        pytest.param(
+            *([signal.SIGUSR1, signal.SIGTERM], stop_signals.REPEATED_S + 0.2, 143, "terminated"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ctrl-c twice", "sigterm later"],
 )

@@ -50,9 +50,8 @@ PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size
 SHARED = Models()
 
 
-@pytest.mark.parametrize(
-    "gpu", [g if "A6000" in g else pytest.param(g, marks=pytest.mark.slow) for g in PUBLISHED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", PUBLISHED)
 def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     """DeepSpeed-Chat's table of the largest actor that its hybrid engine trains on a single GPU.
 

@@ -25,10 +25,10 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
 @pytest.mark.parametrize(
     ("knobs", "absent"),
     [
-        ({}, set()),
-        (GRPO, {"critic"}),
-        (PROGRAM, {"reward"}),
-        ({"kl_coef": 0.0}, {"reference"}),
+        pytest.param({}, set(), marks=pytest.mark.slow),
+        pytest.param(GRPO, {"critic"}, marks=pytest.mark.slow),
+        pytest.param(PROGRAM, {"reward"}, marks=pytest.mark.slow),
+        pytest.param({"kl_coef": 0.0}, {"reference"}, marks=pytest.mark.slow),
         (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
         # the actor without adapters is the reference
         (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),

@@ -8,10 +8,21 @@ from orphans import run_whole, survive_alone, train_py
 from runs import check_same, finish, ran, rows, survive
 
 
-def test_killed_at_given_points(whole, models, tmp_path):
-    """In a step, within a checkpoint's files, before its rename, and in a step again."""
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("die_writing 5", "die_in_step 3 0"),
+        pytest.param(
+            ("die_in_step 2 0", "die_writing 5", "die_renaming 2", "die_in_step 3 0"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=len,
+)
+def test_killed_at_given_points(faults, whole, models, tmp_path):
+    """Within a checkpoint's files, and in a step; slow: before its rename, and in steps again."""
     out = tmp_path / "run"
-    for fault in ("die_in_step 2 0", "die_writing 5", "die_renaming 2", "die_in_step 3 0"):
+    for fault in faults:
         ran(STEP1, models, out, code=-signal.SIGKILL, FAULT=fault)
     ran(STEP1, models, out)
     check_same(out, whole(STEP1))

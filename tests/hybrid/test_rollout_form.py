@@ -135,10 +135,10 @@ def test_without_the_hybrid_engine_the_module_generates():
 @pytest.mark.parametrize(
     ("zero", "lora", "settings"),
     [
-        (0, False, {}),
-        (3, False, {}),
+        pytest.param(0, False, {}, marks=pytest.mark.slow),
+        pytest.param(3, False, {}, marks=pytest.mark.slow),
         (3, True, {"lora": "side"}),
-        (2, True, {"lora": "merge"}),
+        pytest.param(2, True, {"lora": "merge"}, marks=pytest.mark.slow),
         (2, False, {"layout": "zero_copy"}),
     ],
 )

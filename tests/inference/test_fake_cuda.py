@@ -29,7 +29,7 @@ def slow(*values):
 
 # -- every family ----------------------------------------------------------------------------------
 
-QUICK = {("llama", way) for way in ("pages", "borrowed", "views", "chunks")} | {("bloom", "eager")}
+QUICK = {("llama", way) for way in ("borrowed", "chunks")} | {("bloom", "eager")}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_every_family_runs_on_one_device(name, way):
     "options",
     [
         {"top_p": 0.9, "n": 3},
-        {"min_new_tokens": 4, "stop_token_ids": (60,)},
+        slow({"min_new_tokens": 4, "stop_token_ids": (60,)}),
         slow({"temperature": 0.0}),
         slow({"top_k": 5}),
         slow({"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)}),
@@ -84,7 +84,7 @@ AROUND = 12 + 58 + 21
 SMALL_DRAW, DRAW = 16, 32  # a small vocabulary is drawn from on one level
 
 
-@pytest.mark.parametrize(("name", "per_layer"), [("opt", OPT_LAYER), ("llama", LLAMA_LAYER)])
+@pytest.mark.parametrize(("name", "per_layer"), [slow("opt", OPT_LAYER), ("llama", LLAMA_LAYER)])
 def test_a_layer_of_a_captured_step_keeps_its_budget(name, per_layer):
     config = CONFIGS[name]()
     captured, around = decode_step(config)
@@ -118,7 +118,7 @@ def test_models_of_the_usual_sizes_keep_the_budget(config, per_layer):
     assert around == {}
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [slow(True), False])
 def test_prefill_repeats_no_shared_heads(in_place, monkeypatch):
     if not in_place:
         monkeypatch.setattr(attention, "_reads_shared_heads", lambda q, bias: False)
@@ -145,8 +145,8 @@ def faulty_captured_step(monkeypatch, fault):
     ("fault", "name"),
     [
         (lambda d: d.lengths.max().item(), READ),
-        (lambda d: torch.tensor([1, 2], device=DEVICE), TO_DEVICE),
-        (lambda d: d.lengths.cpu(), TO_HOST),
+        slow(lambda d: torch.tensor([1, 2], device=DEVICE), TO_DEVICE),
+        slow(lambda d: d.lengths.cpu(), TO_HOST),
         slow(lambda d: d.lengths.tolist(), READ),
         slow(lambda d: torch.zeros(2).to(DEVICE), TO_DEVICE),
         slow(lambda d: d.lengths.copy_(torch.ones(d.count, dtype=torch.int64)), TO_DEVICE),
@@ -158,6 +158,7 @@ def test_a_planted_wait_is_counted_in_each_layer(fault, name, monkeypatch):
     assert captured[name] == waits(captured) == 2
 
 
+@pytest.mark.slow
 def test_a_planted_operator_breaks_the_budget(monkeypatch):
     clean = decode_step(CONFIGS["llama"]())[0]
     captured = faulty_captured_step(monkeypatch, lambda d: d.lengths + 1)

@@ -13,7 +13,7 @@ PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=4)
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 LAYOUTS = {"whole": {}, "pages": {"page_size": 4, "max_num_seqs": 3}}
-QUICK = {("llama", "pages"), ("bloom", "whole")}
+QUICK = {("llama", "pages")}
 
 
 def answers(module, capture, prompts, sampling, **knobs):

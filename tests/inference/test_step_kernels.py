@@ -28,6 +28,7 @@ def kernels(monkeypatch):
 # -- the choice ------------------------------------------------------------------------------------
 
 
+@slow
 def test_kernels_are_off_by_default(monkeypatch):
     monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
     assert dispatch.choose(DEVICE) is None
@@ -82,10 +83,9 @@ def check_budget(captured, around, num_layers, budget):
 @pytest.mark.parametrize(
     ("name", "borrowed"),
     [
-        ("llama", ""),
         ("opt", "adjacent"),
         *(pytest.param(name, "adjacent", marks=slow) for name in ("llama", "gpt_neox", "bloom")),
-        *(pytest.param(name, "", marks=slow) for name in ("opt", "gpt_neox", "bloom")),
+        *(pytest.param(name, "", marks=slow) for name in ("llama", "opt", "gpt_neox", "bloom")),
     ],
 )
 def test_a_layer_takes_seven_operators(name, borrowed, kernels):
@@ -130,6 +130,7 @@ def test_a_planted_operator_breaks_the_budget(kernels, monkeypatch):
 # -- where torch computes --------------------------------------------------------------------------
 
 
+@slow
 def test_more_rows_than_a_product_takes(kernels):
     captured, _ = decode_step(CONFIGS["llama"](), [[5, 6]] * 65, max_num_seqs=96)
     assert "skinny_linear" not in captured
@@ -147,7 +148,7 @@ def test_parts_that_are_apart(kernels):
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": 0.9},
+        pytest.param({"top_p": 0.9}, marks=slow),
         pytest.param({"top_k": 3, "min_p": 0.1}, marks=slow),
         pytest.param({"top_p": 0.9, "temperature": 0.0}, marks=slow),
         {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)},

@@ -71,6 +71,7 @@ def test_a_summary_that_cannot_be_written_is_not_an_error(tree):
     assert "could not write summary.json: " in check_stopped(run, pids)
 
 
+@pytest.mark.slow
 def test_a_second_signal_terminates_at_once(tree):
     run, pids = in_loop(STEP_S="600")
     run.send_signal(signal.SIGTERM)

@@ -60,10 +60,9 @@ def test_a_step_that_ends_without_finishing_is_a_failure(tree):
     assert not Path("out/step2_reward").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "failing", ["step1_sft", pytest.param("step2_reward", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("failing", ["step1_sft", "step2_reward"])
 def test_two_processes_under_the_launcher(failing, tree):
     """DeepSpeed's launcher starts both and passes on a rank's exit code."""
     argv = ("--recipe", "quiet", "--output-dir", "out", "--num-gpus", "2")

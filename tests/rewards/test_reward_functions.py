@@ -165,6 +165,7 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
     assert loops[0].is_closed()
 
 
+@pytest.mark.slow
 def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
     async def innocent(answers):
         await asyncio.sleep(0.05)

@@ -94,6 +94,7 @@ def test_a_worker_exits_with_its_parent_during_a_call():
         process.kill()
 
 
+@pytest.mark.slow
 def test_an_orphaned_worker_exits_though_its_function_holds_the_gil():
     """No parent kills it, and none of its threads can run."""
     ours, theirs = Pipe()

@@ -33,11 +33,11 @@ def reference_of(engine):
 @pytest.mark.parametrize(
     ("zero", "options"),
     [
-        (0, ()),
+        pytest.param(0, (), marks=pytest.mark.slow),
         pytest.param(3, (), marks=pytest.mark.slow),
         pytest.param(0, LORA, marks=pytest.mark.slow),
         (3, LORA),
-        (0, (*LORA, ("only_optimize_lora", False))),
+        pytest.param(0, (*LORA, ("only_optimize_lora", False)), marks=pytest.mark.slow),
     ],
     ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
 )
@@ -66,10 +66,10 @@ def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
 @pytest.mark.parametrize(
     ("zero", "options", "hybrid"),
     [
-        (0, (), True),
+        pytest.param(0, (), True, marks=pytest.mark.slow),
         pytest.param(0, (), False, marks=pytest.mark.slow),
         pytest.param(3, (), True, marks=pytest.mark.slow),
-        (3, (), False),
+        pytest.param(3, (), False, marks=pytest.mark.slow),
         pytest.param(2, OFFLOAD, True, marks=pytest.mark.slow),
         (3, OFFLOAD, True),
     ],
@@ -173,7 +173,10 @@ def test_frozen_models_take_no_device_memory_between_uses(models_folder):
     assert allocated(()) - allocated(FROZEN) > 0.5 * whole
 
 
-@pytest.mark.parametrize(("zero", "aligned"), [(0, False), (0, True), (3, True)])
+@pytest.mark.parametrize(
+    ("zero", "aligned"),
+    [*(pytest.param(0, aligned, marks=pytest.mark.slow) for aligned in (False, True)), (3, True)],
+)
 def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     """The critic's returns are not finite: its steps are skipped, and the actor's if aligned."""
     case = Case("ppo", zero, options=(("align_overflow", aligned),))

@@ -61,7 +61,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        p if "critic" in p or "scores" in p else pytest.param(p, marks=pytest.mark.slow)
+        for p in PROBLEMS
+    ],
+)
 def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch, caplog):
     trainer = trainer_of(
         models_folder, kl_target=0.1, kl_horizon=100, normalize_reward=True, max_bad_steps=2
