@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 
 
-@pytest.fixture(scope="module", params=SEEDS)
+@pytest.fixture(
+    scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
+)
 def rows(request):
     return builtin_rows(request.param)
 

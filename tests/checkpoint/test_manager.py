@@ -10,9 +10,8 @@ from dschat.checkpoint import CheckpointManager, newest
 from dschat.config import UserError
 
 BF16 = "bfloat16"
-QUICK = [Spec(3)]
-SLOW = [
-    *(Spec(0), Spec(1), Spec(2), Spec(2, BF16), Spec(3, BF16)),
+TWO = [
+    *(Spec(0), Spec(1), Spec(2), Spec(3), Spec(2, BF16), Spec(3, BF16)),
     *(Spec(0, lora=True), Spec(2, lora=True), Spec(3, lora=True)),
     *(Spec(2, offload=True), Spec(3, offload=True), Spec(2, BF16, offload=True)),
     *(Spec(2, model="llama_tied"), Spec(3, model="llama_tied")),
@@ -33,7 +32,7 @@ def assert_close(rows, expected, dtype):
         assert row[3] == other[3]
 
 
-@specs(HERE, [*QUICK, *SLOW])
+@specs(HERE, TWO)
 def test_one_process_to_the_bit(spec, here):
     folder, rows = here(spec)
     assert rows == straight(spec, folder)  # saving changes nothing
@@ -41,21 +40,21 @@ def test_one_process_to_the_bit(spec, here):
 
 
 @pytest.mark.dist
-@specs(QUICK, SLOW)
+@specs([], TWO)
 def test_two_processes_to_the_bit(spec, two):
     done = two(spec)
     assert done["from two"] == done["saved"][SAVED_AT:]
 
 
 @pytest.mark.dist
-@specs(QUICK, SLOW)
+@specs([], TWO)
 def test_two_go_on_with_one_s(spec, two):
     done = two(spec)
     assert_close(done["from one"], done["saved"][SAVED_AT:], spec.dtype)
 
 
 @pytest.mark.dist
-@specs(QUICK, SLOW)
+@specs([], TWO)
 def test_one_process_resumes_from_two(spec, two, here):
     two(spec)
     folder, rows = here(spec)

@@ -21,15 +21,13 @@ ON, OFF = (("packing", "on"),), (("packing", "off"),)
 
 CASES = [
     Case("sft", 3, 4, options=LORA, rows="awkward"),
-]
-SLOW = [
     Case("ppo", 2, 2, iterations=1, shares=(3, 5), options=GRPO + RL_LORA),
     Case("sft", 3, 2, options=LORA, rows="awkward"),
     Case("reward", 2, 4, options=CHECKPOINTING, rows="one"),
     Case("dpo", 0, 2, options=LORA, rows="awkward"),
     Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=RL_CHECKPOINTING),
 ]
-SLOW += [
+CASES += [
     Case(step, zero, micro, model, options=options, rows=rows)
     for step, micro, rows in (
         ("sft", 1, "awkward"),
@@ -46,7 +44,7 @@ SLOW += [
         (3, LORA, "mistral"),
     )
 ]
-SLOW += [
+CASES += [
     Case("ppo", zero, micro, shares=shares, options=options)
     for zero, micro, shares, options in (
         (0, 1, (8, 0), RL_LORA),
@@ -58,13 +56,12 @@ SLOW += [
 ]
 
 
-def two_ways(cases, marks=()):
+def two_ways(cases):
     """Each case packed (it must be) and padded."""
     return [
         pytest.param(
             replace(case, options=case.options + ON),
             replace(case, options=case.options + OFF),
-            marks=marks,
             id=by_name(case),
         )
         for case in cases
@@ -100,7 +97,8 @@ def assert_same_weights(folder, expected):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("case", "padded"), [*two_ways(CASES), *two_ways(SLOW, pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "padded"), two_ways(CASES))
 def test_packing_changes_no_number(case, padded, two_processes):
     (result, folder), (expected, padded_folder) = two_processes(case), two_processes(padded)
     if case.model in BIASED:

@@ -19,10 +19,7 @@ BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload_reference_model", True),)
 HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
-TWO = [
-    Case("dpo", 3, 4, options=LORA),
-    Case("kto", 2, 2, options=BUDGET),
-]
+TWO = [Case("kto", 2, 2, options=BUDGET)]
 SLOW = [
     Case(loss, zero, 2, options=options)
     for loss in ("dpo", "ipo", "kto")
@@ -31,6 +28,7 @@ SLOW = [
 ]
 SLOW += [
     Case("ipo", 2, 4, options=BEFORE),
+    Case("dpo", 3, 4, options=LORA),
     Case("kto", 0, 2, options=BUDGET + BEFORE),
     Case("kto", 3, 2, options=BUDGET),
     Case("dpo", 0, 1, options=ALL_TRAINED),

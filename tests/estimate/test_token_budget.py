@@ -25,7 +25,7 @@ def peaks(tiny, number: int, rows: int, times: int, **more) -> dict[str, int]:
     return {mode.name: mode.total for mode in done.modes}
 
 
-@pytest.mark.parametrize("number", BY_STEP)
+@pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_a_budget_takes_what_its_rows_take(tiny, number):
     """Micro-batches of 16 rows, or of 2 by budget; a budget beyond the step takes the step's."""
     sequences = 2 if number == 2 else 1

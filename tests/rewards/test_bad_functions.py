@@ -71,7 +71,13 @@ def ask(programs, samples, name, pool, **flags):
 
 
 SLOW = {  # they wait for a timeout, as others do
-    *(("hangs", "none"), ("hangs", "process"), ("is_slow", "none"), ("waits_for_ever", "none")),
+    *(
+        ("hangs", "none"),
+        ("hangs", "process"),
+        ("is_slow", "none"),
+        ("waits_for_ever", "none"),
+        ("blocks", "none"),
+    ),
 }
 
 
@@ -109,7 +115,7 @@ def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
         ("only_alone", "none", []),  # retried one sample at a time, it works
         ("one_number", "none", range(8)),
         slow("hangs", "none", range(4, 8)),  # it used up the time of all later samples
-        ("hangs", "thread", range(4, 8)),
+        slow("hangs", "thread", range(4, 8)),
     ],
 )
 def test_skip_drops_only_the_failed_samples(programs, samples, caplog, name, pool, lost):

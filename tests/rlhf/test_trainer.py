@@ -130,7 +130,7 @@ def test_the_rollout_is_scored_as_numpy_scores_it(models_folder):
 FIRST = {"ppo_epochs": 1, "per_device_training_batch_size": 16, "gradient_accumulation_steps": 1}
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_first_ratio_is_one(zero, models_folder):
     trainer = trainer_of(models_folder, Case("ppo", zero), **FIRST)
     for iteration in range(2):
@@ -142,7 +142,12 @@ def test_the_first_ratio_is_one(zero, models_folder):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "old_logprobs"), [("fp32", "recompute"), ("bf16", "recompute"), ("fp32", "rollout")]
+    ("dtype", "old_logprobs"),
+    [
+        pytest.param("fp32", "recompute", marks=pytest.mark.slow),
+        pytest.param("bf16", "recompute", marks=pytest.mark.slow),
+        ("fp32", "rollout"),
+    ],
 )
 def test_a_gap_beyond_rounding_is_warned_of_once(
     dtype, old_logprobs, models_folder, monkeypatch, caplog
@@ -164,7 +169,7 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
     assert warned == ([0, 1, 0, 0] if dtype == "fp32" else [0, 0, 1, 0])
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2)), 3])
 def test_the_first_ratio_in_bf16(zero, models_folder):
     trainer = trainer_of(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
     one_iteration(trainer)

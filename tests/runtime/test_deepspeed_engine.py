@@ -122,7 +122,7 @@ def test_a_bad_step_changes_nothing(stage, offload, dtype):
         torch.testing.assert_close(tensor, calm_weights[name], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_bf16_sums_its_gradients_in_fp32(stage):
     """256 micro-batches: a bf16 sum would round away what the late ones add."""
     batches = inputs(256, BF16)
