@@ -21,6 +21,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
+from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
 from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
@@ -272,9 +273,11 @@ def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, 
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
-def _use_fastest_products(module: nn.Module, zero: ZeroSettings) -> None:
+def _use_fast_operators(module: nn.Module, zero: ZeroSettings) -> None:
     if dist.device().type == "cpu" and zero.dtype == torch.float32:
         use_fastest_products(module)
+    if isinstance(module, PackedModel):
+        use_liger(module.base, dist.device())
 
 
 def initialize_training(
@@ -289,7 +292,7 @@ def initialize_training(
 ) -> TrainingEngine:
     """Collective. An engine with AdamW and a schedule over ``num_total_steps`` optimizer steps."""
     start_deepspeed()
-    _use_fastest_products(module, zero)
+    _use_fast_operators(module, zero)
     # Torch's fused AdamW needs no compilation and runs both on CUDA and on offloaded CPU shards.
     optimizer = torch.optim.AdamW(
         _parameter_groups(module, weight_decay),
@@ -321,7 +324,7 @@ def initialize_training(
 def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     """Collective. A frozen model for scoring: sharded under ZeRO-3, else on the device."""
     module.requires_grad_(False).eval()
-    _use_fastest_products(module, zero)
+    _use_fast_operators(module, zero)
     frozen = module
     if zero.shards_parameters:
         start_deepspeed()

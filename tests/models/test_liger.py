@@ -1,0 +1,49 @@
+"""Norms and MLPs by Liger's kernels."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import causal_lm
+
+from dschat.models.liger import _with_own_forward, use_liger
+
+HERE = Path(__file__).parent
+CUDA = torch.device("cuda")
+REASON = "needs Liger: pip install 'dschat[kernels]'"
+
+
+@pytest.mark.parametrize(("asked", "device"), [("1", "cpu"), ("0", "cuda")])
+def test_off_by_default_and_on_cpus(asked, device, monkeypatch):
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", asked)
+    monkeypatch.setattr("dschat.models.liger.find_spec", lambda name: pytest.fail("not asked for"))
+    model = causal_lm("llama")
+    use_liger(model, torch.device(device))
+    assert not _with_own_forward(model)
+
+
+def test_without_liger_nothing_changes(monkeypatch):
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    monkeypatch.setattr("dschat.models.liger.find_spec", lambda name: None)
+    model = causal_lm("llama")
+    use_liger(model, CUDA)
+    assert not _with_own_forward(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason=REASON)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
+def test_losses_and_gradients_are_those_of_transformers(family):
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "liger_losses.py"), family],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) < 1e-4
