@@ -26,18 +26,21 @@ class AlgorithmConfig:
         "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt (grpo, "
         "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce).",
     )
-    ppo_epochs: int = flag(1, "Passes over each rollout.")
-    gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).")
-    lam: float = flag(0.95, "GAE's lambda.")
+    ppo_epochs: int = flag(1, "Passes over each rollout.", ge=1)
+    gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).", ge=0, le=1)
+    lam: float = flag(0.95, "GAE's lambda.", ge=0, le=1)
     whiten_advantages: bool = flag(
         True, "Whiten gae's advantages over the rollout; reinforce_pp* always do, others never."
     )
-    critic_warmup_steps: int = flag(0, "Number of initial iterations that train the critic only.")
+    critic_warmup_steps: int = flag(
+        0, "Number of initial iterations that train the critic only.", ge=0
+    )
     # KL
     kl_coef: float = flag(
         0.1,
         "Weight of the KL penalty; 0 without --kl_target loads no reference model.",
         aliases=["--kl_ctl"],
+        ge=0,
     )
     kl_in_loss: Optional[bool] = flag(
         None,
@@ -50,24 +53,36 @@ class AlgorithmConfig:
         "(k2 for reinforce_pp_baseline).",
     )
     kl_target: Optional[float] = flag(
-        None, "Adapt --kl_coef to reach this KL per sequence, in nats."
+        None,
+        "Adapt --kl_coef to reach this KL per sequence, in nats.",
+        gt=0,
+        remedy="; leave it out for a fixed --kl_coef",
     )
-    kl_horizon: int = flag(10_000, "Time constant of the adaptive KL controller, in sequences.")
+    kl_horizon: int = flag(
+        10_000, "Time constant of the adaptive KL controller, in sequences.", ge=1
+    )
     # policy and value loss
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
         "ppo", "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo)."
     )
     cliprange: Optional[float] = flag(
-        None, "Clip range of ppo's probability ratio, both sides; default: 0.2."
+        None, "Clip range of ppo's probability ratio, both sides; default: 0.2.", gt=0
     )
     cliprange_low: Optional[float] = flag(
-        None, "Clip range below 1; default: --cliprange for ppo, 3e-4 for gspo, 1 for cispo."
+        None,
+        "Clip range below 1; default: --cliprange for ppo, 3e-4 for gspo, 1 for cispo.",
+        gt=0,
+        le=1,
+        remedy=": a ratio is never negative",
     )
     cliprange_high: Optional[float] = flag(
-        None, "Clip range above 1; default: --cliprange for ppo, 4e-4 for gspo, 4 for cispo."
+        None, "Clip range above 1; default: --cliprange for ppo, 4e-4 for gspo, 4 for cispo.", gt=0
     )
     dual_clip: Optional[float] = flag(
-        None, "Dual-clip PPO: bound of the ratio where the advantage is negative; above 1."
+        None,
+        "Dual-clip PPO: bound of the ratio where the advantage is negative; above 1.",
+        gt=1,
+        remedy=" (3 is usual); leave it out for none",
     )
     loss_aggregation: Literal["auto", "token", "sequence", "constant"] = flag(
         "auto",
@@ -75,15 +90,17 @@ class AlgorithmConfig:
         "per-sequence sums / --max_answer_seq_len. auto: constant for dr_grpo, sequence for gspo, "
         "else token.",
     )
-    entropy_coef: float = flag(0.0, "Weight of the entropy bonus.")
-    cliprange_value: float = flag(0.2, "Clip range of values around the old values.")
+    entropy_coef: float = flag(0.0, "Weight of the entropy bonus.", ge=0)
+    cliprange_value: float = flag(0.2, "Clip range of values around the old values.", gt=0)
     # truncated and long answers
     missing_eos_penalty: float = flag(0.0, "Score penalty of an answer without EOS.")
     overlong_buffer_len: int = flag(
-        0, "Soft overlong punishment (DAPO): penalize the last N tokens of --max_answer_seq_len."
+        0,
+        "Soft overlong punishment (DAPO): penalize the last N tokens of --max_answer_seq_len.",
+        ge=0,
     )
     overlong_penalty: float = flag(
-        1.0, "Penalty of an answer of full length, reached linearly (DAPO)."
+        1.0, "Penalty of an answer of full length, reached linearly (DAPO).", ge=0
     )
     overlong_filter: bool = flag(False, "Mask answers without EOS out of the loss (DAPO).")
     # dynamic sampling
@@ -91,7 +108,7 @@ class AlgorithmConfig:
         False,
         "Drop groups whose scores are all equal and sample until the rollout is full (DAPO).",
     )
-    max_sampling_rounds: int = flag(10, "Maximum rounds of --dynamic_sampling per iteration.")
+    max_sampling_rounds: int = flag(10, "Maximum rounds of --dynamic_sampling per iteration.", ge=1)
     # mismatch between rollout and training probabilities
     old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
         "auto",
@@ -158,33 +175,10 @@ class AlgorithmConfig:
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
-        for name in ("ppo_epochs", "kl_horizon", "max_sampling_rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")
-        for name in ("kl_coef", "critic_warmup_steps", "entropy_coef", "overlong_buffer_len"):
-            value = getattr(self, name)
-            require(value >= 0, f"--{name} {value} must not be negative")
-        require(0 <= self.gamma <= 1, f"--gamma {self.gamma} must be in [0, 1]")
-        require(0 <= self.lam <= 1, f"--lam {self.lam} must be in [0, 1]")
-        require(
-            self.kl_target is None or self.kl_target > 0,
-            f"--kl_target {self.kl_target} must be positive; leave it out for a fixed --kl_coef",
-        )
-        for name in ("cliprange", "cliprange_value", "cliprange_low", "cliprange_high"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name} {value} must be positive")
         require(
             self.cliprange is None or self.policy_loss == "ppo",
             f"--cliprange {self.cliprange} is for --policy_loss ppo; with {self.policy_loss} "
             "give --cliprange_low and --cliprange_high, or leave it out",
-        )
-        require(
-            self.cliprange_low is None or self.cliprange_low <= 1,
-            f"--cliprange_low {self.cliprange_low} must be at most 1: a ratio is never negative",
-        )
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"--dual_clip {self.dual_clip} must be above 1 (3 is usual); leave it out for none",
         )
         require(
             self.dual_clip is None or self.policy_loss == "ppo",
@@ -217,10 +211,6 @@ class AlgorithmConfig:
             self.overlong_buffer_len < max_answer_seq_len,
             f"--overlong_buffer_len {self.overlong_buffer_len} must be less than "
             f"--max_answer_seq_len {max_answer_seq_len}",
-        )
-        require(
-            self.overlong_penalty >= 0,
-            f"--overlong_penalty {self.overlong_penalty} must not be negative",
         )
         low, high = self.rollout_is_range
         require(

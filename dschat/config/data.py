@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_types
+from dschat.config.fields import flag, require_bounds, require_types
 
 
 @dataclass
@@ -25,9 +25,11 @@ class DataConfig:
         "Held-out data, as in --data_path; default: the source's eval split, or --eval_fraction.",
     )
     eval_fraction: float = flag(
-        0.05, "Share of rows to hold out from a source without an eval split."
+        0.05, "Share of rows to hold out from a source without an eval split.", ge=0, lt=1
     )
-    max_eval_samples: int = flag(500, "Maximum number of held-out examples; 0: no evaluation.")
+    max_eval_samples: int = flag(
+        500, "Maximum number of held-out examples; 0: no evaluation.", ge=0
+    )
     data_split: str = flag(
         "2,4,4",
         "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
@@ -38,7 +40,9 @@ class DataConfig:
     chosen_column: Optional[str] = flag(None, "Column of the preferred answer.")
     rejected_column: Optional[str] = flag(None, "Column of the rejected answer.")
     messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
-    seed: int = flag(1234, "Seed of the data order, new weights, dropout and sampling.")
+    seed: int = flag(
+        1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
+    )
     on_bad_row: Literal["auto", "error", "skip"] = flag(
         "auto",
         "What to do at a line that is not JSON, CSV or UTF-8, and at a row without a usable prompt "
@@ -50,7 +54,10 @@ class DataConfig:
         "Read rows during training, for data larger than memory or disk; needs --max_steps.",
     )
     shuffle_buffer_size: int = flag(
-        10_000, "Rows in the shuffle buffer of --streaming; 1: keep the order."
+        10_000,
+        "Rows in the shuffle buffer of --streaming; 1: keep the order.",
+        ge=1,
+        remedy="; 1 keeps the order of the rows",
     )
 
     @property
@@ -72,19 +79,6 @@ class DataConfig:
             len(parts) == 3 and min(parts) >= 0 and 0 < sum(parts) < float("inf"),
             f"--data_split {self.data_split!r} is not three numbers, one per step, such as 2,4,4",
         )
-        require(
-            0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be in [0, 1)"
-        )
-        require(
-            self.max_eval_samples >= 0,
-            f"--max_eval_samples {self.max_eval_samples} must not be negative",
-        )
-        require(0 <= self.seed < 2**32, f"--seed {self.seed} must be between 0 and {2**32 - 1}")
-        require(
-            self.shuffle_buffer_size >= 1,
-            f"--shuffle_buffer_size {self.shuffle_buffer_size} must be at least 1; "
-            "1 keeps the order of the rows",
-        )
 
 
 @dataclass
@@ -97,14 +91,12 @@ class ShowConfig(DataConfig):
     model: str = flag(
         "builtin/tiny", "Model whose tokenizer to use: a folder, a hub name or builtin/tiny."
     )
-    max_seq_len: int = flag(512, "Longest sequence of steps 1 and 2, in tokens.")
-    max_prompt_seq_len: int = flag(256, "Longest prompt of step 3, in tokens.")
+    max_seq_len: int = flag(512, "Longest sequence of steps 1 and 2, in tokens.", ge=1)
+    max_prompt_seq_len: int = flag(256, "Longest prompt of step 3, in tokens.", ge=1)
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
+        require_bounds(self)
         self.validate_data()
-        for name in ("max_seq_len", "max_prompt_seq_len"):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")

@@ -51,10 +51,10 @@ class DeepSpeedConfig:
         aliases=["--offload_params", "--offload_param"],
     )
     initial_scale_power: Optional[int] = flag(
-        None, "fp16: log2 of the initial loss scale; default: 16."
+        None, "fp16: log2 of the initial loss scale; default: 16.", ge=0, le=32
     )
     loss_scale_window: Optional[int] = flag(
-        None, "fp16: steps without overflow before the loss scale doubles; default: 100."
+        None, "fp16: steps without overflow before the loss scale doubles; default: 100.", ge=1
     )
 
     if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
@@ -141,11 +141,6 @@ class DeepSpeedConfig:
             )
         scale, window = self.initial_scale_power, self.loss_scale_window
         dtype = self.training_dtype
-        require(
-            scale is None or 0 <= scale <= 32,
-            f"--initial_scale_power {scale} must be in [0, 32]",
-        )
-        require(window is None or window >= 1, f"--loss_scale_window {window} must be at least 1")
         require(
             (scale is None and window is None) or dtype == "fp16",
             "--initial_scale_power and --loss_scale_window are for --dtype fp16",

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,9 +18,61 @@ _NOT_INT_OR_AUTO = "is neither a whole number nor auto"
 LARGEST = 1e6
 
 
-def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with a help text; a list default is copied per instance."""
+@dataclass(frozen=True)
+class Bounds:
+    """An interval of numbers, and what to do about one outside it; None: no bound on that side."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    remedy: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        return not (
+            (self.ge is not None and not value >= self.ge)
+            or (self.gt is not None and not value > self.gt)
+            or (self.le is not None and not value <= self.le)
+            or (self.lt is not None and not value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        """``must be at least 1``, ``must be in [0, 1); 0 turns it off``."""
+        low = self.ge if self.gt is None else self.gt
+        high = self.le if self.lt is None else self.lt
+        if self.ge is not None and self.le is not None:
+            wording = f"must be between {low} and {high}"
+        elif high is not None:
+            left, right = "[" if self.gt is None else "(", "]" if self.lt is None else ")"
+            wording = f"must be in {left}{low}, {high}{right}"
+        elif self.gt is not None:
+            wording = "must be positive" if low == 0 else f"must be above {low}"
+        else:
+            wording = "must not be negative" if low == 0 else f"must be at least {low}"
+        return f"{wording}{self.remedy}"
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    remedy: str = "",
+    **metadata: Any,
+) -> Any:
+    """A dataclass field with a help text; a list default is copied per instance.
+
+    Args:
+        ge, gt, le, lt: bounds of a number, which may equal ``ge`` and ``le``. ``ge`` or ``gt`` is
+            given wherever there is a bound.
+        remedy: ends the message about a number out of bounds.
+    """
     metadata["help"] = help
+    if ge is not None or gt is not None:
+        metadata["bounds"] = Bounds(ge, gt, le, lt, remedy)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -34,6 +86,14 @@ def int_or_auto(text: str) -> int | str:
 def fixed_or_zero(value: int | str) -> int:
     """An `IntOrAuto` flag's number; 0 where the program has yet to choose."""
     return 0 if value == AUTO else int(value)
+
+
+def require_bounds(config: Any) -> None:
+    """Raise ``UserError`` for the first dataclass field with a number outside its bounds."""
+    for f in fields(config):
+        bounds, value = f.metadata.get("bounds"), getattr(config, f.name)
+        if bounds and isinstance(value, Real) and value not in bounds:
+            raise UserError(f"--{f.name} {value} {bounds}")
 
 
 def require_types(config: Any, prefix: str = "--") -> None:

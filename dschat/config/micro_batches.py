@@ -17,13 +17,17 @@ class MicroBatchConfig:
         "it; auto: pad where the model's family cannot, on: stop there.",
     )
     gradient_accumulation_steps: int = flag(
-        1, "Micro-batches per optimizer step and process.", aliases=["--gradient_accumulation"]
+        1,
+        "Micro-batches per optimizer step and process.",
+        aliases=["--gradient_accumulation"],
+        ge=1,
     )
     max_tokens_per_micro_batch: IntOrAuto = flag(
         0,
         "Balance the rows of an optimizer step over the processes by tokens, and cut them into "
         "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"
         "batches of the batch size per device.",
+        ge=0,
     )
 
     def validate_micro_batches(self, longest_row: int, flags: str) -> None:
@@ -31,7 +35,6 @@ class MicroBatchConfig:
         budget = self.max_tokens_per_micro_batch
         if budget == AUTO:
             return
-        require(int(budget) >= 0, f"--max_tokens_per_micro_batch {budget} must not be negative")
         require(
             not 0 < int(budget) < longest_row,
             f"--max_tokens_per_micro_batch {budget} is less than one row can have: "

@@ -178,6 +178,10 @@ class _Parser(HfArgumentParser):
                     f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS
                 )
 
+    def add_argument(self, *args: Any, **options: Any) -> argparse.Action:
+        options.pop("bounds", None)  # HfArgumentParser passes all metadata of a field
+        return super().add_argument(*args, **options)
+
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         if "-h" not in argv and "--help" not in argv:  # only --help needs the defaults
             for action in self._actions:

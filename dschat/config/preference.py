@@ -30,16 +30,20 @@ class PreferenceConfig:
         "on the pairs, in place of step 3; dropout is off unless --dropout is given.",
     )
     beta: Optional[float] = flag(
-        None, "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1."
+        None, "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1.", gt=0
     )
     label_smoothing: Optional[float] = flag(
-        None, "Assumed share of wrong labels; default: 0.1 for cdpo, else 0."
+        None,
+        "Assumed share of wrong labels; default: 0.1 for cdpo, else 0.",
+        ge=0,
+        lt=0.5,
+        remedy=": with half of the labels wrong, pairs carry no information",
     )
     kto_desirable_weight: Optional[float] = flag(
-        None, "Weight of chosen answers in kto; default: 1."
+        None, "Weight of chosen answers in kto; default: 1.", ge=0
     )
     kto_undesirable_weight: Optional[float] = flag(
-        None, "Weight of rejected answers in kto; default: 1."
+        None, "Weight of rejected answers in kto; default: 1.", ge=0
     )
     precompute_ref_logprobs: bool = flag(
         False,
@@ -78,15 +82,6 @@ class PreferenceConfig:
                 f"--{name} is not used by --loss {self.loss}; leave it out, or choose --loss "
                 f"{' or '.join(losses)}",
             )
-        require(self.used_beta > 0, f"--beta {self.beta} must be positive")
-        require(
-            0 <= self.used_label_smoothing < 0.5,
-            f"--label_smoothing {self.label_smoothing} must be in [0, 0.5): with half of the "
-            "labels wrong, pairs carry no information",
-        )
-        for name in ("kto_desirable_weight", "kto_undesirable_weight"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"--{name} {value} must not be negative")
         for option, given in (
             ("--loss kto", self.loss == "kto"),
             ("--precompute_ref_logprobs", self.precompute_ref_logprobs),

@@ -36,15 +36,17 @@ class RewardSourcesConfig:
         None, "HTTP endpoint that scores prompts and answers, POST of JSON; see docs/rewards.md."
     )
     reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.")
-    reward_url_batch_size: int = flag(64, "Samples per request to --reward_url.")
-    reward_retries: int = flag(3, "Retries of a failed request, with exponential backoff.")
-    reward_timeout_s: float = flag(60.0, "Timeout of one function call or request, in seconds.")
+    reward_url_batch_size: int = flag(64, "Samples per request to --reward_url.", ge=1)
+    reward_retries: int = flag(3, "Retries of a failed request, with exponential backoff.", ge=0)
+    reward_timeout_s: float = flag(
+        60.0, "Timeout of one function call or request, in seconds.", gt=0
+    )
     reward_pool: Literal["none", "thread", "process"] = flag(
         "none",
         "Run functions in the training process (none), or concurrently with generation in threads "
         "(I/O bound) or processes (CPU bound). Coroutines and requests are always concurrent.",
     )
-    reward_workers: int = flag(4, "Workers of --reward_pool per process.")
+    reward_workers: int = flag(4, "Workers of --reward_pool per process.", ge=1)
     on_reward_error: Literal["error", "skip"] = flag(
         "error",
         "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "
@@ -58,6 +60,7 @@ class RewardSourcesConfig:
         "Clip the weighted sum of scores to +- this, before penalties and KL; default: 5 with a "
         "reward model alone, else none.",
         aliases=["--clip_reward_value"],
+        gt=0,
     )
     eval_pass_score: float = flag(
         1.0, "Score at which an answer counts as passed in evaluation, before clipping."
@@ -81,15 +84,6 @@ class RewardSourcesConfig:
 
     def validate_rewards(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
-        for name in ("reward_workers", "reward_url_batch_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")
-        require(
-            self.reward_retries >= 0, f"--reward_retries {self.reward_retries} must not be negative"
-        )
-        for name in ("clip_reward", "reward_timeout_s"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name} {value} must be positive")
         url = self.reward_url
         require(
             url is None or url.startswith(("http://", "https://")),

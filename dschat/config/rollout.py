@@ -26,24 +26,36 @@ class RolloutConfig:
     """Rollouts of step 3. Counts are global unless the name says per_device."""
 
     max_prompt_seq_len: int = flag(
-        256, "Maximum prompt length in tokens; longer prompts are dropped and counted."
+        256, "Maximum prompt length in tokens; longer prompts are dropped and counted.", ge=1
     )
-    max_answer_seq_len: int = flag(256, "Maximum answer length in tokens.")
-    per_device_generation_batch_size: int = flag(16, "Prompts per generation batch and process.")
-    generation_batches: int = flag(1, "Generation batches per rollout.")
-    num_samples_per_prompt: int = flag(1, "Answers per prompt.")
+    max_answer_seq_len: int = flag(256, "Maximum answer length in tokens.", ge=1)
+    per_device_generation_batch_size: int = flag(
+        16, "Prompts per generation batch and process.", ge=1
+    )
+    generation_batches: int = flag(1, "Generation batches per rollout.", ge=1)
+    num_samples_per_prompt: int = flag(1, "Answers per prompt.", ge=1)
     temperature: float = flag(1.0, "Sampling temperature: 0 (greedy) or 0.01 to 100.")
     top_p: float = flag(
-        1.0, "Nucleus sampling: keep the smallest set of tokens with this probability."
+        1.0,
+        "Nucleus sampling: keep the smallest set of tokens with this probability.",
+        gt=0,
+        le=1,
+        remedy="; 1 turns it off",
     )
-    top_k: int = flag(0, "Keep the k most likely tokens; 0: all.")
-    min_p: float = flag(0.0, "Drop tokens below this fraction of the top token's probability.")
+    top_k: int = flag(0, "Keep the k most likely tokens; 0: all.", ge=0, remedy="; 0 turns it off")
+    min_p: float = flag(
+        0.0,
+        "Drop tokens below this fraction of the top token's probability.",
+        ge=0,
+        lt=1,
+        remedy="; 0 turns it off",
+    )
     min_answer_seq_len: int = flag(0, "Minimum answer length in tokens: no EOS before.")
     # the hybrid engine
     enable_hybrid_engine: bool = flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
     )
-    inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.")
+    inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.", ge=1)
     rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
         "auto",
         "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible).",
@@ -56,19 +68,19 @@ class RolloutConfig:
     )
     release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
-    tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.")
+    tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.", ge=1)
     offload_training_states: bool = flag(
         False, "Keep optimizer states in CPU memory while the actor generates."
     )
-    max_num_seqs: int = flag(256, "Maximum concurrent sequences per tensor-parallel group.")
+    max_num_seqs: int = flag(256, "Maximum concurrent sequences per tensor-parallel group.", ge=1)
     max_num_batched_tokens: Optional[int] = flag(
-        None, "Maximum tokens per engine step; longer prompts are prefilled in chunks."
+        None, "Maximum tokens per engine step; longer prompts are prefilled in chunks.", ge=1
     )
     kv_cache_gib: Optional[float] = flag(
-        None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory."
+        None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory.", gt=0
     )
     kv_page_size: Optional[int] = flag(
-        None, "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence."
+        None, "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence.", ge=1
     )
 
     def rollout_prompts(self, world_size: int) -> int:
@@ -81,33 +93,12 @@ class RolloutConfig:
 
     def validate_rollout(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
-        for name in (
-            "max_prompt_seq_len",
-            "max_answer_seq_len",
-            "per_device_generation_batch_size",
-            "generation_batches",
-            "num_samples_per_prompt",
-            "inference_tp_size",
-            "tp_gather_partition_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kv_page_size",
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name} {value} must be at least 1")
         problem = temperature_problem(self.temperature)
         require(not problem, f"--{problem}")
-        require(0 < self.top_p <= 1, f"--top_p {self.top_p} must be in (0, 1]; 1 turns it off")
-        require(self.top_k >= 0, f"--top_k {self.top_k} must not be negative; 0 turns it off")
-        require(0 <= self.min_p < 1, f"--min_p {self.min_p} must be in [0, 1); 0 turns it off")
         require(
             0 <= self.min_answer_seq_len <= self.max_answer_seq_len,
             f"--min_answer_seq_len {self.min_answer_seq_len} must be between 0 and "
             f"--max_answer_seq_len {self.max_answer_seq_len}",
-        )
-        require(
-            self.kv_cache_gib is None or self.kv_cache_gib > 0,
-            f"--kv_cache_gib {self.kv_cache_gib} must be positive",
         )
         require(
             self.inference_tp_size == 1 or self.enable_hybrid_engine,

@@ -10,13 +10,16 @@ from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig
 from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, require_types
+from dschat.config.fields import flag, require_bounds, require_types
 from dschat.config.micro_batches import MicroBatchConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
+# An AdamW step moves each weight by about the rate: more destroys any model.
+_RATE: dict[str, Any] = {"ge": 0, "le": 10}
+_STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2 and 3"}
 
 
 @dataclass
@@ -34,8 +37,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
         50,
         "Save a checkpoint every N optimizer steps; 0: never, and a signal then stops the step "
         "without saving.",
+        ge=0,
     )
-    save_total_limit: int = flag(2, "Number of checkpoints to keep; 0: all.")
+    save_total_limit: int = flag(2, "Number of checkpoints to keep; 0: all.", ge=0)
     resume: Optional[str] = flag(
         None,
         "Resume from a checkpoint folder, or from the latest complete checkpoint in OUTPUT_DIR "
@@ -50,16 +54,18 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
         "Training precision; auto: the DeepSpeed file's, else bf16 on an accelerator and fp32 on a "
         "CPU.",
     )
-    max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.")
+    max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
         "cosine", "Learning-rate schedule over optimizer steps."
     )
-    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.")
+    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", ge=0)
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
-    num_train_epochs: int = flag(1, "Passes over this step's share of the data.")
-    max_steps: int = flag(0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.")
+    num_train_epochs: int = flag(1, "Passes over this step's share of the data.", ge=1)
+    max_steps: int = flag(
+        0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", ge=0
+    )
     max_bad_steps: int = flag(
-        20, "Stop with an error after N consecutive steps with a non-finite loss or gradient."
+        20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
     )
     attn_implementation: Optional[str] = flag(
         None,
@@ -76,7 +82,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
         None, "File with a Jinja chat template; default: the tokenizer's."
     )
     # logging
-    logging_steps: int = flag(1, "Log metrics every N steps.")
+    logging_steps: int = flag(1, "Log metrics every N steps.", ge=1)
     enable_tensorboard: bool = flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
     enable_wandb: bool = flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log level.")
@@ -86,6 +92,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
     def validate(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
+        require_bounds(self)
         self.validate_data()
         require(
             not self.streaming or self.max_steps > 0,
@@ -95,23 +102,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
             len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
             f"--adam_betas {self.adam_betas} must be two numbers in [0, 1)",
         )
-        for name in (
-            "gradient_accumulation_steps",
-            "num_train_epochs",
-            "max_bad_steps",
-            "logging_steps",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")
-        for name in (
-            "max_grad_norm",
-            "num_warmup_steps",
-            "max_steps",
-            "save_steps",
-            "save_total_limit",
-        ):
-            value = getattr(self, name)
-            require(value >= 0, f"--{name} {value} must not be negative")
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
@@ -120,20 +110,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
             not self.add_eot_token or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith("zero_stage"):
-                require(
-                    value in (0, 1, 2, 3),
-                    f"--{f.name} {value} does not exist; ZeRO has stages 0, 1, 2 and 3",
-                )
-            if f.name.endswith(("learning_rate", "weight_decay", "lora_dim", "lora_alpha")):
-                require(value >= 0, f"--{f.name} {value} must not be negative")
-            if f.name.endswith(("learning_rate", "weight_decay")):
-                # An AdamW step moves each weight by about the rate: more destroys any model.
-                require(value <= 10, f"--{f.name} {value} must be between 0 and 10")
-            if f.name.endswith("dropout"):
-                require(value is None or 0 <= value < 1, f"--{f.name} {value} must be in [0, 1)")
         self.validate_deepspeed()
 
     @property
@@ -168,22 +144,29 @@ class SupervisedConfig(CommonConfig):
         None, "Tokenizer: a folder or a hub name; default: the model's."
     )
     max_seq_len: int = flag(
-        512, "Maximum sequence length in tokens; longer sequences lose the start of the prompt."
+        512,
+        "Maximum sequence length in tokens; longer sequences lose the start of the prompt.",
+        ge=1,
     )
-    per_device_train_batch_size: int = flag(16, "Examples per micro-batch and process.")
-    per_device_eval_batch_size: int = flag(16, "Examples per evaluation micro-batch and process.")
-    learning_rate: float = flag(1e-5, "Peak learning rate.")
-    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms.")
-    dropout: Optional[float] = flag(None, "Dropout rate; default: the model's.")
+    per_device_train_batch_size: int = flag(16, "Examples per micro-batch and process.", ge=1)
+    per_device_eval_batch_size: int = flag(
+        16, "Examples per evaluation micro-batch and process.", ge=1
+    )
+    learning_rate: float = flag(1e-5, "Peak learning rate.", **_RATE)
+    weight_decay: float = flag(
+        0.0, "AdamW's weight decay; not applied to biases and norms.", **_RATE
+    )
+    dropout: Optional[float] = flag(None, "Dropout rate; default: the model's.", ge=0, lt=1)
     eval_steps: int = flag(
         0,
         "Evaluate every N optimizer steps, and before and after training; 0: only these two.",
         aliases=["--eval_interval"],
+        ge=0,
     )
-    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.")
+    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.", **_STAGE)
     gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
-    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.")
-    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.")
+    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.", ge=0)
+    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
     lora_modules: list[str] = flag(
         ["all-linear"],
         "Modules with LoRA adapters: names as in PEFT, or all-linear.",
@@ -197,10 +180,6 @@ class SupervisedConfig(CommonConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("max_seq_len", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")
-        require(self.eval_steps >= 0, f"--eval_steps {self.eval_steps} must not be negative")
 
 
 @dataclass
@@ -259,21 +238,27 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         10,
         "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
         "without saving.",
+        ge=0,
     )
     # optimization
     per_device_training_batch_size: int = flag(
-        16, "Sequences per training micro-batch and process."
+        16, "Sequences per training micro-batch and process.", ge=1
     )
-    actor_learning_rate: float = flag(9.65e-6, "Peak learning rate of the actor.")
-    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.")
-    actor_weight_decay: float = flag(0.0, "Weight decay of the actor.")
-    critic_weight_decay: float = flag(0.0, "Weight decay of the critic.")
+    actor_learning_rate: float = flag(9.65e-6, "Peak learning rate of the actor.", **_RATE)
+    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.", **_RATE)
+    actor_weight_decay: float = flag(0.0, "Weight decay of the actor.", **_RATE)
+    critic_weight_decay: float = flag(0.0, "Weight decay of the critic.", **_RATE)
     actor_dropout: Optional[float] = flag(
-        None, "Dropout rate of the actor; default: 0. Above 0, the first ratio is not 1."
+        None,
+        "Dropout rate of the actor; default: 0. Above 0, the first ratio is not 1.",
+        ge=0,
+        lt=1,
     )
-    critic_dropout: Optional[float] = flag(None, "Dropout rate of the critic; default: 0.")
+    critic_dropout: Optional[float] = flag(
+        None, "Dropout rate of the critic; default: 0.", ge=0, lt=1
+    )
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
-    ema_decay: float = flag(0.992, "Decay of --enable_ema per optimizer step.")
+    ema_decay: float = flag(0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1)
     unsupervised_dataset_name: Optional[str] = flag(
         None, "Text of the pretraining loss (ptx): a hub name or a local file."
     )
@@ -281,10 +266,10 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         None, "Configuration of --unsupervised_dataset_name on the hub."
     )
     unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
-    unsup_coef: float = flag(27.8, "Weight of the pretraining loss.")
+    unsup_coef: float = flag(27.8, "Weight of the pretraining loss.", ge=0)
     # DeepSpeed and memory
-    actor_zero_stage: int = flag(0, "ZeRO stage of the actor and the reference model.")
-    critic_zero_stage: int = flag(0, "ZeRO stage of the critic and the reward model.")
+    actor_zero_stage: int = flag(0, "ZeRO stage of the actor and the reference model.", **_STAGE)
+    critic_zero_stage: int = flag(0, "ZeRO stage of the critic and the reward model.", **_STAGE)
     actor_deepspeed_config: Optional[str] = flag(
         None, "DeepSpeed file of the actor; default: --deepspeed_config."
     )
@@ -305,9 +290,9 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
         False, "Recompute the critic's activations in the backward pass."
     )
     # LoRA
-    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.")
-    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0: full fine-tuning.")
-    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.")
+    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.", ge=0)
+    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0: full fine-tuning.", ge=0)
+    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
     actor_lora_modules: list[str] = flag(
         ["all-linear"],
         "Modules of the actor with LoRA adapters.",
@@ -321,16 +306,16 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
     only_optimize_lora: bool = flag(True, "Train LoRA adapters (and the score head) only.")
     # evaluation and printing
     eval_steps: int = flag(
-        0, "Evaluate every N iterations, and before and after training; 0: only these two."
+        0, "Evaluate every N iterations, and before and after training; 0: only these two.", ge=0
     )
-    eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.")
-    eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.")
+    eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.", ge=1)
+    eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
     keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
     best_metric: str = flag("eval/score", "Metric of --keep_best; higher is better.")
     print_answers: bool = flag(
         False, "Log some sampled answers every --print_answers_interval iterations."
     )
-    print_answers_interval: int = flag(10, "Iterations between logged answers.")
+    print_answers_interval: int = flag(10, "Iterations between logged answers.", ge=1)
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
@@ -373,20 +358,8 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
             bool(self.actor_model_name_or_path),
             "--actor_model_name_or_path is missing; name a folder or a hub model",
         )
-        for name in (
-            "per_device_training_batch_size",
-            "eval_batch_size",
-            "eval_num_samples",
-            "print_answers_interval",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"--{name} {value} must be at least 1")
         longest = self.max_prompt_seq_len + self.max_answer_seq_len
         self.validate_micro_batches(longest, "--max_prompt_seq_len + --max_answer_seq_len")
-        for name in ("unsup_coef", "eval_steps"):
-            value = getattr(self, name)
-            require(value >= 0, f"--{name} {value} must not be negative")
-        require(0 <= self.ema_decay <= 1, f"--ema_decay {self.ema_decay} must be in [0, 1]")
         require(
             self.best_metric.startswith("eval/"),
             f"--best_metric {self.best_metric} is not an evaluation metric such as eval/score",

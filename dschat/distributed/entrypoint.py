@@ -53,11 +53,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         _print(f"error: {error}")
         code = 1
     except stop_signals.TrainingStopped as stop:
-        if LAUNCHED_BY not in os.environ:
-            remedy = "; the same command with --resume latest resumes from there"
-            _print(f"{stop}{remedy if stop.saved else ''}")
-        dist.shutdown()
-        code = stop_signals.EXIT_CODE
+        code = _stopped(stop)
     except SystemExit as error:  # --help
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
@@ -65,16 +61,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except _Terminated:
         code = _print_signal(signal.SIGTERM)
     except Exception as error:
-        shortage = host_checks.shortage(error)
-        if shortage is None and is_full(error):
-            name = getattr(error, "filename", None)
-            where = f": {name}" if name else ""
-            _refuse(f"no space left on the disk{where}; free some, then run the same command again")
-            code = 2
-        elif shortage is None and dist.world_size() == 1:
-            raise
-        else:
-            code = _fail_among_others(shortage)
+        code = _unexpected(error)
     finally:
         for signum, handler in before.items():
             if signal.getsignal(signum) in (_raise_or_exit, signal.SIG_DFL):
@@ -96,6 +83,27 @@ def _refuse(message: str) -> None:
         time.sleep(SAME_ERROR_S)
     elif dist.first_failure(SAME_ERROR_S) is None:
         sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
+
+
+def _stopped(stop: stop_signals.TrainingStopped) -> int:
+    if LAUNCHED_BY not in os.environ:
+        remedy = "; the same command with --resume latest resumes from there"
+        _print(f"{stop}{remedy if stop.saved else ''}")
+    dist.shutdown()
+    return stop_signals.EXIT_CODE
+
+
+def _unexpected(error: Exception) -> int:
+    """The exit code after one line about a full disk or memory; else a bug, with its traceback."""
+    shortage = host_checks.shortage(error)
+    if shortage is None and is_full(error):
+        name = getattr(error, "filename", None)
+        where = f": {name}" if name else ""
+        _refuse(f"no space left on the disk{where}; free some, then run the same command again")
+        return 2
+    if shortage is None and dist.world_size() == 1:
+        raise error
+    return _fail_among_others(shortage)
 
 
 def _fail_among_others(shortage: Optional[str]) -> int:

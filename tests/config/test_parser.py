@@ -97,7 +97,7 @@ def test_spellings(argv, name, value):
         (["--seed"], "--seed needs a value"),
         (["--data_path"], "--data_path needs at least one value"),
         (["--offload", "maybe"], "--offload 'maybe' is neither true nor false"),
-        (["--zero-stage", "9"], "--zero_stage 9 does not exist"),
+        (["--zero-stage", "9"], "--zero_stage 9 must be between 0 and 3"),
         (["7"], "unexpected argument '7'"),
     ],
 )

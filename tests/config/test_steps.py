@@ -1,10 +1,14 @@
 """Step configs: derived batch sizes and clip ranges, and errors that name the flag."""
 
 import argparse
+import re
+from dataclasses import dataclass
+from typing import Optional
 
 import pytest
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config.fields import Bounds, flag, require_bounds
 
 MODELS = {"actor_model_name_or_path": "a", "critic_model_name_or_path": "c"}
 
@@ -36,7 +40,7 @@ def test_batch_size_of_steps_1_and_2():
         ({"data_split": "2,4"}, ["--data_split", "three"]),
         ({"data_split": "a,b,c"}, ["--data_split", "three"]),
         ({"dtype": "fp8"}, ["--dtype", "bf16"]),
-        ({"learning_rate": -1.0}, ["--learning_rate", "negative"]),
+        ({"learning_rate": -1.0}, ["--learning_rate", "between 0 and 10"]),
         ({"gradient_accumulation_steps": 0}, ["--gradient_accumulation_steps", "at least 1"]),
     ],
 )
@@ -89,3 +93,28 @@ def test_the_ratio_is_clipped_on_both_sides(values, sides):
     args = RLHFConfig(**MODELS, **values)
     args.validate()
     assert args.cliprange_sides == sides
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside", "words"),
+    [
+        (Bounds(ge=1), [1, 2, 2**40], [0, -3], "must be at least 1"),
+        (Bounds(ge=0), [0, 0.5], [-1e-9], "must not be negative"),
+        (Bounds(gt=0), [1e-9], [0, -1], "must be positive"),
+        (Bounds(gt=1), [1.5], [1, 0], "must be above 1"),
+        (Bounds(ge=0, le=3), [0, 3], [4, -1], "must be between 0 and 3"),
+        (Bounds(ge=0, lt=1), [0, 0.5], [1, -0.1], "must be in [0, 1)"),
+        (Bounds(gt=0, le=1, remedy="; 1: off"), [1, 0.1], [0, 1.1], "must be in (0, 1]; 1: off"),
+    ],
+    ids=str,
+)
+def test_bounds_of_a_flag(bounds, inside, outside, words):
+    @dataclass
+    class Flags:
+        number: Optional[float] = flag(None, "A number.", **vars(bounds))
+
+    for value in (None, *inside):
+        require_bounds(Flags(value))
+    for value in outside:
+        with pytest.raises(UserError, match=f"^--number {value} {re.escape(words)}$"):
+            require_bounds(Flags(value))

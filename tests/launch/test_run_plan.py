@@ -57,7 +57,7 @@ def test_design_example_with_many_processes(tree, monkeypatch):
         ("--data-path no.jsonl:0.5", "--data_path: no such data file: no.jsonl"),
         ("--eval-data-path ./no", "--eval_data_path: no such data file: ./no"),
         ("--unsupervised-dataset-name no.txt", "--unsupervised_dataset_name: no such data file"),
-        ("--step3.actor_zero_stage 9", "--actor_zero_stage 9 does not exist"),
+        ("--step3.actor_zero_stage 9", "--actor_zero_stage 9 must be between 0 and 3"),
         ("--per_device_training_batch_size 7", "--per_device_training_batch_size x"),
     ],
 )
