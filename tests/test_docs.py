@@ -26,6 +26,7 @@ from dschat.config.data import ShowConfig
 from dschat.data import __main__
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
+from dschat.launch.cluster import read_hostfile
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -198,6 +199,11 @@ def torchrun(words: list[str], capsys: pytest.CaptureFixture) -> None:
     parse_step([found.training_script, *found.training_script_args])
 
 
+def mpirun(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    read_hostfile(words[words.index("--hostfile") + 1])
+    parse_step(words[words.index("python") + 1 :])
+
+
 def sbatch(words: list[str], capsys: pytest.CaptureFixture) -> None:
     """The scripts themselves run in test_recipes.py."""
     assert Path(words[0]).is_file()
@@ -208,6 +214,7 @@ PROGRAMS: dict[str, Callable] = {
     "python": python,
     "deepspeed": deepspeed,
     "torchrun": torchrun,
+    "mpirun": mpirun,
     "sbatch": sbatch,
 }
 

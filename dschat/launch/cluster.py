@@ -1,7 +1,7 @@
 """Finds the machines of a run and builds the command that starts a step on them.
 
-The command is plain Python for one process, else DeepSpeed's launcher (over pdsh or MPI, or node
-by node without ssh) or SLURM's srun.
+The command is plain Python for one process, else DeepSpeed's launcher (over pdsh, or node by node
+without ssh) or SLURM's srun.
 """
 
 import base64
@@ -22,14 +22,15 @@ from typing import Any, Literal, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, require_bounds
 from dschat.config.text_file import read_text
 from dschat.memory import available_memory
 
 FIRST_PORT = 29500
 PROCESS_BYTES = 350 * 2**20  # one process with its libraries (proportional set size, measured)
-MPI_LAUNCHERS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun"}
-PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", **MPI_LAUNCHERS}  # required on this machine
+PROGRAMS = {"pdsh": "pdsh", "slurm": "srun"}  # required on this machine
+# Three steps take three ports, up to 65535.
+_PORT: dict[str, Any] = {"ge": 1, "le": 65533}
 
 
 @dataclass
@@ -40,23 +41,25 @@ class ClusterConfig:
         None,
         "Processes per machine, one per GPU (on CPUs: at most one per core); default: the "
         "hostfile's slots, all visible GPUs, or one process on the CPU.",
+        ge=1,
     )
     num_nodes: Optional[int] = flag(
-        None, "Number of machines; default: all of --hostfile, or 1.", aliases=["--nnodes"]
+        None, "Number of machines; default: all of --hostfile, or 1.", aliases=["--nnodes"], ge=1
     )
     hostfile: Optional[str] = flag(
         None, "File of machines, one line each: NAME slots=GPUS (see training/launch/hostfile)."
     )
-    launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = flag(
+    launcher: Literal["pdsh", "slurm"] = flag(
         "pdsh", "Launcher for several machines; slurm: srun, without --hostfile."
     )
     launcher_args: str = flag(
-        "", 'Extra arguments of pdsh, mpirun or srun: --launcher_args="--mca btl tcp,self".'
+        "", 'Extra arguments of pdsh or srun: --launcher_args="--mem 0 --qos long".'
     )
     node_rank: Optional[int] = flag(
         None,
         "Rank of this machine, from 0: start train.py on each machine, with the same flags "
         "otherwise; needs neither ssh nor --hostfile.",
+        ge=0,
     )
     no_ssh: bool = flag(False, "Do not use ssh; implied by --node_rank.")
     master_addr: Optional[str] = flag(
@@ -66,23 +69,16 @@ class ClusterConfig:
         None,
         "Port on machine 0; default: 29500, on a single machine the first free one from there. "
         "With several machines steps 2 and 3 use the next two.",
+        **_PORT,
     )
-    ssh_port: Optional[int] = flag(None, "Port of ssh on the other machines; default: 22.")
+    ssh_port: Optional[int] = flag(None, "Port of ssh on the other machines; default: 22.", **_PORT)
 
     def validate_cluster(self) -> None:
         """Raise ``UserError`` for a value out of range, or flags that exclude each other."""
-        for name in ("num_gpus", "num_nodes"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name} {value} must be at least 1")
-        for name in ("master_port", "ssh_port"):
-            value = getattr(self, name)
-            require(
-                value is None or 1 <= value <= 65533, f"--{name} {value} must be from 1 to 65533"
-            )
+        require_bounds(self)
         by_hand = self.node_rank is not None
         require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
         if self.node_rank is not None:
-            require(self.node_rank >= 0, f"--node_rank {self.node_rank} must not be negative")
             require(
                 bool(self.master_addr),
                 "--node_rank needs --master_addr: the address of machine 0, the same on all",
@@ -99,7 +95,7 @@ class ClusterConfig:
                 )
         require(
             self.launcher == "pdsh" or not self.ssh_port,
-            f"--ssh_port is for pdsh; for {self.launcher} use --launcher_args",
+            "--ssh_port is for pdsh; srun needs no ssh",
         )
         require(
             self.launcher != "slurm" or not self.hostfile,
@@ -188,9 +184,8 @@ class Cluster:
             return [*self._here(port), *words]
         if self.config.node_rank is not None:
             return [*self._by_hand(port), *words]
-        if self.config.launcher == "pdsh":
-            words = [shlex.quote(words[0]), *map(_quoted_for_pdsh, words[1:])]
-        return [*self._over_hostfile(port), *words]
+        quoted = [shlex.quote(words[0]), *map(_quoted_for_pdsh, words[1:])]
+        return [*self._over_hostfile(port), *quoted]
 
     def _here(self, port: int) -> list[str]:
         """One machine: plain Python for one process, else DeepSpeed's launcher."""
@@ -218,22 +213,15 @@ class Cluster:
         ]
 
     def _over_hostfile(self, port: int) -> list[str]:
-        config, extra = self.config, self.config.launcher_args
+        config = self.config
         flags = ["--hostfile", str(self.hostfile), "--master_port", str(port)]
-        address = config.master_addr
-        if config.launcher == "pdsh":
-            flags += ["--num_nodes", str(len(self.hosts))]
-            if len(set(self.hosts.values())) == 1:
-                flags += ["--num_gpus", str(self.processes_here)]
-            flags += ["--ssh_port", str(config.ssh_port)] if config.ssh_port else []
-        else:  # MPI launchers start every slot of the file and refuse --num_nodes
-            address = address or next(iter(self.hosts))
-            flags += ["--launcher", config.launcher, "--no_ssh_check"]
-        if config.launcher == "openmpi":  # DeepSpeed sets them for the other two
-            extra = f"-x MASTER_ADDR={address} -x MASTER_PORT={port} {extra}".rstrip()
-        flags += ["--master_addr", address] if address else []
+        flags += ["--num_nodes", str(len(self.hosts))]
+        if len(set(self.hosts.values())) == 1:
+            flags += ["--num_gpus", str(self.processes_here)]
+        flags += ["--ssh_port", str(config.ssh_port)] if config.ssh_port else []
+        flags += ["--master_addr", config.master_addr] if config.master_addr else []
         # One word: argparse would read a value that starts with a dash as a flag.
-        flags += [f"--launcher_args={extra}"] if extra else []
+        flags += [f"--launcher_args={config.launcher_args}"] if config.launcher_args else []
         return [*_runner(), *flags]
 
     def _srun(self, port: int) -> list[str]:
@@ -339,12 +327,6 @@ def _of_hostfile(
             f"--num_gpus {num_gpus}: {file}:{line} gives {name} {slots} slots",
         )
         hosts[name] = num_gpus or slots
-    if config.launcher in MPI_LAUNCHERS and num_nodes > 1:
-        require(
-            hosts == {name: slots for name, (slots, _) in listed.items()},
-            f"--launcher {config.launcher} starts every slot of {file}, not {num_nodes} machines x "
-            f"{num_gpus or 'slots'}; edit the file",
-        )
     return hosts
 
 
@@ -365,8 +347,9 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
         return
     if dry_run:
         return
+    is_pdsh = config.launcher == "pdsh"
     require(
-        bool(config.hostfile) or config.launcher == "slurm",
+        bool(config.hostfile) or not is_pdsh,
         f"--num_nodes {num_nodes} needs --hostfile; or start train.py on every machine with its "
         "--node_rank and the same --master_addr, or use --launcher slurm in a SLURM job",
     )
@@ -376,7 +359,7 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
         f"--launcher {config.launcher}: {program} is not installed here; start train.py where it "
         "is, or on every machine with its --node_rank",
     )
-    for path in (os.getcwd(), sys.executable) if config.launcher == "pdsh" else ():
+    for path in (os.getcwd(), sys.executable) if is_pdsh else ():
         require(
             shlex.quote(path) == path and "%" not in path,
             f"--launcher pdsh: {path} has characters that a remote shell would interpret; choose "
