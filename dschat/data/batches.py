@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, Union, runtime_checkable
 
 import numpy as np
 
@@ -151,33 +151,54 @@ class TokenizedPrompts(list):
         self.columns = columns or {}
 
 
+@runtime_checkable
+class ResumableIterator(Protocol):
+    """An iterator with which a run resumes in its data.
+
+    Attributes: ``position``, the number of items taken so far; assign it to seek.
+    """
+
+    position: int
+
+    def __next__(self) -> Any: ...
+
+
+def position_of(items: Iterator[Any] | None) -> int:
+    """Items taken so far; 0 where that is not known, or there are none."""
+    return items.position if isinstance(items, ResumableIterator) else 0
+
+
+def seek(items: Iterator[Any] | None, position: int) -> None:
+    """Continue after so many items, if ``items`` can."""
+    if isinstance(items, ResumableIterator):
+        items.position = position
+
+
 class Endless(Iterator[Any]):
-    """An endless iterator with a position, so that a run can resume in the data.
+    """An endless `ResumableIterator`.
 
     Args:
         start_at: returns an iterator that skips the first n items.
-
-    Attributes: ``taken``, the number of items taken so far; assign it to seek.
     """
 
     def __init__(self, start_at: Callable[[int], Iterator[Any]]) -> None:
         self._start_at = start_at
         self._items: Iterator[Any] | None = None
-        self._taken = 0
+        self._position = 0
 
     @property
-    def taken(self) -> int:
-        return self._taken
+    def position(self) -> int:
+        return self._position
 
-    @taken.setter
-    def taken(self, position: int) -> None:
-        self._taken, self._items = position, None
+    @position.setter
+    def position(self, position: int) -> None:
+        self._position, self._items = position, None
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._items = self._start_at(self._taken)
+            self._items = self._start_at(self._position)
         item = next(self._items)
-        self._taken += 1
+        self._position += 1
         return item
 
 

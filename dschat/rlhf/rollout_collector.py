@@ -15,6 +15,7 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rewards.combine import (
@@ -101,7 +102,7 @@ class Collector:
         return {
             "scale": self.scale.state_dict(),
             "left": vars(self._queue),
-            "taken": getattr(self._more, "taken", 0),
+            "taken": position_of(self._more),
             "programs": self._programs.state_dict(),
         }
 
@@ -109,8 +110,7 @@ class Collector:
         self.scale.load_state_dict(state["scale"])
         self._programs.load_state_dict(state.get("programs", {}))
         self._queue = PromptTable(**state["left"])
-        if self._more is not None and hasattr(self._more, "taken"):
-            self._more.taken = state["taken"]
+        seek(self._more, state["taken"])
 
     @property
     def has_programs(self) -> bool:

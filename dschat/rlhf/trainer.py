@@ -16,6 +16,7 @@ import torch
 import dschat.distributed as dist
 from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import position_of, seek
 from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
@@ -125,7 +126,7 @@ class DeepSpeedPPOTrainer:
             "kl_coef": self.kl.value,
             "kl_began_at": self.args.kl_coef,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
-            "unsupervised": getattr(self._unsupervised, "taken", 0),
+            "unsupervised": position_of(self._unsupervised),
             "rollouts": self.collector.state_dict(),
         }
         return RunState(
@@ -145,8 +146,7 @@ class DeepSpeedPPOTrainer:
             self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
-        if self._unsupervised is not None and hasattr(self._unsupervised, "taken"):
-            self._unsupervised.taken = values["unsupervised"]
+        seek(self._unsupervised, values["unsupervised"])
         self.collector.load_state_dict(values["rollouts"])
 
     @property

@@ -97,7 +97,7 @@ def train(
 
     def state() -> RunState:
         values = {
-            "step": steps.taken,
+            "step": steps.position,
             "bad": skipped.in_a_row,
             "rows": train_batches.num_rows,
             "log": metrics_log.position(),
@@ -110,15 +110,15 @@ def train(
             metrics_log.begin()
             _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
         else:
-            steps.taken, skipped.in_a_row = values["step"], values["bad"]
+            steps.position, skipped.in_a_row = values["step"], values["bad"]
             metrics_log.resume_from(values["log"], values["step"])
         engine.train()
-        bar = progress(total, "training", config.disable_tqdm, steps.taken)
-        while steps.taken < total:
-            epoch = train_batches.epoch_of(steps.taken)
+        bar = progress(total, "training", config.disable_tqdm, steps.position)
+        while steps.position < total:
+            epoch = train_batches.epoch_of(steps.position)
             rate, started = learning_rate(engine), time.perf_counter()
             metrics, step = train_step(engine, task, next(steps), train_batches.size)
-            done = steps.taken
+            done = steps.position
             bar.update()
             skipped.take(step, f"step {done}")
             metrics |= {

@@ -150,14 +150,14 @@ def test_an_endless_iterator_resumes_where_another_stopped():
     batches = StepBatches(rows, 3, ROWS, 0, 1, seed=5)
     first = endless(batches)
     steps = [next(first) for _ in range(11)]
-    assert first.taken == 11
+    assert first.position == 11
     assert steps[:4] == list(batches.epoch(0))
     assert steps[4:8] == list(batches.epoch(1))
     for position in (0, 3, 4, 9):
         again = endless(batches)
-        again.taken = position
+        again.position = position
         assert [next(again) for _ in range(11 - position)] == steps[position:]
-        assert again.taken == 11
+        assert again.position == 11
 
 
 def test_endless_prompts_resume_too():
@@ -166,5 +166,5 @@ def test_endless_prompts_resume_too():
     passes = [list(prompts) for _ in range(3) for prompts in expected]
     ours = PromptBatches(rows, 2, 0, 1, seed=1).endless()
     assert [list(next(ours)) for _ in range(9)] == passes
-    ours.taken = 4
+    ours.position = 4
     assert [list(next(ours)) for _ in range(5)] == passes[4:]
