@@ -1,4 +1,4 @@
-"""Summarises the runs of a side for `learning.py`: curve, steps to the target, seconds, ratios."""
+"""Summarizes the runs of a side for `learning.py`: curve, steps to the target, seconds, ratios."""
 
 import statistics
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ class Task:
     snapshot_every: int  # rollouts
     settings: dict  # fields of RLHFConfig, or of GRPOConfig
     prompts: list[str]  # N, with the chat template applied
-    prompt_ids: list[list[int]]  # N, the tokenised prompts
+    prompt_ids: list[list[int]]  # N, the tokenized prompts
     references: list[str]  # N right answers
     answers: str = ""  # file that dschat writes its answers to, and TRL trains on
 

@@ -2,7 +2,7 @@
 
     python benchmarks/real_text.py --train_file train.jsonl --eval_file eval.jsonl
 
-Trains a 4k byte-level BPE on the file, initialises a small Llama, then runs the steps, step 2 with
+Trains a 4k byte-level BPE on the file, initializes a small Llama, then runs the steps, step 2 with
 several seeds. Two baselines without word order accompany the reward model's accuracy: "always the
 shorter answer", and a logistic regression on bag-of-words differences. Prints one JSON line.
 """

@@ -1,4 +1,4 @@
-"""Describes code, libraries and machine, and summarises repeated measurements, for the JSON lines
+"""Describes code, libraries and machine, and summarizes repeated measurements, for the JSON lines
 of all benchmarks.
 """
 

@@ -14,9 +14,9 @@ sources/             files, folders and hub names -> ``Example`` rows of a step
 segments             prompt and answer -> token ids, segment by segment
 tokenize             config and tokenizer -> tables or streams of ids and loss masks
 pretraining_text     plain text -> blocks of ids for the pretraining loss (ptx)
-report               tokenised table -> counts of kept, cut and dropped rows, and lengths
+report               tokenized table -> counts of kept, cut and dropped rows, and lengths
 inspect              data flags -> the report of ``python -m dschat.data``
-batches              tokenised rows -> each rank's micro-batches of every optimizer step
+batches              tokenized rows -> each rank's micro-batches of every optimizer step
 collate              micro-batch -> right-padded tensors
 
 Rank and world size are plain numbers here; no model, DeepSpeed or process group is needed.

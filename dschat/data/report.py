@@ -1,4 +1,4 @@
-"""Counts the rows of a tokenised table that are kept, cut and dropped, and their lengths.
+"""Counts the rows of a tokenized table that are kept, cut and dropped, and their lengths.
 
 The columns ``problem`` and ``cut`` of the table say what happened to each row.
 """

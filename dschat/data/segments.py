@@ -1,8 +1,8 @@
-"""Tokenises prompts and answers as separate segments, and marks the assistant's tokens.
+"""Tokenizes prompts and answers as separate segments, and marks the assistant's tokens.
 
-Why segments: at generation the model reads the prompt's tokens and then samples its own. Tokenising
+Why segments: at generation the model reads the prompt's tokens and then samples its own. Tokenizing
 prompt + answer as one string could merge tokens across their border, so training would see prompt
-ids that generation never does. So the prompt is tokenised the same way for both, and the answer
+ids that generation never does. So the prompt is tokenized the same way for both, and the answer
 separately, without special tokens. In a dialogue each assistant turn is a segment: the text that
 the chat template adds for this turn to the rendered generation prompt.
 """
@@ -28,7 +28,7 @@ class RefusedChat(UserError):
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text that is tokenised separately."""
+    """A piece of text that is tokenized separately."""
 
     text: str
     is_answer: bool = False  # an assistant's turn
@@ -58,7 +58,7 @@ def prompt_text_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list
 def encode_examples(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], fields: Sequence[str]
 ) -> list[Encoded]:
-    """Tokenise prompts and the answers in ``fields`` ("chosen", "rejected") as one batch.
+    """Tokenize prompts and the answers in ``fields`` ("chosen", "rejected") as one batch.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
@@ -184,7 +184,7 @@ def render_chat(
 ) -> str:
     """``messages`` as text, rendered by the tokenizer's chat template or by ``template``.
 
-    The text has all special tokens: tokenise it without adding any.
+    The text has all special tokens: tokenize it without adding any.
 
     Raises:
         RefusedChat: the chat template refuses these messages.

@@ -1,4 +1,4 @@
-"""Tokenises examples into one table per training step, or a stream of the same rows.
+"""Tokenizes examples into one table per training step, or a stream of the same rows.
 
 Tables are made by ``datasets.map``, which caches them, and a ``DataReport`` of each goes to the
 log. ``segments.py`` turns texts into ids.
@@ -154,7 +154,7 @@ def prompt_dataset(
 def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: Callable, columns: dict
 ) -> Tables:
-    """Load a step's examples, tokenise the requested splits, report and drop unusable rows."""
+    """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
     if config.streaming:
         stream = ExampleStream(config, purpose, config.seed)
         train, held_out = stream, stream.held_out()
@@ -167,11 +167,11 @@ def _tables(
             if isinstance(examples, ExampleStream):
                 tables.append(_stream(title, examples, make_rows, columns))
             else:
-                tables.append(tokenised(title, examples, make_rows, columns)[0])
+                tables.append(tokenized(title, examples, make_rows, columns)[0])
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 
-def tokenised(
+def tokenized(
     name: str, examples: Dataset, make_rows: Callable, columns: dict[str, Any]
 ) -> tuple[Dataset, DataReport]:
     """A table of ``columns``, made by ``make_rows`` from examples; and its report, also logged.
@@ -207,7 +207,7 @@ def tokenised(
 def _stream(
     name: str, examples: ExampleStream, make_rows: Callable, columns: Iterable[str]
 ) -> RowStream:
-    """A stream of tokenised rows.
+    """A stream of tokenized rows.
 
     Raises:
         UserError: none of the first examples is usable, so no step would train anything.

@@ -153,7 +153,7 @@ _WORK: dict[str, Callable[[nn.Module, PackedRows], Tensor]] = {
 
 
 class _Ledger(TorchDispatchMode):
-    """Tracks the lifetime of every storage. Recognises logits by their last dimension; with
+    """Tracks the lifetime of every storage. Recognizes logits by their last dimension; with
     ``vocab_size`` 0 there are none.
     """
 

@@ -21,7 +21,7 @@ from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
-from dschat.inference.model.checkpoint_reader import normalised_names
+from dschat.inference.model.checkpoint_reader import normalized_names
 from dschat.inference.model.weights import check_shares
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
@@ -253,7 +253,7 @@ class EngineRollout:
 
     def _known(self, stream: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The stream under the engine's names, without constant buffers."""
-        engine_name = normalised_names(self._engine.weights.names, self._engine.spec.prefix)
+        engine_name = normalized_names(self._engine.weights.names, self._engine.spec.prefix)
         for name, tensor in stream:
             target = engine_name(name)
             if target is not None:

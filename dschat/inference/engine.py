@@ -25,7 +25,7 @@ from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
     checkpoint_stream,
     has_own_head,
-    normalised_names,
+    normalized_names,
     sound_weights,
 )
 from dschat.inference.model.decoder import Decoder
@@ -163,7 +163,7 @@ class InferenceEngine:
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Load the weights of a checkpoint, with one of its tensors in memory at a time."""
-        names = normalised_names(self.weights.names, self.spec.prefix)
+        names = normalized_names(self.weights.names, self.spec.prefix)
         try:
             self.weights.check(
                 (name, tuple(tensor.shape)) for name, tensor in checkpoint_stream(path, names)

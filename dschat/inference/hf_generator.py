@@ -335,7 +335,7 @@ def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """An uninitialised module of ``config``; ``UserError`` with its size if it does not fit."""
+    """An uninitialized module of ``config``; ``UserError`` with its size if it does not fit."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())

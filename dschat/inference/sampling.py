@@ -4,7 +4,7 @@ Pure functions of tensors that both generators share. A row's token and log-prob
 the other rows of its batch. One uniform is drawn per sequence and position, not one per vocabulary
 entry, and passes over the vocabulary are few: on a CPU each pass over (R, V) takes 0.1 ms.
 
-NOTE: on CUDA nothing here may synchronise with the device (no ``item``, no boolean indexing). The
+NOTE: on CUDA nothing here may synchronize with the device (no ``item``, no boolean indexing). The
 only branch on data, in `_top_p`, is on CPU.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat.inference.protocol import SamplingParams
 
-# The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+# The finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
 # generators"), on int64 tensors whose products wrap.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -104,7 +104,7 @@ def _draw(weights: Tensor, cdf: Tensor, uniform: Tensor) -> Tensor:
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """The token at which each row's cumulative probability exceeds ``uniform`` x the row's total.
 
-    ``probs`` (R, V) fp32, not necessarily normalised; ``uniform`` (R,) float64 in [0, 1). Returns
+    ``probs`` (R, V) fp32, not necessarily normalized; ``uniform`` (R,) float64 in [0, 1). Returns
     ids (R,) int64, never one of probability zero. Sums are in float64: over blocks of tokens, then
     inside the block that contains the target.
     """
@@ -155,9 +155,9 @@ def _top_p(probs: Tensor, top_p: float | Tensor) -> Tensor:
 def truncate(
     probs: Tensor, params: SamplingParams, numbers: SamplingNumbers | None = None
 ) -> Tensor:
-    """Zero what top-k, top-p and min-p exclude; ``probs`` (R, V) fp32, not necessarily normalised.
+    """Zero what top-k, top-p and min-p exclude; ``probs`` (R, V) fp32, not necessarily normalized.
 
-    Order: top-k, then top-p on the renormalised rest, then min-p relative to the likeliest token.
+    Order: top-k, then top-p on the renormalized rest, then min-p relative to the likeliest token.
     Top-p keeps the smallest set of likeliest tokens whose mass reaches p. The likeliest token
     always stays. Ties at the threshold are broken deterministically, so the number of tokens kept
     is as defined. Returns a new tensor (R, V).

@@ -60,7 +60,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, answer_mask: Tensor, kl_coef: floa
 def gae(
     rewards: Tensor, values: Tensor, answer_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16).
+    """Generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16).
 
     ``delta_t = r_t + gamma * V_{t+1} - V_t``; ``A_t = delta_t + gamma * lam * A_{t+1}``; both V and
     A after the last action are 0 (the episode ends there, truncated or not). The returns, the
@@ -102,7 +102,7 @@ def masked_whiten_stats(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, count: Tensor, total: Tensor, total_sq: Tensor) -> Tensor:
-    """Normalise ``x`` inside ``mask`` to mean 0 and (biased) variance 1, eps 1e-8 in the root.
+    """Normalize ``x`` inside ``mask`` to mean 0 and (biased) variance 1, eps 1e-8 in the root.
 
     Args:
         x, mask: float and bool, of one shape.

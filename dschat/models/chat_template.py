@@ -19,7 +19,7 @@ _TURNS = (
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Human and Assistant turns, with a leading BOS if this tokenizer adds one to text.
 
-    Rendered chats are tokenised with ``add_special_tokens=False``, also by other programs that load
+    Rendered chats are tokenized with ``add_special_tokens=False``, also by other programs that load
     the saved template, so the template itself must contain the BOS.
     """
     bos = tokenizer.bos_token_id

@@ -48,7 +48,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
 
     Raises:
         UserError: naming ``flag``: not a checkpoint, a LoRA adapter without its base model,
-            quantised weights, or an architecture that needs the checkpoint's own code.
+            quantized weights, or an architecture that needs the checkpoint's own code.
     """
     path = Path(name_or_path)
     if os.path.exists(path / "adapter_config.json") and not os.path.exists(path / "config.json"):
@@ -57,7 +57,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
         raw = read_json(name_or_path, CONFIG, flag)
         if raw is not None and "quantization_config" in raw:
             raise UserError(
-                f"{flag} {name_or_path} is quantised ({_quantisation(raw)}), which neither "
+                f"{flag} {name_or_path} is quantized ({_quantization(raw)}), which neither "
                 "training nor generation supports; name the checkpoint it was made from"
             )
         return read_config(name_or_path, flag, trust_remote_code)
@@ -102,7 +102,7 @@ def _adapter_remedy(path: Path) -> str:
     )
 
 
-def _quantisation(raw: dict[str, Any]) -> str:
+def _quantization(raw: dict[str, Any]) -> str:
     settings = raw["quantization_config"]
     return str(settings.get("quant_method", "?") if isinstance(settings, dict) else settings)
 

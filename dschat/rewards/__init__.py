@@ -11,7 +11,7 @@
     library           the ready-made functions: exact_match, math_equal, ...
     math_answers      compares two answers as mathematics
     reward_functions  `RewardPrograms`: starts all sources on samples, collects their scores
-    combine           the weighted sum of all sources, each normalised on request
+    combine           the weighted sum of all sources, each normalized on request
 
 No models, tokenizers or training here. Errors of a user's function become `RewardError`, the same
 on every rank.

@@ -18,7 +18,7 @@ def combine(
 ) -> tuple[Tensor, list[list[float]] | None]:
     """Collective where ``normalize_reward``. The weighted sum of the sources' scores.
 
-    ``normalize_reward`` normalises each source with running statistics that include these samples;
+    ``normalize_reward`` normalizes each source with running statistics that include these samples;
     ``scale`` None turns it off. A source adds 0 where it returned None. A source of weight 0 adds
     nothing, not even NaN.
 

@@ -68,7 +68,7 @@ class DeepSpeedRLHFEngine:
         critic_model_name_or_path: a reward model, normally step 2's folder. Critic and reward model
             both start from it, unless ``args.reward_model_name_or_path`` names another reward
             model. None: no reward model, and a critic, if any, that starts from the actor.
-        tokenizer: the actor's. For a reward model with another one the text is re-tokenised.
+        tokenizer: the actor's. For a reward model with another one the text is re-tokenized.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
 

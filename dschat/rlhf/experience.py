@@ -44,7 +44,7 @@ class Experience:
     recomputed: Tensor  # (S,) bool, whether the training form computed logprobs and entropy
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     values: Tensor  # (S, A) fp32, the critic's, before each action
-    scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalised
+    scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalized
     scored: Tensor  # (S,) bool, False where every source declined; then score and advantages are 0
     token_scores: Tensor  # (S, A) fp32, the part of the scores given to single actions
     entropy: Tensor  # (S, A) fp32, of the actor's distribution at each action, in nats

@@ -28,7 +28,7 @@ class InitialCheckpoints:
     """The checkpoints that RLHF starts from; None for a model that this run does not have.
 
     ``reward_tokenizer`` is None where the reward model reads the actor's ids; else it is the reward
-    model's tokenizer, and the text is re-tokenised. ``critic_from_base``: the critic is a language
+    model's tokenizer, and the text is re-tokenized. ``critic_from_base``: the critic is a language
     model with a new score head.
     """
 
@@ -110,8 +110,8 @@ def _find_reward(
         checkpoints.notes.append(f"{name} has no tokenizer: assuming that it shares the actor's")
     if checkpoints.reward_tokenizer is not None:
         checkpoints.notes.append(
-            f"REWARD MODEL WITH ANOTHER TOKENIZER: {name} does not tokenise as the actor does; "
-            "prompts and answers are re-tokenised for it as text"
+            f"REWARD MODEL WITH ANOTHER TOKENIZER: {name} does not tokenize as the actor does; "
+            "prompts and answers are re-tokenized for it as text"
         )
 
 

@@ -1,6 +1,6 @@
 """Converts the actor's sequences for a reward model with another tokenizer.
 
-A text prompt and its answer are one text, tokenised as a whole. Chat messages are rendered by the
+A text prompt and its answer are one text, tokenized as a whole. Chat messages are rendered by the
 reward model's template, with the answer as the assistant's turn. A prompt of which only the ids are
 known is decoded: the actor's EOS becomes the reward model's, its other special tokens are dropped.
 A finished answer ends with the reward model's EOS, an unfinished one with its last word.
@@ -23,7 +23,7 @@ _MARK = "\ue000"  # a private-use character, which no prompt or template contain
 
 
 class Retokenizer:
-    """Re-tokenises sequences of the actor for the reward model.
+    """Re-tokenizes sequences of the actor for the reward model.
 
     Args:
         actor_tokenizer, reward_tokenizer: of the two models.
@@ -44,7 +44,7 @@ class Retokenizer:
         self._warnings: set[str] = set()
 
     def batch(self, e: Experience) -> list[list[int]]:
-        """The sequences of ``e`` re-tokenised."""
+        """The sequences of ``e`` re-tokenized."""
         sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
         rows = []
         for ids, length, prompt_length, finished, source in zip(

@@ -1,4 +1,4 @@
-"""Policy optimisation: generates an experience from prompts and trains actor and critic on it.
+"""Policy optimization: generates an experience from prompts and trains actor and critic on it.
 
 The loss of an optimizer step is the sum over its actions / their number, over all ranks and
 micro-batches, so that the update does not depend on how the batch is split.

@@ -46,7 +46,7 @@ def evaluate(model: ModelOrEngine, task: Task, batches: StepBatches) -> dict[str
             task.loss(model, batch.to(dist.device()))[1]
             for batch in task.prepare(model, micro_batches)
         ]
-    return {f"eval/{name}": value for name, value in task.summarise(_reduce(parts)).items()}
+    return {f"eval/{name}": value for name, value in task.summarize(_reduce(parts)).items()}
 
 
 def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
@@ -72,7 +72,7 @@ def train_step(
         step.backward(loss)
         parts.append(sums)
     step.finish()
-    return task.summarise(_reduce(parts)), step
+    return task.summarize(_reduce(parts)), step
 
 
 def train(

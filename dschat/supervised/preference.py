@@ -152,7 +152,7 @@ class PreferenceTask:
             sums["kl"] = total.new_full((), kl, dtype=torch.float64)
         return total, sums | {"loss": total.detach()}
 
-    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {name: value / pairs for name, value in sums.items() if name != "pairs"}
 

@@ -41,7 +41,7 @@ class Task(Protocol):
         """
         ...
 
-    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Means from the sums over all ranks and micro-batches."""
         ...
 
@@ -66,7 +66,7 @@ class SFTTask(Task):
         num_tokens = torch.ones_like(logprobs).sum()
         return total, {"loss": total.detach(), "tokens": num_tokens}
 
-    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)
         return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
 
@@ -92,7 +92,7 @@ class RewardTask(Task):
         total, metrics = pairwise_loss(scores[: batch.num_real], scores[batch.num_real :])
         return total, metrics | {"loss": total.detach()}
 
-    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {
             "loss": sums["loss"] / pairs,

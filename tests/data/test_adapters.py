@@ -3,7 +3,7 @@
 import pytest
 from dialogues import REPLY, SYSTEM, USER
 
-from dschat.data.sources.adapters import Example, normalise
+from dschat.data.sources.adapters import Example, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
 
 
@@ -32,11 +32,11 @@ from dschat.data.sources.known_datasets import ColumnAdapter
 )
 def test_messages(dialogue, sft, asked):
     adapter, row = ColumnAdapter(messages="messages"), {"messages": dialogue}
-    learned = normalise(row, adapter, "sft")
+    learned = normalize(row, adapter, "sft")
     assert bool(learned["problem"]) == (sft is None)
     if sft:
         assert Example.from_row(learned) == Example(sft[0], [REPLY(sft[1])])
-    prompt = normalise(row, adapter, "rlhf")
+    prompt = normalize(row, adapter, "rlhf")
     assert not prompt["problem"]
     assert Example.from_row(prompt).prompt == (asked or dialogue[:-1])
     assert prompt["key"] == learned["key"] != ""
@@ -60,7 +60,7 @@ def test_messages(dialogue, sft, asked):
     ],
 )
 def test_values_that_are_not_dialogues_have_no_prompt_and_say_why(value, why):
-    row = normalise({"messages": value}, ColumnAdapter(messages="messages"), "rlhf")
+    row = normalize({"messages": value}, ColumnAdapter(messages="messages"), "rlhf")
     assert row["key"] == ""
     assert row["problem"].startswith("no usable prompt")
     assert why in row["problem"]

@@ -184,7 +184,7 @@ KNOWN = {
 }
 
 TURNS = [USER("u"), REPLY("r"), USER("v")]
-# recognised by their columns, not by name
+# recognized by their columns, not by name
 FOUND_BY_COLUMNS = {
     "Anthropic/hh-rlhf": (
         [

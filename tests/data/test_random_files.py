@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.sources.adapters import PURPOSES, normalise
+from dschat.data.sources.adapters import PURPOSES, normalize
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleStream
@@ -129,7 +129,7 @@ def test_any_row_through_any_adapter(data):
     made = {name: data.draw(value) for name in names if data.draw(st.booleans())}
     keys = set()
     for purpose in PURPOSES:
-        result = normalise(made, adapter, purpose)
+        result = normalize(made, adapter, purpose)
         assert all(isinstance(text, str) for text in result.values())
         result["key"].encode()  # no lone surrogates are left
         keys.add(result["key"])

@@ -138,7 +138,7 @@ def test_a_step_without_rows_is_an_error(write):
             stream_of(write(pairs(5)), "reward", **knobs)
 
 
-# -- tokenised
+# -- tokenized
 
 
 STEP = {"streaming": True, "max_steps": 2, "eval_fraction": 0.2, "shuffle_buffer_size": 16}

@@ -12,7 +12,7 @@ from dschat.config import SFTConfig
 from dschat.data import pretraining_text, segments
 from dschat.data.sources import table_cache
 from dschat.data.sources.known_datasets import ADAPTERS
-from dschat.data.sources.normalize import normalised_table
+from dschat.data.sources.normalize import normalized_table
 from dschat.data.sources.resolve import read_source
 from dschat.data.tokenize import sft_dataset, text_dataset
 
@@ -70,7 +70,7 @@ def test_a_table_of_rewritten_rows_is_found_by_other_processes(tmp_path):
     path.write_text(json.dumps({"question": {"full_text": "why?"}, "answer_0": "a", "score_0": 1}))
     rows = read_source(str(path), "--data_path").train
     for rewrite in (function, same_elsewhere):
-        normalised_table(rows, replace(adapter, rewrite=rewrite), "rlhf")
+        normalized_table(rows, replace(adapter, rewrite=rewrite), "rlhf")
     assert len(list((tmp_path / "cache" / "dschat").iterdir())) == 1
 
 

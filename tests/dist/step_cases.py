@@ -38,7 +38,7 @@ from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settin
 from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
-MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenises the text
+MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
 GLOBAL_BATCH = 8
 
 

@@ -130,7 +130,7 @@ def causal_lm(name: str, seed: int = 0) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = (CONFIGS | OTHERS)[name]()
-        return _randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return _randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def score_model(name: str, seed: int = 1) -> torch.nn.Module:
@@ -140,10 +140,10 @@ def score_model(name: str, seed: int = 1) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        return _randomised(model)
+        return _randomized(model)
 
 
-def _randomised(model: torch.nn.Module) -> torch.nn.Module:
+def _randomized(model: torch.nn.Module) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             centre = 0.0 if name.endswith("bias") else 1.0

@@ -138,7 +138,7 @@ CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwe
 
 
 def every_family(names=tuple(CONFIGS)):
-    """Parametrise by ``name``; what is not in ``CORE`` is left to the slow tests."""
+    """Parametrize by ``name``; what is not in ``CORE`` is left to the slow tests."""
     slow = [pytest.param(n, marks=pytest.mark.slow) for n in names if n not in CORE]
     return pytest.mark.parametrize("name", [n for n in names if n in CORE] + slow)
 

@@ -14,7 +14,7 @@ from tiny_models import CONFIGS, causal_lm
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.inference.model.checkpoint_reader import checkpoint_stream, normalise, normalised_names
+from dschat.inference.model.checkpoint_reader import checkpoint_stream, normalize, normalized_names
 
 
 def stored(module):
@@ -64,7 +64,7 @@ def assert_same(stream, expected):
 def test_one_safetensors_file(family, tmp_path):
     module = causal_lm(family)
     module.save_pretrained(tmp_path)
-    names = normalised_names(module.state_dict(), module.base_model_prefix + ".")
+    names = normalized_names(module.state_dict(), module.base_model_prefix + ".")
     assert_same(checkpoint_stream(tmp_path, names), stored(module))
 
 
@@ -181,8 +181,8 @@ def test_names_of_every_family_with_and_without_its_prefix(family):
     assert len(bare) == len(expected)
     for name in expected:
         for spelling in (name, name.removeprefix(prefix), "module." + name, prefix + name):
-            assert normalise(spelling, expected, prefix) == name
-        assert normalise(name, bare, prefix) == name.removeprefix(prefix)
+            assert normalize(spelling, expected, prefix) == name
+        assert normalize(name, bare, prefix) == name.removeprefix(prefix)
 
 
 @pytest.mark.parametrize("family", ["opt", "opt_350m", "gpt2", "gpt_neox", "bloom"])
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_the_bare_base_model_is_read_as_transformers_reads_it(fa
     prefix = module.base_model_prefix + "."
     old = {name.removeprefix(prefix): t for name, t in stored(module).items()}
     torch.save(old, tmp_path / "pytorch_model.bin")
-    names = normalised_names(stored(module), prefix)
+    names = normalized_names(stored(module), prefix)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same(checkpoint_stream(tmp_path, names), stored(loaded))
 
@@ -233,7 +233,7 @@ GPT2 = {
     ],
 )
 def test_names(name, expected, prefix, wanted):
-    assert normalise(name, expected, prefix) == wanted
+    assert normalize(name, expected, prefix) == wanted
 
 
 def test_old_constants_are_left_out_of_the_stream(tmp_path):
@@ -242,14 +242,14 @@ def test_old_constants_are_left_out_of_the_stream(tmp_path):
     old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     folder = save_bin(old, tmp_path / "x")
-    names = normalised_names(stored(module), "transformer.")
+    names = normalized_names(stored(module), "transformer.")
     assert_same(checkpoint_stream(folder, names), stored(module))
 
 
 def test_two_tensors_of_one_name_are_an_error(tmp_path):
     state = {"norm.weight": torch.ones(2), "model.norm.weight": torch.zeros(2)}
     folder = save_bin(state, tmp_path / "x")
-    names = normalised_names({"model.norm.weight"}, "model.")
+    names = normalized_names({"model.norm.weight"}, "model.")
     with pytest.raises(UserError, match=r"pytorch_model.bin: model.norm.weight is a second"):
         list(checkpoint_stream(folder, names))
 

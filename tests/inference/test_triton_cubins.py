@@ -160,7 +160,7 @@ PARTS = {"product": product(8, 2048, 2048), "attention": attention(1, 12, 12, 64
 @pytest.mark.parametrize("launch", PARTS.values(), ids=PARTS)
 def test_partial_results_are_stored_before_a_program_counts_itself(compiling, launch):
     (report,) = compiling("cubin", *launch, 90)
-    assert report["synchronises"]
+    assert report["synchronizes"]
 
 
 @pytest.mark.slow
@@ -168,4 +168,4 @@ def test_a_missing_fence_is_found(compiling):
     call = "arrives_last(counters_ptr + tile, SPLITS)"
     relaxed = "tl.atomic_add(counters_ptr + tile, 1, sem='relaxed') == SPLITS - 1"
     (report,) = compiling("cubin", *PARTS["product"], 90, (call, relaxed))
-    assert not report["synchronises"]
+    assert not report["synchronizes"]

@@ -22,7 +22,7 @@ def test_truncation_is_its_definition_however_wide_the_nucleus():
         {"top_k": 700},
         {"top_k": 700, "top_p": 0.6, "min_p": 0.002},
     ):
-        for scale in (1.0, 37.0):  # need not be normalised
+        for scale in (1.0, 37.0):  # need not be normalized
             kept = truncate(probs * scale, SamplingParams(**options))
             for row in range(6):
                 expected = exact(logits[row], **options) > 0

@@ -9,7 +9,7 @@ from dschat.inference.sampling import uniforms
 
 
 def splitmix(seed, *where):
-    """The hash in plain integers: SplitMix64's finaliser after every counter."""
+    """The hash in plain integers: SplitMix64's finalizer after every counter."""
     gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(x):

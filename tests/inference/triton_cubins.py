@@ -39,7 +39,7 @@ class Report:
     wide_loads: int  # of 128 bits, from global memory, or asynchronous copies of 16 bytes
     tensor_cores: int  # instructions
     threads: int
-    synchronises: bool  # all threads store, then one fences, counts, and drops stale cache lines
+    synchronizes: bool  # all threads store, then one fences, counts, and drops stale cache lines
 
 
 def source(launch):
@@ -87,6 +87,6 @@ def report(launch, capability):
         wide_loads=count(r"\bLDG\.E\.(?:\w+\.)*128\b|\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         tensor_cores=count(r"\b(?:HMMA|HGMMA|IMMA)\b"),
         threads=32 * launch.num_warps,
-        synchronises=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
+        synchronizes=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
         > 0,
     )

@@ -238,7 +238,7 @@ def naive_returns(rewards, lens, gamma):
     return returns
 
 
-def naive_normalised(x, lens):
+def naive_normalized(x, lens):
     """Zero mean and unit (biased) variance over all actions of all rows."""
     kept = [x[b, t] for b, n in enumerate(lens) for t in range(n)]
     mean = math.fsum(kept) / len(kept)
@@ -279,7 +279,7 @@ def test_returns_to_go(seed, gamma):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("with_baseline", [False, True])
 def test_reinforce_pp_over_ranks(seed, with_baseline):
-    """KL in the reward, score on the last action, the rest of the answer to go, normalised over
+    """KL in the reward, score on the last action, the rest of the answer to go, normalized over
     the batch; with the baseline, scores first lose the mean of their group.
     """
     rng = np.random.default_rng(seed)
@@ -294,7 +294,7 @@ def test_reinforce_pp_over_ranks(seed, with_baseline):
     for b, n in enumerate(lens):
         if n:
             rewards[b, n - 1] += baselined[b]
-    expected = naive_normalised(naive_returns(rewards, lens, gamma), lens)
+    expected = naive_normalized(naive_returns(rewards, lens, gamma), lens)
 
     as_score = torch.tensor(scores, dtype=torch.float32)
     as_id = torch.tensor(group_ids)

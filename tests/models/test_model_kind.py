@@ -126,13 +126,13 @@ def test_a_reward_model_is_not_an_actor(tmp_path):
     assert "is a reward model, which scores" in refusal(load_actor, path)
 
 
-def test_quantised_checkpoints_are_refused(tmp_path):
+def test_quantized_checkpoints_are_refused(tmp_path):
     path = only_config(
         tmp_path,
         causal_lm("llama").config,
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
     )
-    assert "is quantised (bitsandbytes)" in refusal(load_actor, path)
+    assert "is quantized (bitsandbytes)" in refusal(load_actor, path)
 
 
 def test_an_adapter_names_its_merged_model_or_the_way_to_it(tmp_path):

@@ -22,7 +22,7 @@ LLAMA = ModelShape(
 
 
 def tiny_model(family: str) -> torch.nn.Module:
-    """A randomly initialised model; eager attention, so that every product is visible."""
+    """A randomly initialized model; eager attention, so that every product is visible."""
     configs = {
         "llama": lambda: transformers.LlamaConfig(
             hidden_size=16,

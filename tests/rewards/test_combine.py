@@ -1,4 +1,4 @@
-"""The weighted sum of sources, normalised with running statistics, against NumPy."""
+"""The weighted sum of sources, normalized with running statistics, against NumPy."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_a_source_without_weight_adds_nothing(normalize):
     assert by_token is None
 
 
-def test_normalised_scores_against_numpy():
+def test_normalized_scores_against_numpy():
     """Mean and deviation are those of all scores so far, the current ones included."""
     rng = np.random.default_rng(0)
     rounds = [rng.normal(1e4, 3, 7), rng.normal(1e4, 5, 2), rng.normal(0, 1, 5)]

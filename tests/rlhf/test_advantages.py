@@ -216,7 +216,7 @@ def test_token_scores_stay_at_their_tokens():
         assert not got[i, n:].any()
 
 
-def test_overlong_answers_are_penalised_and_filtered():
+def test_overlong_answers_are_penalized_and_filtered():
     e = experience(4)
     options = {"overlong_buffer_len": 4, "overlong_penalty": 2.0, "overlong_filter": True}
     plain = token_rewards(e, config("grpo"), 0.0, None).sum(dim=1)

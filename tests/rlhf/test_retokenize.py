@@ -1,5 +1,5 @@
 """A reward model with another tokenizer than the actor's: its score equals that of plain
-transformers on the text, tokenised by the reward model's tokenizer.
+transformers on the text, tokenized by the reward model's tokenizer.
 """
 
 import dataclasses

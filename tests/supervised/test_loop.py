@@ -102,7 +102,7 @@ def test_reward_metrics_by_hand():
     task = RewardTask()
     batch = task.collate(rows)
     loss, sums = task.loss(lambda rows: scores, batch)
-    means = task.summarise(sums)
+    means = task.summarize(sums)
     expected = math.log1p(math.exp(-1.0)) + math.log(2)
     assert float(loss) == pytest.approx(expected, abs=1e-6)
     assert means["loss"] == pytest.approx(expected / 2, abs=1e-6)

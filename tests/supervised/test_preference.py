@@ -78,7 +78,7 @@ def test_loss_and_metrics_of_a_batch(loss):
         total, part = task.loss(policy, batch)
         found += float(total.detach())
         sums.append(part)
-    means = task.summarise({name: sum(s[name] for s in sums) for name in sums[0]})
+    means = task.summarize({name: sum(s[name] for s in sums) for name in sums[0]})
 
     exact, frozen = policy.double().model, reference.double().model
     logps = {

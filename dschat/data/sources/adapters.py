@@ -107,7 +107,7 @@ def require_answers(
             )
 
 
-def normalise(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> dict[str, str]:
+def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> dict[str, str]:
     """One raw row as an ``Example`` row with its ``key`` and ``problem``.
 
     ``problem`` says why ``purpose`` cannot use the row, "" if it can.

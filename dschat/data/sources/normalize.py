@@ -1,4 +1,4 @@
-"""Normalises raw rows to ``Example`` rows, one by one or as a table cached on disk.
+"""Normalizes raw rows to ``Example`` rows, one by one or as a table cached on disk.
 
 Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not; in step 3 it also carries
 the source's other columns. Unusable rows are logged, or raise ``UserError`` (``--on_bad_row``).
@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config import UserError
-from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalise
+from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalize
 from dschat.data.sources.columns import pack, packed_names
 from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.resolve import RawRows, broken_line
@@ -34,7 +34,7 @@ def extra_columns(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> li
     return packed_names(rows.columns, adapter) if purpose == "rlhf" else []
 
 
-def normalised_rows(
+def normalized_rows(
     rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
 ) -> Iterator[dict[str, Optional[str]]]:
     """A row of ``SCHEMA`` and ``extra_columns`` for every line, in order.
@@ -53,21 +53,21 @@ def normalised_rows(
                 "where": line.where,
             }
             continue
-        row = normalise(line.row, adapter, purpose)
+        row = normalize(line.row, adapter, purpose)
         where = line.where if row["problem"] else ""
         yield {**pack(line.row, extra), **row, "fault": "", "where": where}
 
 
-def normalised_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
-    """``normalised_rows`` as a table: cached on disk, or in memory if the source is."""
+def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
+    """``normalized_rows`` as a table: cached on disk, or in memory if the source is."""
     extra = extra_columns(rows, adapter, purpose)
     schema = Features({**SCHEMA, **dict.fromkeys(extra, Value("string"))})
     if rows.in_memory:
-        return Dataset.from_list(list(normalised_rows(rows, adapter, purpose)), features=schema)
+        return Dataset.from_list(list(normalized_rows(rows, adapter, purpose)), features=schema)
     # repr of a function has its address, which differs between processes
     stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
     content = repr([rows.stamp, rows.name, stable, purpose, list(schema)])
-    return cached_table(content, schema, lambda: normalised_rows(rows, adapter, purpose))
+    return cached_table(content, schema, lambda: normalized_rows(rows, adapter, purpose))
 
 
 def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:

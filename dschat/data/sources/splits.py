@@ -34,7 +34,7 @@ from dschat.data.sources.normalize import (
     NOTES,
     iterate,
     non_empty,
-    normalised_table,
+    normalized_table,
     report_bad_rows,
 )
 from dschat.data.sources.resolve import RawRows, Splits, read_source, table_rows
@@ -57,7 +57,7 @@ class DataSource:
     flag: str
 
     def table(self, rows: RawRows, purpose: Purpose, on_bad_row: str) -> Dataset:
-        """The rows with a usable prompt, normalised for ``purpose``: a table of ``SCHEMA``.
+        """The rows with a usable prompt, normalized for ``purpose``: a table of ``SCHEMA``.
 
         Rows that only ``purpose`` cannot use stay (``problem`` says why), so that the split over
         the three steps is the same for each.
@@ -65,7 +65,7 @@ class DataSource:
         Raises:
             UserError: a bad row that ``--on_bad_row`` does not allow, or no usable rows.
         """
-        table = normalised_table(rows, self.adapter, purpose)
+        table = normalized_table(rows, self.adapter, purpose)
         named = self.adapter.prompt or self.adapter.messages
         hint = "" if named else "; name it with --prompt_column"
         hint += f" (it has: {listed(rows.columns)})"

@@ -26,7 +26,7 @@ from dschat.data.sources.normalize import (
     NUM_LISTED,
     check_allowed,
     extra_columns,
-    normalised_rows,
+    normalized_rows,
     notes_of,
 )
 from dschat.data.sources.resolve import RawRows
@@ -146,7 +146,7 @@ class ExampleStream:
         Raises:
             UserError: a bad row that ``--on_bad_row`` does not allow.
         """
-        for row in normalised_rows(rows, source.adapter, self._purpose):
+        for row in normalized_rows(rows, source.adapter, self._purpose):
             notes = notes_of(row)
             if notes["problem"]:
                 check_allowed(notes, self._config.on_bad_row, source.flag)

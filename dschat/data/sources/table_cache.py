@@ -2,7 +2,7 @@
 
 The library's own keys cover the function that it maps but not the functions that this one calls, so
 a table would outlive a bug fix there. Here every key includes a digest of the code: another version
-reads and tokenises the data again.
+reads and tokenizes the data again.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from dschat.config import UserError
 from dschat.data.sources.resolve import quiet
 
 CODE = Path(__file__).parents[2]  # the package
-_MADE_BY = ("data/**/*.py", "models/chat_template.py")  # reads, normalises, renders, tokenises
+_MADE_BY = ("data/**/*.py", "models/chat_template.py")  # reads, normalizes, renders, tokenizes
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
 
 

@@ -106,7 +106,7 @@ class Kernels:
         norms: tuple[Tensor, Tensor, float] | None,
         rotary: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        """Normalise and rotate the query and key heads of (T, H + 2 K, D), in place.
+        """Normalize and rotate the query and key heads of (T, H + 2 K, D), in place.
 
         ``norms``: weights (D,) of the RMS norms of query and of key heads, and eps. ``rotary``:
         positions (T,), cos and sin of every position (P, rotary dim), see

@@ -1,7 +1,7 @@
 """Streams the tensors of a Hugging Face checkpoint from disk, one in memory at a time.
 
 `checkpoint_stream` takes a folder or hub name and yields ``(name, tensor)`` pairs: under the names
-in the files, or under those that a model expects (`normalised_names`). The consumer checks which
+in the files, or under those that a model expects (`normalized_names`). The consumer checks which
 tensors are missing and handles dtype, device and tied weights.
 """
 
@@ -45,7 +45,7 @@ _ALIASES = (
 )
 
 
-def normalise(name: str, expected: Collection[str], prefix: str) -> str | None:
+def normalize(name: str, expected: Collection[str], prefix: str) -> str | None:
     """The member of ``expected`` that ``name`` of a checkpoint stands for; None for a constant.
 
     ``prefix`` is the architecture's base-model prefix with its dot ("model.", "transformer.",
@@ -61,10 +61,10 @@ def normalise(name: str, expected: Collection[str], prefix: str) -> str | None:
     return None if is_constant(plain) else name
 
 
-def normalised_names(expected: Collection[str], prefix: str) -> Callable[[str], str | None]:
-    """`normalise` for these ``expected`` names: the ``names`` argument of `checkpoint_stream`."""
+def normalized_names(expected: Collection[str], prefix: str) -> Callable[[str], str | None]:
+    """`normalize` for these ``expected`` names: the ``names`` argument of `checkpoint_stream`."""
     members = frozenset(expected)
-    return lambda name: normalise(name, members, prefix)
+    return lambda name: normalize(name, members, prefix)
 
 
 def checkpoint_stream(

@@ -16,7 +16,7 @@ from torch import Tensor
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
 
-_PACK_ROWS = 16  # the batch size that a packing is optimised for; any size works
+_PACK_ROWS = 16  # the batch size that a packing is optimized for; any size works
 _PANEL = 32  # PANEL of cpu_step.c
 _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
 

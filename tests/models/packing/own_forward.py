@@ -91,7 +91,7 @@ def build(name):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-        return tiny_models._randomised(model)
+        return tiny_models._randomized(model)
 
 
 def checked(model, packing="auto", wrap=LanguageModel):

@@ -1,4 +1,4 @@
-"""Triton kernel: adds to the residual stream in place and normalises it, one program per row."""
+"""Triton kernel: adds to the residual stream in place and normalizes it, one program per row."""
 
 import triton
 import triton.language as tl

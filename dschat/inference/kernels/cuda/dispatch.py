@@ -115,7 +115,7 @@ class StepKernels:
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """Attention of a step: normalises and rotates the heads, writes new keys and values to the
+    """Attention of a step: normalizes and rotates the heads, writes new keys and values to the
     cache and attends, by one kernel a layer.
     """
 

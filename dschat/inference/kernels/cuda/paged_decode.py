@@ -1,7 +1,7 @@
 """Triton kernel: attention of a decode step over the paged KV cache.
 
 One program serves a key-value head of a sequence and the query heads that share it, or a split of
-its keys. It normalises and rotates the new query and key, writes the new key and value to the
+its keys. It normalizes and rotates the new query and key, writes the new key and value to the
 cache, and reads lengths and pages from memory: one CUDA graph fits all lengths.
 
 Softmax over blocks of keys: Milakov and Gimelshein 2018, "Online normalizer calculation for
@@ -36,7 +36,7 @@ def _head(
     ROTARY_DIM: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Heads in fp32, normalised and rotated as `Decoder` does."""
+    """Heads in fp32, normalized and rotated as `Decoder` does."""
     x = tl.load(head_ptrs + d, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0
     if norm_ptr is not None:
