@@ -32,7 +32,8 @@ from dschat.launch.recipe import (
     load_recipe,
     step_values,
 )
-from dschat.launch.steps import inputs_of, select_steps
+from dschat.launch.step_runs import Found, folder_of, step_runs
+from dschat.launch.steps import BASE, Values, select_steps
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 
@@ -88,34 +89,41 @@ def plan(
     _check_model("--actor_model", config.actor_model)
     _check_model("--reward_model", config.reward_model)
 
-    values = step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
+    values = step_values(config, groups, recipe, sft_folder=folder_of(out, STEPS[1]))
     steps, notes = select_steps(config, values)
-    numbers, reused, reasons = _choose_steps(config, steps, values, out)
-    notes += reasons
+    asked = config.step or ()
+    if not asked or max(steps) in asked:
+        _check_same_policy(steps[max(steps)], values[max(steps)], out)
+    chosen = step_runs(steps, values, asked, _found(steps, values, out), out)
+    values |= {run.step.number: dict(run.fields) for run in chosen}
+    notes += [note for run in chosen if (note := run.note(max(steps), out))]
+    numbers, reused = (
+        [run.step.number for run in chosen if run.status == status] for status in ("runs", "reused")
+    )
     folders = [out / steps[n].folder for n in numbers]
     if any([supervisor.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
         return plan(config, groups, root, ask)  # the other run may have saved more
     for n in numbers:
-        values[n]["output_dir"] = _folder(out, steps[n])
+        values[n]["output_dir"] = folder_of(out, steps[n])
         steps[n].config_class(**values[n]).validate()
-        _check_inputs(values[n], made_here={_folder(out, steps[earlier]) for earlier in numbers})
-        check_apart(_folder(out, steps[n]), values[n])
+        _check_inputs(values[n], made_here={folder_of(out, steps[earlier]) for earlier in numbers})
+        check_apart(folder_of(out, steps[n]), values[n])
 
     example = root / "training" / "launch" / "hostfile"
     machines = cluster.find(
         config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
     )
-    earlier = earlier_step_values(config, groups, recipe, sft_folder=_folder(out, STEPS[1]))
+    earlier = earlier_step_values(config, groups, recipe, sft_folder=folder_of(out, STEPS[1]))
     for n in reused:
         selected = n in (config.step or steps)
-        fields = (values if selected else earlier)[n] | {"output_dir": _folder(out, steps[n])}
+        fields = (values if selected else earlier)[n] | {"output_dir": folder_of(out, steps[n])}
         step_config, compared = steps[n].config_class(**fields), None if selected else earlier[n]
         notes += check_finished(
             steps[n], step_config, compared, machines.num_processes, config.reuse
         )
     _check_tensor_parallel(values[3] if 3 in numbers else {}, machines.num_processes)
     for n in numbers if machines.is_first and not config.dry_run else ():
-        check_writable(Path(_folder(out, steps[n])))
+        check_writable(Path(folder_of(out, steps[n])))
     overwrites = any(values[n].get("overwrite_output_dir") for n in numbers)
     notes += _resume_steps(config, {n: steps[n] for n in numbers}, values, machines, ask)
     commands = []
@@ -175,87 +183,14 @@ def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> Non
         )
 
 
-def _choose_steps(
-    config: TrainConfig,
-    steps: Mapping[int, TrainingStep],
-    values: dict[int, dict[str, Any]],
-    out: Path,
-) -> tuple[list[int], list[int], list[str]]:
-    """Numbers of the steps to run, numbers of finished steps to reuse, and notes for the user.
-
-    Completes the values of the last step with its initial models.
-    """
-    last, selected = max(steps), set(config.step or steps)
-    needed: set[int] = set()
-    notes: list[str] = []
-    if last in selected:
-        _check_same_policy(steps[last], values[last], out)
-        needed, notes = _connect(config, steps, values, out)
-    if not config.step:  # steps whose model is trained already run only with --step
-        selected -= set(steps) - {last} - needed
-    finished = {n for n in steps if _finished(out, steps[n])}
-    runs = {n for n in selected if n not in finished or values[n].get("overwrite_output_dir")}
-    before = needed - finished if last in runs else set()
-    base = values[2].get("model_name_or_path") if 2 in runs | before else None
-    bases = {1} if base == _folder(out, steps[1]) else set()  # a recipe's {step1}
-    before |= bases - finished
-
-    for n in sorted(selected | needed):
-        if n in selected - runs:
-            notes.append(
-                f"step {n} is finished in {_folder(out, steps[n])}: skipped "
-                "(--overwrite_output_dir runs it again)"
-            )
-        elif n in before - selected:
-            notes.append(
-                f"step {n} runs first: a later step needs its model, which is not in {out}"
-            )
-        elif n in needed - selected and last in runs:
-            notes.append(f"step {last} starts from {_folder(out, steps[n])}, finished earlier")
-    runs |= before
-    if last in selected - runs and needed & runs:
-        raise UserError(
-            f"{_folder(out, steps[last])} is finished, but its initial model would be trained "
-            "again; choose another --output_dir, or --overwrite_output_dir"
-        )
-    for n, flag in ((1, "--actor_model"), (2, "--reward_model")):
-        if n in runs and not values[n].get("model_name_or_path"):
-            raise UserError(
-                f"{flag} is missing: name the base model of step {n}, a folder or a hub model"
-            )
-    return sorted(runs), sorted((selected | needed | bases) & finished - runs), notes
-
-
-def _connect(
-    config: TrainConfig,
-    steps: Mapping[int, TrainingStep],
-    values: dict[int, dict[str, Any]],
-    out: Path,
-) -> tuple[set[int], list[str]]:
-    """Set the initial models of the last step.
-
-    Returns the steps whose models it takes from OUT, and notes. Models that are named in its fields
-    are used as they are.
-    """
-    needed: set[int] = set()
-    notes: list[str] = []
-    last = max(steps)
-    for n, keys in inputs_of(steps, values).items():
-        base, folder = values[n].get("model_name_or_path"), _folder(out, steps[n])
-        if any(values[last].get(key, folder) != folder for key in keys):
-            continue
-        trained = _is_finished_sft if n == 1 else _is_score_model
-        if base and n not in (config.step or ()) and trained(Path(base)):
-            values[last][keys[0]] = base
-            notes.append(f"step {last} starts from {base}, which is trained already")
-        else:
-            values[last][keys[0]] = folder
-            needed.add(n)
-    return needed, notes
-
-
-def _folder(out: Path, step: TrainingStep) -> str:
-    return str(out / step.folder)
+def _found(steps: Mapping[int, TrainingStep], values: Values, out: Path) -> Found:
+    """What `step_runs` asks of the disk."""
+    is_trained = {1: _is_finished_sft, 2: _is_score_model}
+    bases = {n: values[n].get(BASE) for n in steps if n in is_trained}
+    return Found(
+        frozenset(n for n, step in steps.items() if _finished(out, step)),
+        frozenset(n for n, base in bases.items() if base and is_trained[n](Path(base))),
+    )
 
 
 def _finished(out: Path, step: TrainingStep) -> bool:
