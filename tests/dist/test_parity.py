@@ -90,9 +90,8 @@ def check(case, result):
 def selected(two_ranks):
     cases = [case for case in QUICK if on_two_ranks(case) == two_ranks]
     rest = [case for case in REST if on_two_ranks(case) == two_ranks]
-    if (
-        two_ranks
-    ):  # each takes both cores for a second: ZeRO-3 for every third family, and one other
+    if two_ranks:
+        # Each takes both cores for a second: ZeRO-3 for every third family, and one other.
         quick = [*cases[1::6], cases[0]]
         cases, rest = quick, [*(case for case in cases if case not in quick), *rest]
     return cases + slow(rest)

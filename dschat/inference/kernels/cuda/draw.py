@@ -152,6 +152,38 @@ def _reached(
 
 
 @triton.jit
+def _highest(
+    bound,
+    high,
+    wanted,
+    BY_MASS: tl.constexpr,
+    best,
+    temperature,
+    row_ptr,
+    row,
+    short_ptr,
+    stops_ptr,
+    NUM_BLOCKS: tl.constexpr,
+    SPARE_BITS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The highest rank from ``bound`` to ``high`` that the ``wanted`` tokens, or mass, reach."""
+    while bound < high:
+        middle = (bound + high + 1) >> 1
+        count, _, mass, _ = _reached(
+            middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
+            SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+        )  # fmt: skip
+        suffices = (mass if BY_MASS else count) >= wanted
+        bound = tl.where(suffices, middle, bound)
+        high = tl.where(suffices, high, middle - 1)
+    return bound
+
+
+@triton.jit
 def _threshold(
     logits_ptr,
     short_ptr,
@@ -170,46 +202,34 @@ def _threshold(
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
-    temperature = tl.load(numbers_ptr).to(tl.float32)
-    block_ptr = blocks_ptr + row * 4 * NUM_BLOCKS
+    row, temperature = tl.program_id(0), tl.load(numbers_ptr).to(tl.float32)
+    row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
     largest_of_blocks = tl.load(block_ptr + columns, mask=columns < NUM_BLOCKS, other=float("-inf"))
     best = tl.max(largest_of_blocks, axis=0)
     top = _rank(best, SPARE_BITS)
     bound = _rank(best * 0 + float("-inf"), SPARE_BITS) + 1  # of the smallest finite logit
     ties = top * 0 + VOCAB  # that are kept at the bound, at most
-    if TOP_K > 0:  # the highest rank that so many tokens reach
-        high = top
-        while bound < high:
-            middle = (bound + high + 1) >> 1
-            count, _, _, _ = _reached(
-                middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
-                SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
-            )  # fmt: skip
-            bound = tl.where(count >= TOP_K, middle, bound)
-            high = tl.where(count >= TOP_K, high, middle - 1)
+    if TOP_K > 0:
+        bound = _highest(
+            bound, top, TOP_K, False, best, temperature, row_ptr, row, short_ptr, stops_ptr,
+            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+        )  # fmt: skip
     count, above, mass, mass_above = _reached(
         bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
         SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
     )  # fmt: skip
     if TOP_K > 0:
         ties = (TOP_K - above).to(tl.int64)
-    if HAS_TOP_P:  # the highest rank at which the mass suffices
+    if HAS_TOP_P:
         at_bound = tl.maximum(count - above, 1)
         share = tl.minimum(ties, at_bound).to(tl.float64) / at_bound.to(tl.float64)
         target = tl.load(numbers_ptr + 1) * (mass_above + (mass - mass_above) * share)
         lowest = bound
-        high = top
-        while bound < high:
-            middle = (bound + high + 1) >> 1
-            _, _, mass, _ = _reached(
-                middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
-                SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
-            )  # fmt: skip
-            bound = tl.where(mass >= target, middle, bound)
-            high = tl.where(mass >= target, high, middle - 1)
+        bound = _highest(
+            bound, top, target, True, best, temperature, row_ptr, row, short_ptr, stops_ptr,
+            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+        )  # fmt: skip
         ties = tl.where(bound > lowest, VOCAB, ties)
         count, above, mass, mass_above = _reached(
             bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
@@ -231,7 +251,7 @@ def _threshold(
         bound = tl.maximum(likely, bound)
 
     seen = bound * 0  # tokens at the bound
-    last = bound * 0 - 1
+    last = seen - 1
     for block in range(NUM_BLOCKS):
         _, x = _logits(
             row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
@@ -308,9 +328,8 @@ def _choose(
     offset = tl.arange(0, BLOCK)
     if bounds_ptr is not None:
         rank, bound = _rank(allowed, SPARE_BITS), tl.load(bounds_ptr + 2 * row)
-        is_kept_tie = (rank == bound) & (
-            chosen * BLOCK + offset <= tl.load(bounds_ptr + 2 * row + 1)
-        )
+        last_tie = tl.load(bounds_ptr + 2 * row + 1)
+        is_kept_tie = (rank == bound) & (chosen * BLOCK + offset <= last_tie)
         allowed = tl.where((rank > bound) | is_kept_tie, allowed, float("-inf"))
     origin = tl.max(allowed, axis=0)
     if GREEDY:
@@ -369,12 +388,11 @@ def plan(
         "ALL_BLOCKS": max(triton.next_power_of_2(num_blocks), 2),
         "SPARE_BITS": _SPARE_BITS[logits.dtype],
     }
-    top_k = top_k if top_k < num_tokens else 0
-    kept = {"TOP_K": top_k, "HAS_TOP_P": has_top_p, "HAS_MIN_P": has_min_p}
+    kept = {"TOP_K": top_k * (top_k < num_tokens), "HAS_TOP_P": has_top_p, "HAS_MIN_P": has_min_p}
     truncates = not greedy and any(kept.values())
     args = (logits, short, stops, blocks, numbers)
-    chosen = (*args, bounds if truncates else None, counters, seed, ids, logprobs)
     mass = Launch(_mass, (num_rows, num_blocks), args, shared)
+    chosen = (*args, bounds if truncates else None, counters, seed, ids, logprobs)
     choose = Launch(_choose, (num_rows,), chosen, of_row | {"GREEDY": greedy})
     if not truncates:
         return mass, choose
