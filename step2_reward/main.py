@@ -7,7 +7,7 @@ with --loss dpo, cdpo, ipo or kto, trains the policy on the pairs and leaves out
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.interrupts import exit_on_interrupt
+    from dschat.startup.interrupts import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -10,7 +10,7 @@ The loop below is the one the README shows for notebooks.
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.interrupts import exit_on_interrupt
+    from dschat.startup.interrupts import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -39,7 +39,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
-from dschat.openmp import limit_spinning_late
+from dschat.startup.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -25,7 +25,7 @@ from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
 from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
-from dschat.openmp import limit_spinning_late
+from dschat.startup.openmp import limit_spinning_late
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

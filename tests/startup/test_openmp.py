@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat.openmp import num_teams
+from dschat.startup.openmp import num_teams
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Prints the policy as libgomp will read it, at the moment when torch is first imported.
 HOOK = """
