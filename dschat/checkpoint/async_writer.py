@@ -12,8 +12,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manifest import (
@@ -23,12 +24,15 @@ from dschat.checkpoint.manifest import (
     check_sizes,
     manifest_bytes,
     read_manifest,
+    step_folders,
 )
 
 logger = logging.getLogger("dschat")
 
 SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
 _POLL_S = 0.05
+
+T = TypeVar("T")
 
 
 class Failed(Exception):
@@ -38,7 +42,10 @@ class Failed(Exception):
 class Writing:
     """A checkpoint that is being written.
 
-    ``problem``: why this rank's files could not be written, once `join_own` has returned.
+    Attributes:
+        files: this rank's files -> (size, checksum), once they are written. Fails with an OSError,
+            or with a bug.
+        checkpoint: on rank 0 the complete checkpoint; None on other ranks. Fails with `Failed`.
     """
 
     def __init__(
@@ -48,66 +55,63 @@ class Writing:
         settings: Mapping[str, Any],
         rank: int,
         world_size: int,
-        finished: Callable[[CheckpointInfo | None, str], None],
         others: Sequence[Path] = (),
+        total_limit: int | None = None,
     ) -> None:
-        """``finished(checkpoint, problem)`` is called once on rank 0, when the checkpoint is
-        complete or has failed; perhaps from another thread. ``others``: files outside of it that
-        rank 0 syncs to disk before it is complete.
+        """``others``: files outside of it that rank 0 syncs to disk before it is complete.
+        ``total_limit``: number of checkpoints to keep beside it then, with it; None: all.
         """
         self.step = step
-        self.problem = ""
+        self.files: Future[dict[str, tuple[int, str]]] = Future()
+        self.checkpoint: Future[CheckpointInfo | None] = Future()
         self._target, self._staging = target, atomic_files.staging_of(target)
         self._settings = settings
         self._rank, self._world_size = rank, world_size
-        self._finished = finished
-        self._others = others
-        self._bug: BaseException | None = None
-        self._own = threading.Event()
+        self._others, self._total_limit = others, total_limit
+        self._problem = ""  # of any rank, once `give_up` was called
         self._give_up = threading.Event()
         self._deadline = float("inf")
-        self._thread: threading.Thread | None = None
 
     def start(self, contents: Mapping[str, Any], in_background: bool) -> None:
         """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`."""
         if not in_background:
-            self._write_own(contents)
-        self._thread = threading.Thread(
+            _settle(self.files, self._write_files, contents)
+        threading.Thread(
             target=self._run,
             args=(contents if in_background else None,),
             name="checkpoint",
-            daemon=True,  # a run that ends without `join` loses this checkpoint
-        )
-        self._thread.start()
+            daemon=True,  # a run that ends without `wait` loses this checkpoint
+        ).start()
 
-    def join_own(self) -> None:
-        """Wait until this rank's files are written or have failed. Raises for a bug."""
-        self._own.wait()
-        if self._bug is not None:
-            raise self._bug
+    def problem(self) -> str:
+        """Wait for this rank's files; returns why they could not be written, or "". Raises a bug of
+        the thread.
+        """
+        try:
+            self.files.result()
+        except OSError as error:
+            return _reason(error)
+        return ""
 
-    def join(self, problem: str) -> None:
-        """Wait for the manifest; all ranks' files are written, or one has this ``problem``."""
+    def wait(self, problem: str) -> CheckpointInfo | None:
+        """Wait for ``checkpoint``; all ranks' files are written, or one has this ``problem``.
+
+        Raises:
+            Failed: it could not be written.
+        """
         if problem:
-            self.problem = self.problem or problem
+            self._problem = problem
             self._give_up.set()
         self._deadline = time.monotonic() + SHOWS_UP_S
-        assert self._thread is not None
-        self._thread.join()
-        if self._bug is not None:
-            raise self._bug
+        return self.checkpoint.result()
 
     def _run(self, contents: Mapping[str, Any] | None) -> None:
         if contents is not None:
-            self._write_own(contents)
+            _settle(self.files, self._write_files, contents)
         del contents
-        if self._rank == 0 and self._bug is None:
-            try:
-                self._finish()
-            except BaseException as error:  # raised again by `join`, in the thread that trains
-                self._bug = error
+        _settle(self.checkpoint, self._complete)
 
-    def _write_own(self, contents: Mapping[str, Any]) -> None:
+    def _write_files(self, contents: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
         written: dict[str, tuple[int, str]] = {}
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
@@ -115,19 +119,16 @@ class Writing:
                 written[name] = atomic_files.write_file(self._staging / name, content)
             self._write_note(f".done_{self._rank:05d}.json", json.dumps(written))
         except OSError as error:
-            self.problem = _reason(error)
-            self._drop(list(contents))
-        except BaseException as error:  # raised again by `join_own`, in the thread that trains
-            self._bug = error
-        finally:
-            self._own.set()
+            self._drop(list(contents), _reason(error))
+            raise
+        return written
 
-    def _drop(self, names: list[str]) -> None:
+    def _drop(self, names: list[str], problem: str) -> None:
         """Delete this rank's files, and tell rank 0 that it failed."""
         try:
             for name in names:
                 (self._staging / name).unlink(missing_ok=True)
-            self._write_note(f".failed_{self._rank:05d}.json", json.dumps(self.problem))
+            self._write_note(f".failed_{self._rank:05d}.json", json.dumps(problem))
         except OSError:
             logger.debug("process %d cannot write that it failed", self._rank)
 
@@ -137,11 +138,13 @@ class Writing:
         path.write_text(text, encoding="utf-8")
         os.rename(path, self._staging / name)
 
-    def _finish(self) -> None:
+    def _complete(self) -> CheckpointInfo | None:
         """Rank 0: complete the checkpoint from all ranks' files, or remove it."""
+        if self._rank:
+            return None
         try:
-            if self.problem:
-                raise Failed(self.problem)
+            if problem := self.problem():
+                raise Failed(problem)
             written = self._gathered()
             written |= atomic_files.unclaimed(self._staging, written)
             for path in self._staging.glob(".done_*"):
@@ -155,11 +158,19 @@ class Writing:
             atomic_files.move_in(self._staging, self._target)
             checkpoint = read_manifest(self._target)
         except (OSError, Failed, Damaged) as error:
-            self.problem = self.problem or _reason(error)
             shutil.rmtree(self._staging, ignore_errors=True)
-            self._finished(None, self.problem)
-        else:
-            self._finished(checkpoint, "")
+            raise Failed(_reason(error)) from error
+        self._prune()
+        return checkpoint
+
+    def _prune(self) -> None:
+        """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
+        folders = step_folders(self._target.parent)
+        older = [folder for folder, step in folders.items() if step < self.step]
+        later = [folder for folder, step in folders.items() if step > self.step]
+        beyond = [] if self._total_limit is None else older[max(0, self._total_limit - 1) :]
+        for folder in later + beyond:
+            atomic_files.remove(folder)
 
     def _gathered(self) -> dict[str, tuple[int, str]]:
         """The files of all ranks; waits for them."""
@@ -178,13 +189,21 @@ class Writing:
                     written |= {name: (size, sha) for name, (size, sha) in entries.items()}
                     waiting.discard(rank)
             if self._give_up.wait(_POLL_S if waiting else 0):
-                raise Failed(self.problem)
+                raise Failed(self._problem)
             if waiting and time.monotonic() > self._deadline:
                 raise Failed(
                     f"the files of process {min(waiting)} do not show up in {self._staging.parent};"
                     " all processes must write to one shared disk"
                 )
         return written
+
+
+def _settle(future: Future[T], work: Callable[..., T], *args: Any) -> None:
+    """Give ``future`` the result or the exception of ``work(*args)``."""
+    try:
+        future.set_result(work(*args))
+    except BaseException as error:  # raised again in the thread that asks for the result
+        future.set_exception(error)
 
 
 def _reason(error: Exception) -> str:

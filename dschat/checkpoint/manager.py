@@ -28,7 +28,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
-from dschat.checkpoint.async_writer import Writing
+from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
     CheckpointInfo,
@@ -82,6 +82,7 @@ class CheckpointManager:
         self._settings = json.loads(json.dumps(settings))
         self._total_limit = total_limit
         self._writing: Writing | None = None
+        self._is_logged = False  # whether the result of `_writing` is
         self._damaged: set[Path] = set()
         self._failing = False  # the last one could not be written, which is logged once
         self.last: Path | None = None  # the latest complete one, on rank 0
@@ -116,7 +117,7 @@ class CheckpointManager:
         problem = _make_folders(atomic_files.staging_of(target), list(state.engines))
         if problem:
             if dist.is_main_process():
-                self._finished(None, problem)
+                self._warn(problem)
             return
         contents = self._contents(atomic_files.staging_of(target), state)
         in_background = snapshot.fits(snapshot.num_bytes(contents), self._processes_here)
@@ -130,9 +131,10 @@ class CheckpointManager:
             self._settings,
             dist.rank(),
             dist.world_size(),
-            self._finished,
             state.files,
+            self._total_limit,
         )
+        self._is_logged = False
         self._writing.start(contents, in_background)
 
     def _contents(self, staging: Path, state: RunState) -> dict[str, Any]:
@@ -157,41 +159,40 @@ class CheckpointManager:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        writing.join_own()
-        problems = dist.gather_objects(writing.problem)
+        problems = dist.gather_objects(writing.problem())
         failures = [f"process {rank}: {p}" for rank, p in enumerate(problems) if p]
-        writing.join(failures[0] if failures else "")
+        self._log_result(writing, failures[0] if failures else "")
         dist.barrier()
 
-    def _finished(self, checkpoint: CheckpointInfo | None, problem: str) -> None:
-        """On rank 0, from the writing thread."""
-        if checkpoint is None:
-            latest = self.last or "none yet"
-            logger.log(
-                logging.DEBUG if self._failing else logging.WARNING,
-                "a checkpoint could not be written (%s); training continues; latest checkpoint: %s",
-                problem,
-                latest,
-            )
-            self._failing = True
-            return
-        if self._failing:
-            logger.warning("checkpoints are written again")
-        self._failing, self.last = False, checkpoint.folder
-        logger.info("checkpoint %s (%.2f GiB)", checkpoint.folder, checkpoint.num_bytes / 2**30)
-        self._prune(checkpoint)
+    def poll(self) -> None:
+        """Log the result of the current write, if it has one. Call it after every step."""
+        if self._writing is not None and self._writing.checkpoint.done():
+            self._log_result(self._writing)
 
-    def _prune(self, newest: CheckpointInfo) -> None:
-        """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
-        older = []
-        for folder, step in step_folders(self._folder).items():
-            if step < newest.step:
-                older.append(folder)
-            elif step > newest.step:
-                atomic_files.remove(folder)
-        if self._total_limit is not None:
-            for folder in older[max(0, self._total_limit - 1) :]:
-                atomic_files.remove(folder)
+    def _log_result(self, writing: Writing, problem: str = "") -> None:
+        """Wait for the result; on rank 0, log it once and remember the checkpoint."""
+        try:
+            checkpoint = writing.wait(problem)
+        except Failed as failure:
+            if not self._is_logged:
+                self._warn(str(failure))
+        else:
+            if checkpoint is not None and not self._is_logged:
+                if self._failing:
+                    logger.warning("checkpoints are written again")
+                self._failing, self.last = False, checkpoint.folder
+                size_gib = checkpoint.num_bytes / 2**30
+                logger.info("checkpoint %s (%.2f GiB)", checkpoint.folder, size_gib)
+        self._is_logged = True
+
+    def _warn(self, problem: str) -> None:
+        logger.log(
+            logging.DEBUG if self._failing else logging.WARNING,
+            "a checkpoint could not be written (%s); training continues; latest checkpoint: %s",
+            problem,
+            self.last or "none yet",
+        )
+        self._failing = True
 
     # -- Resuming
 

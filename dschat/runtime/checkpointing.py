@@ -67,6 +67,7 @@ class TrainingCheckpointer:
         """
         if self._checkpoints is None:
             return
+        self._checkpoints.poll()
         self._last = step, state()
         self._last[1].generators = read_generators()
         if is_last:

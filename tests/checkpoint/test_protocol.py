@@ -165,6 +165,18 @@ def test_a_full_disk_is_logged_once_and_keeps_good_checkpoints(room, tmp_path, m
     assert step_loaded(checkpoints) == 4
 
 
+def test_the_result_is_logged_once_at_the_next_step(tmp_path, caplog):
+    caplog.set_level("INFO", "dschat")
+    checkpoints = CheckpointManager(tmp_path, {})
+    checkpoints.save(1, state_at(1))
+    checkpoints._writing.checkpoint.result(60)
+    assert (checkpoints.last, "step_000001 (" in caplog.text) == (None, False)
+    for call in (checkpoints.poll, checkpoints.poll, checkpoints.wait):
+        call()
+        assert checkpoints.last == tmp_path / "checkpoints/step_000001"
+        assert caplog.text.count("step_000001 (") == 1
+
+
 def test_folders_removed_underneath(tmp_path, monkeypatch, caplog):
     checkpoints = CheckpointManager(tmp_path, {}, 2)
     save(checkpoints, 1)
