@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import dschat.distributed as dist
 from dschat.distributed import process_registry
@@ -35,17 +35,66 @@ class TrainingStopped(Exception):
 
 
 class StopRequest:
-    """The signals received so far."""
+    """The signals that ask a loop to stop.
+
+    1. `listening`: Python's handler in C writes the number of each signal to a pipe at once, even
+       while the main thread waits in a collective, where no handler in Python would run. (That is
+       why a flag set by such a handler would not do: a rank whose peer hangs could not be stopped.)
+    2. A thread reads the pipe. The first signal is recorded; a second one exits at once.
+    3. After each step the loop asks `agreed`; it saves and raises `TrainingStopped`.
+    4. At the end the handlers are restored, and the thread ends by a number that is no signal's.
+
+    Signals are blocked during a fork, which gets default handlers before it receives any: its copy
+    of the pipe is its parent's.
+    """
+
+    _END: ClassVar[int] = 0
+    current: ClassVar["StopRequest | None"] = None  # the one that listens in this process
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None  # the signal, and its time
+        self.handlers: dict[int, Any] = {}  # of `SIGNALS` before, unless ignored
+        self._pipe: tuple[int, int] | None = None  # read, write
 
     def agreed(self) -> bool:
         """Collective. Whether any rank received a signal; call it after a step."""
         is_requested = self._first is not None
         return is_requested if dist.world_size() == 1 else dist.max_int(is_requested) > 0
 
-    def take(self, signum: int) -> None:
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A scope in which a thread takes each signal; ignored signals stay ignored."""
+        self._pipe = reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self.handlers = {s: h for s in SIGNALS if (h := signal.getsignal(s)) is not signal.SIG_IGN}
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for signum in self.handlers:
+            signal.signal(signum, _do_nothing)
+        StopRequest.current = self
+        thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            StopRequest.current = None
+            for signum, handler in self.handlers.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.set_blocking(writer, True)
+            os.write(writer, bytes([self._END]))  # not end of file: a fork may hold the pipe open
+            thread.join()
+            os.close(writer)
+            os.close(reader)
+
+    def _listen(self, reader: int) -> None:
+        numbers = b""
+        while self._END not in numbers:
+            numbers = os.read(reader, 64)
+            for signum in numbers:
+                if signum in SIGNALS:
+                    self._take(signum)
+
+    def _take(self, signum: int) -> None:
         """Record a signal. A second one exits at once: the main thread may wait in a collective
         that never returns.
         """
@@ -60,6 +109,16 @@ class StopRequest:
             _print("interrupted" if signum == signal.SIGINT else "terminated")
             dist.announce_exit(128 + signum)
             os._exit(128 + signum)
+
+    def reset(self) -> None:
+        """In a fork: default handlers, so that ``multiprocessing``'s ``terminate()`` ends it."""
+        StopRequest.current = None
+        signal.set_wakeup_fd(-1)
+        for signum in self.handlers:
+            is_int = signum == signal.SIGINT
+            signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
+        for descriptor in self._pipe or ():
+            os.close(descriptor)
 
 
 def _print(line: str) -> None:
@@ -78,11 +137,11 @@ def handle_stop_signals(output_dir: str | Path) -> Iterator[StopRequest]:
     a nested scope, where the outer one gets the signals.
     """
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread() or _pipe:
+    if threading.current_thread() is not threading.main_thread() or StopRequest.current:
         yield request
         return
     try:
-        with _listening(request), process_registry.registered(output_dir):
+        with request.listening(), process_registry.registered(output_dir):
             yield request
     except TrainingStopped:
         if dist.is_main_process():
@@ -92,60 +151,17 @@ def handle_stop_signals(output_dir: str | Path) -> Iterator[StopRequest]:
         raise
 
 
-@contextmanager
-def _listening(request: StopRequest) -> Iterator[None]:
-    """A scope in which a thread passes each signal to ``request``.
-
-    NOTE: a handler in Python waits until the main thread runs Python again, which in a collective
-    may be never. Python's handler in C writes to the wakeup descriptor at once.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = {s: h for s in SIGNALS if (h := signal.getsignal(s)) is not signal.SIG_IGN}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for signum in before:
-        signal.signal(signum, _do_nothing)
-    _handled.extend(before)
-    _pipe.extend((reader, writer))
-    thread = threading.Thread(target=_listen, args=(reader, request), name="signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        _handled.clear()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(wakeup)
-        os.set_blocking(writer, True)
-        os.write(writer, bytes([_END]))  # not end of file: a fork may hold the pipe open
-        thread.join()
-        _pipe.clear()
-        os.close(writer)
-        os.close(reader)
-
-
-def _listen(reader: int, request: StopRequest) -> None:
-    numbers = b""
-    while _END not in numbers:
-        numbers = os.read(reader, 64)
-        for signum in numbers:
-            if signum in SIGNALS:
-                request.take(signum)
-
-
 def _do_nothing(*_: Any) -> None:
     """The handler in Python: the thread has read the number already."""
 
 
-_END = 0  # is not the number of any signal
-_handled: list[signal.Signals] = []  # in the scope
-_pipe: list[int] = []  # its descriptors, in the scope
-_forking = threading.local()  # the signal mask of this thread before the fork
+# Mask of a thread before its fork, whether or not a request listens: one may start in between.
+_forking = threading.local()
 
 
 def _block_signals() -> None:
-    """A signal to a fork before `_reset_in_fork` would go into its parent's pipe."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled)
+    request = StopRequest.current
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, request.handlers if request else ())
 
 
 def _unblock_signals() -> None:
@@ -153,16 +169,8 @@ def _unblock_signals() -> None:
 
 
 def _reset_in_fork() -> None:
-    """Default handlers, so that ``multiprocessing``'s ``terminate()`` ends a fork."""
-    if _handled:
-        signal.set_wakeup_fd(-1)
-        for signum in _handled:
-            is_int = signum == signal.SIGINT
-            signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
-        _handled.clear()
-        for descriptor in _pipe:
-            os.close(descriptor)
-        _pipe.clear()
+    if StopRequest.current is not None:
+        StopRequest.current.reset()
     _unblock_signals()
 
 
