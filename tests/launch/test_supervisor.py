@@ -10,6 +10,7 @@ import pytest
 from stub_steps import alive, in_loop, interrupted, wait_for
 
 from dschat.distributed import stop_signals
+from dschat.launch.supervisor import Outcome, exit_code
 
 
 def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
@@ -24,6 +25,33 @@ def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
     assert not Path("out/step2_reward").exists()
     assert not Path("out/step1_sft/.ranks").exists()
     return stdout
+
+
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("returncode", "caught", "was_asked", "has_saved", "code"),
+    [
+        (0, [], False, False, 0),
+        (2, [], False, False, 2),
+        (-9, [], False, False, 137),  # killed, as by a kernel without memory
+        (75, [], False, True, 75),  # SLURM signalled the processes, not train.py
+        (1, [], False, True, 75),  # a launcher's own code
+        (75, [INT], True, True, 75),
+        (-15, [INT], True, False, 75),  # the launcher died of it
+        (0, [TERM], True, False, 0),  # after its last step
+        (1, [TERM], True, False, 1),  # failed while it stopped
+        (-15, [INT], False, False, 130),  # nothing to save
+        (0, [TERM], False, False, 143),
+        (-15, [USR1], False, False, 75),  # requeue
+        (-9, [INT, INT], True, False, 130),
+        (-9, [USR1, TERM], True, False, 138),
+        (75, [INT, INT], True, True, 75),  # had saved before
+    ],
+)
+def test_exit_codes(returncode, caught, was_asked, has_saved, code):
+    assert exit_code(Outcome(returncode, tuple(caught), was_asked, has_saved)) == code
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
