@@ -8,7 +8,7 @@ import forked
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
-TIMEOUT_S = 200
+TIMEOUT_S = 600
 
 
 def launch(cases, models, out: Path):

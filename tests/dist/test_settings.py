@@ -71,16 +71,16 @@ SLOW += [
         ((2, 2), (3, 3), (3, 0), (0, 3)), (OFFLOAD, OPTIMIZER), ({}, LORA_BOTH)
     )
 ]
-SLOW += [
+SLOW += [case("ppo", zero, 4, **ONE) for zero in MIXED]
+SLOW += [case("ppo", (3, 3), 4, PARAMETERS, FILE, {"enable_hybrid_engine": False}, **ONE)]
+SLOW_HERE = [  # whole batches, which two processes cannot share
     case("reward", 2, 8, OPTIMIZER, LORA),
     case("ppo", (2, 3), 8, OFFLOAD, FROZEN, FILE, **ONE),
 ]
-SLOW += [case("ppo", zero, 4, **ONE) for zero in MIXED]
-SLOW += [case("ppo", (3, 3), 4, PARAMETERS, FILE, {"enable_hybrid_engine": False}, **ONE)]
 by_name = {"ids": lambda case: case.name}
 
 
-@pytest.mark.parametrize("case", [*HERE, *slow(SLOW)], **by_name)
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW + SLOW_HERE)], **by_name)
 def test_one_process(case, run_here):
     result, folder = run_here(case)
     assert close(result, run_here(plain(case))[0])
