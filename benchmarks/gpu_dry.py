@@ -133,7 +133,6 @@ def _engine(
         borrowed="adjacent" if side.layout == "zero_copy" else "",
         max_num_seqs=case.slots,
         max_seq_len=case.prompt_tokens + case.new_tokens,
-        max_num_batched_tokens=8192,  # as in training
         cuda_graphs=None if side.graphs else False,
     )
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import dschat.distributed as dist
 from dschat.hybrid.rollout_form import EngineRollout, Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
-from dschat.inference import SamplingParams
+from dschat.inference import EngineConfig, SamplingParams
 from dschat.models.lora import add_lora
 from dschat.models.training_engine import TrainingEngine
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap
@@ -88,10 +88,10 @@ class Side:
         config = module.get_base_model().config if hasattr(module, "peft_config") else module.config
         shared = RolloutSettings(
             dtype=config.dtype,
-            stop_ids=(),
             pad_id=1,
-            max_seq_len=case.prompt_tokens + case.new_tokens,
-            max_num_seqs=case.slots,
+            engine=EngineConfig(
+                max_num_seqs=case.slots, max_seq_len=case.prompt_tokens + case.new_tokens
+            ),
             sharded=stage == 3,
         )
         self.settings = replace(shared, **settings)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from dschat.hybrid.weight_stream import weight_stream
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
 RATES = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
 
@@ -65,8 +65,7 @@ class EngineSide:
             module.config,
             module.dtype,
             device,
-            max_num_seqs=case.slots,
-            max_seq_len=case.prompt_tokens + case.new_tokens,
+            EngineConfig(max_num_seqs=case.slots, max_seq_len=case.prompt_tokens + case.new_tokens),
         )
         started = clock(device)
         self.engine.weights.load(weight_stream(module, device))

@@ -1,8 +1,7 @@
 """Estimates the memory of the actor's rollout form: weights, KV cache, work space.
 
 Layout and LoRA form are those of the run, `dschat.hybrid.rollout_choice`. The choice of the form is
-repeated from `dschat.hybrid.rollout_form`, and the size of the cache from
-`dschat.inference.engine`.
+repeated from `dschat.hybrid.rollout_form`.
 """
 
 from dataclasses import dataclass
@@ -11,16 +10,15 @@ import torch
 from transformers import PretrainedConfig
 
 from dschat.config import RLHFConfig
-from dschat.estimate.device import GIB, Device
+from dschat.estimate.device import Device
 from dschat.estimate.models import Sizes
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.inference import UnsupportedModel, model_spec
-from dschat.inference.engine import CAPTURED_PAGE
+from dschat.inference.engine_config import EngineConfig
 from dschat.observability.flops import shape_of
 
 # The values of `dschat.hybrid.rollout_form` and `dschat.hybrid.weight_stream`.
 STAGING = {"cuda": 256 * 2**20, "cpu": 48 * 2**20}  # bytes of a bucket of gathered weights
-BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 GENERATE_ROWS = 256  # that the Hugging Face loop decodes together
 
 
@@ -71,15 +69,14 @@ def rollout_bytes(
         spec = None
     tp, size = config.inference_tp_size, dtype.itemsize
     free = max(0, device.memory - held)
-    samples = config.rollout_samples(1) * tp
-    num_seqs = min(config.max_num_seqs, max(samples, config.eval_batch_size))
-    seq_len = config.max_prompt_seq_len + config.max_answer_seq_len
+    engine = EngineConfig.of_rollout(config)
+    num_seqs, seq_len = engine.max_num_seqs, engine.seq_len(None)
     shape = shape_of(model)
     whole = size * sizes.total
     if spec is None:
         sharded = config.actor_zero_stage == 3
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
-        rows = min(GENERATE_ROWS, samples)
+        rows = min(GENERATE_ROWS, config.rollout_samples(1) * tp)
         logits = _sampling(rows, shape.vocab, size, config)
         form = "an unsharded copy" if sharded else "training weights"
         form = f"Hugging Face generate loop on {form}"
@@ -92,14 +89,11 @@ def rollout_bytes(
         weights += size * sizes.embedding // tp  # packing copies the tied head
     if config.actor_lora_dim and choice.lora == "side":
         weights += size * num_adapters // tp
-    seq_len = min(x for x in (seq_len, spec.max_positions) if x is not None)
-    is_captured = device.on_gpu and config.cuda_graphs is not False
-    page = min(config.kv_page_size or (CAPTURED_PAGE if is_captured else seq_len), seq_len)
+    seq_len = engine.seq_len(spec.max_positions)
+    page = engine.tokens_per_page(seq_len, device.on_gpu and config.cuda_graphs is not False)
     per_page = page * 2 * spec.num_layers * (spec.num_kv_heads // tp) * spec.head_size * size
-    budget = free - weights
-    budget = budget // 2 if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
-    pages = min(num_seqs * -(-seq_len // page), max(budget // per_page, 1))
-    tokens = config.max_num_batched_tokens or BATCHED_TOKENS[device.kind]
+    pages = max(engine.num_pages(seq_len, page, per_page, free - weights), 1)
+    tokens = engine.batched_tokens(device.on_gpu)
     tokens = min(tokens, num_seqs * config.max_prompt_seq_len)
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
     inner = spec.intermediate_size * (2 if spec.gated else 1)

@@ -19,7 +19,7 @@ from dschat.config import UserError
 from dschat.hybrid.adjacent import place_adjacent
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
-from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.inference.model.checkpoint_reader import normalized_names
 from dschat.inference.model.weights import check_shares
@@ -37,21 +37,14 @@ class RolloutSettings:
     """How the actor generates. ``auto``: see `dschat.hybrid.rollout_choice`."""
 
     dtype: torch.dtype
-    stop_ids: tuple[int, ...]
     pad_id: int
-    max_seq_len: int  # longest prompt + answer
-    num_tokens: int | None = None  # size of the tokenizer; the head may have more rows
-    max_num_seqs: int = 256  # per tensor-parallel group
-    max_num_batched_tokens: int | None = None
-    kv_cache_gib: float | None = None
-    page_size: int | None = None
+    engine: EngineConfig
     tp_size: int = 1
     layout: Literal["auto", "copy", "zero_copy"] = "auto"
     lora: Literal["auto", "merge", "side"] = "auto"
     frozen_base: bool = False  # only adapters are trained
     sharded: bool = False  # ZeRO-3
     layers_per_bucket: int = 8
-    cuda_graphs: bool | None = None  # None: where they can be captured
     release_cache: bool = False  # free the KV cache after every rollout
     release_weights: bool = False  # free the rollout's weights after every rollout
 
@@ -143,7 +136,7 @@ class EngineRollout:
     ) -> None:
         self._module, self._config, self._settings = module, config, settings
         self._group = dist.Group(settings.tp_size)
-        self._engine = self._make_engine(settings.max_num_seqs)
+        self._engine = self._make_engine()
         self._has_adapters = bool(adapters(module))
         choice = self._choice()
         self._layout, self._lora = choice.layout, choice.lora
@@ -156,26 +149,9 @@ class EngineRollout:
         if not settings.release_cache:
             self._engine.allocate_cache()  # before training's activations divide the free memory
 
-    def _make_engine(self, max_num_seqs: int) -> InferenceEngine:
+    def _make_engine(self) -> InferenceEngine:
         s = self._settings
-        on_cuda = dist.device().type == "cuda"
-        engine = InferenceEngine(
-            self._config,
-            s.dtype,
-            dist.device(),
-            stop_ids=s.stop_ids,
-            num_tokens=s.num_tokens,
-            max_num_seqs=max_num_seqs,
-            max_seq_len=s.max_seq_len,
-            max_num_batched_tokens=s.max_num_batched_tokens or (8192 if on_cuda else 2048),
-            kv_cache_gib=s.kv_cache_gib,
-            page_size=s.page_size,
-            group=self._group,
-            cuda_graphs=s.cuda_graphs,
-        )
-        if engine.length_limit == "max_seq_len":
-            engine.length_limit = "--max_prompt_seq_len + --max_answer_seq_len"
-        return engine
+        return InferenceEngine(self._config, s.dtype, dist.device(), s.engine, self._group)
 
     def _choice(self) -> RolloutChoice:
         s, device = self._settings, dist.device()
@@ -205,7 +181,11 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
-            + (", CUDA graphs" if s.cuda_graphs is not False and e.device.type == "cuda" else "")
+            + (
+                ", CUDA graphs"
+                if s.engine.cuda_graphs is not False and e.device.type == "cuda"
+                else ""
+            )
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------
@@ -263,7 +243,7 @@ class EngineRollout:
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> InferenceEngine:
         """Collective. A second engine with these weights; this one's cache is freed for it."""
         self._engine.release_cache()
-        engine = self._make_engine(self._settings.max_num_seqs)
+        engine = self._make_engine()
         engine.weights.load(self._known(stream))
         return engine
 
@@ -314,7 +294,7 @@ class ModuleRollout:
     def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
         s = self.settings
         generator = HuggingFaceGenerator(
-            module, s.stop_ids, s.pad_id, num_tokens=s.num_tokens, self_check=True
+            module, s.engine.stop_ids, s.pad_id, num_tokens=s.engine.num_tokens, self_check=True
         )
         # Keeps the result of the first rollout's self-check.
         self._batching = generator.batching = self._batching or generator.batching

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
+    "EngineConfig": "dschat.inference.engine_config",
     "InferenceEngine": "dschat.inference.engine",
     "Rollout": "dschat.inference.protocol",
     "SamplingParams": "dschat.inference.protocol",

@@ -19,6 +19,7 @@ from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
+from dschat.inference.engine_config import EngineConfig
 from dschat.inference.kernels import fused_decode
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import model_spec
@@ -43,9 +44,6 @@ from dschat.startup.openmp import limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Tokens per page where steps are captured: a block of the decode kernel, with one page to look up.
-CAPTURED_PAGE = 64
-
 
 class InferenceEngine:
     """Generates with a causal LM of the architecture table.
@@ -53,20 +51,9 @@ class InferenceEngine:
     Args:
         config: the model's transformers config.
         dtype, device: of weights and cache.
-        stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
-        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
-            never drawn.
-        max_num_seqs: sequences that decode together.
-        max_seq_len: longest prompt + answer; default and maximum: the model's positions.
-        max_num_batched_tokens: tokens per step; longer prompts are computed in chunks.
-        kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
-            ``max_seq_len``, but at most half of the memory that is free when it is first allocated.
-        page_size: tokens per page; default: 64 where decode steps are captured, else
-            ``max_seq_len``, one page per sequence.
+        sizes: see `EngineConfig`.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
-        cuda_graphs: capture decode steps and replay them. True: an error where that is not
-            possible; None: on CUDA, with a warning if a capture fails.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -78,16 +65,8 @@ class InferenceEngine:
         config: PretrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        stop_ids: tuple[int, ...] = (),
-        num_tokens: int | None = None,
-        max_num_seqs: int = 64,
-        max_seq_len: int | None = None,
-        max_num_batched_tokens: int = 2048,
-        kv_cache_gib: float | None = None,
-        page_size: int | None = None,
+        sizes: EngineConfig | None = None,
         group: Group | None = None,
-        cuda_graphs: bool | None = None,
     ) -> None:
         limit_spinning_late()
         self.config, self.dtype, self.device = config, dtype, device
@@ -95,44 +74,37 @@ class InferenceEngine:
         self.group = group or Group()
         panels = fused_decode.applies(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
-        self.stop_ids = tuple(stop_ids)
-        self.num_tokens = min(num_tokens or self.spec.vocab_size, self.spec.vocab_size)
+        self._sizes = sizes = sizes or EngineConfig()
+        self.stop_ids = sizes.stop_ids
+        self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = self.spec.max_positions
         if self.spec.rotary:
             assert bound is not None, "rotary models declare their maximum length"
             bound = rotary_limit(config, bound)
-        self.max_seq_len = min(x for x in (max_seq_len or bound or 2048, bound) if x is not None)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_seq_len", max_seq_len),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("page_size", page_size),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"{name} {value} must be at least 1")
-        self._capture = capture_for(device, cuda_graphs)
-        default_page = self.max_seq_len if self._capture is None else CAPTURED_PAGE
-        self.page_size = min(page_size or default_page, self.max_seq_len)
-        self._kv_cache_gib = kv_cache_gib
+        self.max_seq_len = sizes.seq_len(bound)
+        self.max_num_seqs = sizes.max_num_seqs
+        self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
+        self._capture = capture_for(device, sizes.cuda_graphs)
+        self.page_size = sizes.tokens_per_page(self.max_seq_len, self._capture is not None)
         self._cache: KVCache | None = None
         # The same after every `release_cache`. A cache too small is refused before weights load.
-        self._cache_pages = None if kv_cache_gib is None else self._num_pages()
+        self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
         self._separate_prefill = device.type == "cuda"
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
-        is_models = max_seq_len is None or bound == self.max_seq_len
-        self.length_limit = "the model's positions" if is_models else "max_seq_len"  # in errors
+        is_models = sizes.max_seq_len is None or bound == self.max_seq_len
+        self._length_flags = "the model's positions" if is_models else sizes.length_flags
         self.stats = GenerationStats()
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, dtype: str = "float32", device: str = "cpu", **options: Any
     ) -> "InferenceEngine":
-        """An engine with the weights of a Hugging Face checkpoint; ``options`` as above.
+        """An engine with the weights of a Hugging Face checkpoint.
+
+        ``options``: fields of `EngineConfig`; default for ``stop_ids``: the checkpoint's.
 
         Raises:
             UserError: the checkpoint is missing, damaged or incomplete (the tensor is named).
@@ -157,7 +129,7 @@ class InferenceEngine:
             stops = generation.eos_token_id
         if "stop_ids" not in options and stops is not None:
             options["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
-        engine = cls(config, DTYPES[dtype], torch_device, **options)
+        engine = cls(config, DTYPES[dtype], torch_device, EngineConfig(**options))
         engine.load_checkpoint(path)
         return engine
 
@@ -194,6 +166,11 @@ class InferenceEngine:
         """Longest prompt + answer that fits the model's positions and the cache."""
         return min(self.max_seq_len, self.cache.num_pages * self.page_size)
 
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs."""
+        return self._capture is not None
+
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, on this rank."""
         heads = 2 * self.weights.num_kv_heads * self.spec.head_size
@@ -221,20 +198,18 @@ class InferenceEngine:
         return self._cache
 
     def _num_pages(self) -> int:
-        wanted = self.max_num_seqs * -(-self.max_seq_len // self.page_size)
         page_bytes = self.page_size * self.bytes_per_token()
-        if self._kv_cache_gib is not None:
-            budget = int(self._kv_cache_gib * 2**30)
-        else:
-            budget = free_bytes(self.device) // 2
+        free = free_bytes(self.device) if self._sizes.kv_cache_gib is None else 0
+        num_pages = self._sizes.num_pages(self.max_seq_len, self.page_size, page_bytes, free)
         # All ranks of a group must have the same number of pages.
-        fit = min(self.group.gather_objects(budget // page_bytes))
-        if fit < 1:
+        num_pages = min(self.group.gather_objects(num_pages))
+        if num_pages < 1:
+            cache_gib = self._sizes.cache_bytes(free) / 2**30
             raise UserError(
-                f"a KV cache of {budget / 2**30:.3g} GiB is smaller than a page of {self.page_size}"
-                f" tokens ({page_bytes / 2**30:.3g} GiB); raise kv_cache_gib or lower max_seq_len"
+                f"a KV cache of {cache_gib:.3g} GiB is smaller than a page of {self.page_size} "
+                f"tokens ({page_bytes / 2**30:.3g} GiB); raise kv_cache_gib or lower max_seq_len"
             )
-        return min(wanted, fit)
+        return num_pages
 
     def release_cache(self) -> None:
         """Free the KV cache and the graphs that read it; the next `generate` allocates both."""
@@ -312,7 +287,7 @@ class InferenceEngine:
             if total > self.max_seq_len:
                 return (
                     f"prompt {i} has {len(ids)} tokens; with {limit} new ones that exceeds "
-                    f"{self.length_limit} = {self.max_seq_len}"
+                    f"{self._length_flags} = {self.max_seq_len}"
                 )
             if cache.pages_for(total) > cache.num_pages:
                 return (

@@ -22,6 +22,7 @@ from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
 from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_form
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
+from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.language_model import LanguageModel
@@ -260,24 +261,16 @@ class DeepSpeedRLHFEngine:
 
     def _rollout_settings(self) -> RolloutSettings:
         args = self.args
-        samples = args.rollout_samples(1) * args.inference_tp_size
         return RolloutSettings(
             dtype=self._actor_zero.dtype,
-            stop_ids=self.stop_ids,
             pad_id=self.tokenizer.pad_token_id,
-            max_seq_len=args.max_prompt_seq_len + args.max_answer_seq_len,
-            num_tokens=num_ids(self.tokenizer),
-            max_num_seqs=min(args.max_num_seqs, max(samples, args.eval_batch_size)),
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            kv_cache_gib=args.kv_cache_gib,
-            page_size=args.kv_page_size,
+            engine=EngineConfig.of_rollout(args, self.stop_ids, num_ids(self.tokenizer)),
             tp_size=args.inference_tp_size,
             layout=args.rollout_layout,
             lora=args.rollout_lora,
             frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,
             sharded=self._actor_zero.shards_parameters,
             layers_per_bucket=args.tp_gather_partition_size,
-            cuda_graphs=args.cuda_graphs,
             release_cache=args.release_inference_cache,
             release_weights=args.unpin_actor_parameters,
         )

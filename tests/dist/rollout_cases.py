@@ -6,6 +6,7 @@ DeepSpeed engine around a model of ``families``, trained on random ids.
 
 import random
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
+from dschat.inference import EngineConfig
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
@@ -66,6 +68,15 @@ def large_model(name: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32).eval()
 
 
+def settings_of(**changes: Any) -> RolloutSettings:
+    """``changes``: fields of `RolloutSettings` or of its `EngineConfig`."""
+    names = changes.keys() & {field.name for field in fields(EngineConfig)}
+    sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS}
+    sizes |= {name: changes.pop(name) for name in names}
+    required = {"dtype": torch.float32, "pad_id": EOS, "engine": EngineConfig(**sizes)}
+    return RolloutSettings(**required | changes)
+
+
 class Actor:
     """A model in its training form, and the optimizer steps it has taken."""
 
@@ -104,19 +115,9 @@ class Actor:
         self.version += 1
 
     def form(self, enabled: bool = True, **changes: Any):
-        """Collective. A rollout form; ``changes`` are of its `RolloutSettings`."""
-        settings = {
-            "dtype": torch.float32,
-            "stop_ids": (EOS,),
-            "pad_id": EOS,
-            "max_seq_len": POSITIONS,
-            "max_num_seqs": 8,
-            "frozen_base": self._lora,
-            "sharded": self._zero == 3,
-        }
-        return rollout_form(
-            self.module, self.config, RolloutSettings(**settings | changes), enabled
-        )
+        """Collective. A rollout form; ``changes`` are of its settings or of its engine's."""
+        settings = {"frozen_base": self._lora, "sharded": self._zero == 3}
+        return rollout_form(self.module, self.config, settings_of(**settings | changes), enabled)
 
     def num_bytes(self) -> tuple[int, int]:
         """Bytes of all parameters, and of the adapters among them."""
@@ -202,7 +203,7 @@ def entered(form: Any, version: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _form_options(case: Case) -> dict[str, Any]:
-    """The `RolloutSettings` among a case's options."""
+    """The settings of the form among a case's options."""
     form = dict(case.options)
     form.pop("offload", None)
     lora = form.pop("lora", "off")
@@ -311,7 +312,7 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """The errors of settings that two ranks refuse."""
 
     def message(module: torch.nn.Module, **changes: Any) -> str:
-        settings = RolloutSettings(torch.float32, (EOS,), EOS, POSITIONS, **changes)
+        settings = settings_of(**changes)
         try:
             rollout_form(module, module.config, settings, True)
         except UserError as error:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoModelForCausalLM
 
 from dschat.distributed.machine import user_cache
-from dschat.inference import InferenceEngine
+from dschat.inference import EngineConfig, InferenceEngine
 
 DEVICE = torch.device("cuda:0")
 READ, TO_DEVICE, TO_HOST = "host read", "copy to device", "copy to host"
@@ -203,7 +203,7 @@ def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
     """
     tensors = fake_weights(config, dtype, borrowed == "adjacent")
     knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
-    made = InferenceEngine(config, dtype, DEVICE, **knobs)
+    made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs))
     if made._capture is not None:
         made._capture = watch.capture
     if borrowed:

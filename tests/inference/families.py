@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dschat.inference import InferenceEngine
+from dschat.inference import EngineConfig, InferenceEngine
 
 VOCAB, EOS, POSITIONS = 64, 0, 64
 HEADS, HIDDEN = 4, 32
@@ -160,10 +160,14 @@ def stream(module):
     return ((name, p.detach()) for name, p in module.named_parameters())
 
 
+DEFAULT_SIZES = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS}
+
+
 def empty_engine(config, **knobs):
     """An fp32 engine without weights; by default of 8 slots and ``POSITIONS`` tokens."""
-    knobs = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | knobs
-    return InferenceEngine(config, torch.float32, torch.device("cpu"), **knobs)
+    group = knobs.pop("group", None)
+    sizes = EngineConfig(**{**DEFAULT_SIZES, **knobs})
+    return InferenceEngine(config, torch.float32, torch.device("cpu"), sizes, group)
 
 
 def engine(module, **knobs):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import CONFIGS, build
 
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.cuda_graphs import CudaCapture
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ SAMPLED = SamplingParams(max_new_tokens=24, n=2, seed=5, ignore_eos=True)
 
 def on(device, module, dtype=torch.float32, **knobs):
     knobs = {"max_num_seqs": 8, "max_seq_len": 64} | knobs
-    made = InferenceEngine(module.config, dtype, torch.device(device), **knobs)
+    made = InferenceEngine(module.config, dtype, torch.device(device), EngineConfig(**knobs))
     made.weights.load((n, p.detach()) for n, p in module.named_parameters())
     return made
 

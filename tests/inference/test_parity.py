@@ -21,7 +21,7 @@ from families import (
 )
 from transformers import GenerationConfig
 
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.kernels import fused_decode
 
@@ -139,7 +139,10 @@ def test_bf16_draws_near_the_fp32_log_probs(module_of):
     """The same random numbers on rounded weights: log-probs agree to bf16's eight bits."""
     module = module_of("llama")
     made = InferenceEngine(
-        module.config, torch.bfloat16, torch.device("cpu"), max_num_seqs=8, max_seq_len=POSITIONS
+        module.config,
+        torch.bfloat16,
+        torch.device("cpu"),
+        EngineConfig(max_num_seqs=8, max_seq_len=POSITIONS),
     )
     made.weights.load((name, p.detach()) for name, p in module.named_parameters())
     rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=1))

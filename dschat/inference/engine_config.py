@@ -1,0 +1,89 @@
+"""Declares the sizes and limits of an inference engine."""
+
+from dataclasses import dataclass
+
+from dschat.config import RLHFConfig, UserError
+
+# Tokens per page where steps are captured: a block of the decode kernel, with one page to look up.
+CAPTURED_PAGE = 64
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and limits of an `InferenceEngine`. Flags and errors have the same names.
+
+    Attributes:
+        stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
+        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
+            never drawn.
+        max_num_seqs: sequences that decode together.
+        max_seq_len: longest prompt + answer; default and maximum: the model's positions.
+        length_flags: what an error calls ``max_seq_len``.
+        max_num_batched_tokens: tokens per step, longer prompts are computed in chunks; default:
+            8192 on CUDA, 2048 on a CPU.
+        kv_cache_gib: size of the KV cache; default: enough for ``max_num_seqs`` sequences of
+            ``max_seq_len``, but at most half of the memory that is free when it is first allocated.
+        page_size: tokens per page; default: 64 where decode steps are captured, else
+            ``max_seq_len``, one page per sequence.
+        cuda_graphs: capture decode steps and replay them. True: an error where that is not
+            possible; None: on CUDA, with a warning if a capture fails.
+
+    Raises:
+        UserError: a size below 1, by its name.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    num_tokens: int | None = None
+    max_num_seqs: int = 64
+    max_seq_len: int | None = None
+    length_flags: str = "max_seq_len"
+    max_num_batched_tokens: int | None = None
+    kv_cache_gib: float | None = None
+    page_size: int | None = None
+    cuda_graphs: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value} must be at least 1")
+
+    @classmethod
+    def of_rollout(
+        cls, args: RLHFConfig, stop_ids: tuple[int, ...] = (), num_tokens: int | None = None
+    ) -> "EngineConfig":
+        """The sizes of step 3's rollouts and evaluations."""
+        samples = args.rollout_samples(1) * args.inference_tp_size
+        return cls(
+            stop_ids=stop_ids,
+            num_tokens=num_tokens,
+            max_num_seqs=min(args.max_num_seqs, max(samples, args.eval_batch_size)),
+            max_seq_len=args.max_prompt_seq_len + args.max_answer_seq_len,
+            length_flags="--max_prompt_seq_len + --max_answer_seq_len",
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_gib=args.kv_cache_gib,
+            page_size=args.kv_page_size,
+            cuda_graphs=args.cuda_graphs,
+        )
+
+    def batched_tokens(self, on_gpu: bool) -> int:
+        """Tokens per step."""
+        return self.max_num_batched_tokens or (8192 if on_gpu else 2048)
+
+    def seq_len(self, max_positions: int | None) -> int:
+        """Longest prompt + answer of a model with ``max_positions``; None: any length."""
+        bounds = (self.max_seq_len or max_positions or 2048, max_positions)
+        return min(bound for bound in bounds if bound is not None)
+
+    def tokens_per_page(self, seq_len: int, is_captured: bool) -> int:
+        """``page_size``, or its default, within a sequence of ``seq_len``."""
+        return min(self.page_size or (CAPTURED_PAGE if is_captured else seq_len), seq_len)
+
+    def num_pages(self, seq_len: int, page_size: int, page_bytes: int, free_bytes: int) -> int:
+        """Pages of the KV cache, as many as fit; 0 if none does."""
+        wanted = self.max_num_seqs * -(-seq_len // page_size)
+        return min(wanted, self.cache_bytes(free_bytes) // page_bytes)
+
+    def cache_bytes(self, free_bytes: int) -> int:
+        """Bytes that the KV cache may take of ``free_bytes``."""
+        return free_bytes // 2 if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
