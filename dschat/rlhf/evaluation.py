@@ -25,7 +25,7 @@ from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import Collector
+from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.scoring import action_logprobs, pieces
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
@@ -60,14 +60,14 @@ def evaluate_policy(
     engine: DeepSpeedRLHFEngine,
     generator: Generator,
     held_out: HeldOutPrompts,
-    collector: Collector,
+    collector: RolloutCollector,
 ) -> dict[str, float]:
     """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training."""
     args = engine.args
     sampling = SamplingParams.from_config(args, EVAL_SEED, args.eval_num_samples)
-    collected = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
-    e = collected.experience
-    sources = collector.sources_of(collected, args.eval_batch_size)
+    rollout = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
+    e = rollout.experience
+    sources = rollout.sources(args.eval_batch_size)
     by_source = source_means("eval/scores", sources)
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
     scores[~any_applies(sources)] = math.nan
@@ -80,7 +80,7 @@ def evaluate_policy(
     if engine.has_reference:
         sums["kl"] = _kl(engine, e)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
-    if collector.has_programs or args.eval_pass_source:
+    if collector.scorer.programs.names or args.eval_pass_source:
         pass_scores = scores
         if args.eval_pass_source:
             pass_scores = _scores_of(args.eval_pass_source, sources)

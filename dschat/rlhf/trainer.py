@@ -30,6 +30,7 @@ from dschat.losses import (
 from dschat.models.packing import PackedRows, pack
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
+from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
@@ -39,8 +40,9 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompt_table import PromptBatch
-from dschat.rlhf.rollout_collector import Collector
+from dschat.rlhf.prompt_table import PromptBatch, PromptTable
+from dschat.rlhf.rollout_collector import RolloutCollector
+from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.rlhf.scoring import (
     action_logprobs,
     action_values,
@@ -104,7 +106,9 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.programs = programs or RewardPrograms.of(self.args, reward_fns)
-        self.collector = Collector(engine, self.args, self.programs, more_prompts)
+        self.collector = RolloutCollector(engine, RolloutScorer(engine, self.args, self.programs))
+        rounds = self.args.max_sampling_rounds
+        self._sampler = DynamicSampler(self.collector, rounds, more_prompts)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
@@ -127,7 +131,7 @@ class DeepSpeedPPOTrainer:
             "kl_began_at": self.args.kl_coef,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
-            "rollouts": self.collector.state_dict(),
+            "rollouts": self.collector.scorer.state_dict() | self._sampler.state_dict(),
         }
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
@@ -147,7 +151,8 @@ class DeepSpeedPPOTrainer:
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
         seek(self._unsupervised, values["unsupervised"])
-        self.collector.load_state_dict(values["rollouts"])
+        self.collector.scorer.load_state_dict(values["rollouts"])
+        self._sampler.load_state_dict(values["rollouts"])
 
     @property
     def _is_on_policy(self) -> bool:
@@ -181,23 +186,23 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
-        collected = self.collector.collect(prompt_batch, self.sampling())
+        source = self._sampler if self.args.dynamic_sampling else self.collector
+        rollout = source.generate(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
-            mini_batch = self._mini_batches(collected.experience, epoch=0)
-            collected.balance(mini_batch, samples, self.engine.token_budget)
+            mini_batch = self._mini_batches(rollout.experience, epoch=0)
+            rollout.balance(mini_batch, samples, self.engine.token_budget)
         # Before the scores: reward functions may run meanwhile.
-        self._say_old_logprobs(fill_in(self.engine, collected.experience, self.args))
-        self.collector.score(collected)
-        e = collected.experience
+        self._say_old_logprobs(fill_in(self.engine, rollout.experience, self.args))
+        e = rollout.score()
         e.problem = not_finite(e)
-        clip = self.collector.clip
+        clip = self.collector.scorer.clip
         rewards, corrected = fill_in_advantages(
-            e, self.args, self.kl.value, max(collected.num_prompts, 1), clip
+            e, self.args, self.kl.value, max(rollout.num_prompts, 1), clip
         )
         self.metrics = experience_metrics(e, rewards, corrected, self.engine, clip)
-        self.metrics |= collected.metrics | {"objective/kl_coef": self.kl.value}
+        self.metrics |= rollout.metrics | {"objective/kl_coef": self.kl.value}
         if "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))
         seconds = time.perf_counter() - started

@@ -128,13 +128,13 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
 
 
 def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf import rollout_collector
+    from dschat.rlhf import rollout_scorer
 
     def spoil(scores: Any) -> Any:
         scores[0] = float("nan")
         return scores
 
-    _in_rollout(rollout_collector, "reward_model_scores", number, rank, spoil)
+    _in_rollout(rollout_scorer, "reward_model_scores", number, rank, spoil)
 
 
 def nan_logprobs(number: int, rank: int) -> None:
@@ -166,7 +166,7 @@ def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[
     def count(*_: Any) -> None:
         rollouts[0] += 1
 
-    before(rollout_collector.Collector, "score", count)
+    before(rollout_collector.PendingRollout, "score", count)
     after(
         owner,
         name,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
 from dschat.data.batches import TokenizedPrompts
-from dschat.rlhf import rollout_collector
+from dschat.rlhf import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
@@ -32,7 +32,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_one(n):
 
 
 def held_out(count=6):
-    prompts = rollout_collector.PromptTable.of(
+    prompts = prompt_table.PromptTable.of(
         TokenizedPrompts(PROMPTS[:count], texts=[str(i) for i in range(count)])
     )
     return HeldOutPrompts(prompts, [""] * count, 0, count, gold=False)

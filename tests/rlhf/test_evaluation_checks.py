@@ -12,16 +12,18 @@ from dschat.inference.protocol import Rollout
 from dschat.rewards.reward_functions import SourceScores
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rollout_collector import PromptTable
+from dschat.rlhf.prompt_table import PromptTable
 
 
 def evaluated(sources, has_programs=True, **knobs):
     """The metrics of 2 prompts x 2 answers that ``sources`` scored so."""
     args = RLHFConfig(eval_num_samples=2, **knobs)
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
-    collected = SimpleNamespace(experience=from_rollout([[1]] * 4, rollout, 0))
+    answers = from_rollout([[1]] * 4, rollout, 0)
+    scored = SimpleNamespace(experience=answers, sources=lambda _: sources)
+    programs = SimpleNamespace(names=["rule"] if has_programs else [])
     collector = SimpleNamespace(
-        answers_of=lambda *_: collected, sources_of=lambda *_: sources, has_programs=has_programs
+        answers_of=lambda *_: scored, scorer=SimpleNamespace(programs=programs)
     )
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["a"] * len(ids))
     engine = SimpleNamespace(args=args, has_reference=False, tokenizer=tokenizer)

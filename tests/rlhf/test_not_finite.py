@@ -9,7 +9,7 @@ import torch
 from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
-from dschat.rlhf import rollout_collector, scoring
+from dschat.rlhf import rollout_scorer, scoring
 from dschat.rlhf import trainer as ppo
 from dschat.runtime.optimizer_step import OptimizerStep
 
@@ -29,14 +29,14 @@ def weights(model):
 
 
 def spoil_scores(monkeypatch):
-    scored = rollout_collector.reward_model_scores
+    scored = rollout_scorer.reward_model_scores
 
     def spoilt(*args):
         scores = scored(*args)
         scores[1] = NAN
         return scores
 
-    monkeypatch.setattr(rollout_collector, "reward_model_scores", spoilt)
+    monkeypatch.setattr(rollout_scorer, "reward_model_scores", spoilt)
 
 
 def spoil(name, value):
@@ -88,7 +88,9 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     assert trainer.metrics["throughput/train_tokens_per_s"] == 0
     assert trainer.iteration == 1
     assert f"iteration 0: the update skipped: {problem} (1 in a row)" in caplog.text
-    assert all(value == value for value in trainer.collector.scale.state_dict()["reward_model"])
+    assert all(
+        value == value for value in trainer.collector.scorer.scale.state_dict()["reward_model"]
+    )
 
     e = trainer.generate_experience(PROMPTS[4:8])
     assert e.problem == ""

@@ -76,7 +76,7 @@ def test_a_single_step_divides_by_its_own_log_probs(iteration):
 
 def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     """Numbers of a rollout may be missing, here every eighth."""
-    generated = ppo.Collector.collect
+    generated = ppo.RolloutCollector.generate
 
     def collect(self, *args):
         collected = generated(self, *args)
@@ -84,7 +84,7 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
         e.numbers = e.numbers + e.numbers // 7 + 1  # 1 to 7, 9 to 15, ...
         return collected
 
-    monkeypatch.setattr(ppo.Collector, "collect", collect)
+    monkeypatch.setattr(ppo.RolloutCollector, "generate", collect)
     e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
     assert not (e.numbers % 8 == 0).any()
     assert e.recomputed.all()

@@ -12,8 +12,11 @@ from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardPrograms, SourceScores
+from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.rollout_collector import Collected, Collector, PromptTable
+from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.rollout_collector import PendingRollout
+from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
@@ -21,10 +24,17 @@ def rule(answers):
     return [0.0] * len(answers)
 
 
-def collector_of(*functions, reward_model=False, more=None, **knobs):
+def scorer_of(*functions, reward_model=False, **knobs):
     engine = SimpleNamespace(reward=object() if reward_model else None)
     args = RLHFConfig(**knobs)
-    return Collector(engine, args, RewardPrograms.of(args, functions), more)
+    return RolloutScorer(engine, args, RewardPrograms.of(args, functions))
+
+
+def sampler_of(*functions, reward_model=False, more=None, generate=None):
+    collector = SimpleNamespace(
+        scorer=scorer_of(*functions, reward_model=reward_model), generate=generate
+    )
+    return DynamicSampler(collector, RLHFConfig().max_sampling_rounds, more)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +49,8 @@ def collector_of(*functions, reward_model=False, more=None, **knobs):
 )
 def test_what_bounds_the_score(functions, reward_model, clip_reward, bound, said, caplog):
     with caplog.at_level(logging.INFO, "dschat"):
-        collector = collector_of(*functions, reward_model=reward_model, clip_reward=clip_reward)
-    assert collector.clip == bound
+        scorer = scorer_of(*functions, reward_model=reward_model, clip_reward=clip_reward)
+    assert scorer.clip == bound
     assert said in caplog.text
 
 
@@ -50,24 +60,28 @@ def test_groups_that_the_clip_makes_equal_are_dropped():
     scores = torch.tensor(pairs).float().flatten()
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
     e = SimpleNamespace(numbers=torch.arange(14, 28), scores=scores, scored=scored)
-    assert collector_of(reward_model=True)._with_variance(e, 7, 7, 2) == [8, 9, 10, 11]
-    assert collector_of(rule)._with_variance(e, 7, 7, 2) == [7, 8, 9, 10, 11]
+    assert sampler_of(reward_model=True)._with_variance(e, 7, 7, 2) == [8, 9, 10, 11]
+    assert sampler_of(rule)._with_variance(e, 7, 7, 2) == [7, 8, 9, 10, 11]
+
+
+def pending(scorer, num_answers, sources, monkeypatch):
+    rollout = Rollout([[5, 6]] * num_answers, [[-1.0, -1.0]] * num_answers, ["stop"] * num_answers)
+    experience = from_rollout([[1]] * num_answers, rollout, 0)
+    made = PendingRollout(experience, num_answers, {}, scorer)
+    monkeypatch.setattr(made, "sources", lambda _: sources)
+    return made
 
 
 def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
-    collector = collector_of(rule, (rule, 0))
-    rollout = Rollout([[5, 6]] * 3, [[-1.0, -1.0]] * 3, ["stop"] * 3)
-    collected = Collected(from_rollout([[1]] * 3, rollout, 0), 3, {}, [])
     scores = torch.tensor([1.0, 2.0, 3.0])
     logged = torch.tensor([math.nan, math.inf, 0.5])
     steps = [[math.nan] * 2] * 3
     sources = [SourceScores("rule", 1.0, scores), SourceScores("rule_2", 0.0, logged, steps)]
-    monkeypatch.setattr(collector, "sources_of", lambda *_: sources)
-    collector.score(collected)
-    assert collected.experience.scores.tolist() == [1, 2, 3]
-    assert not collected.experience.token_scores.any()
+    rollout = pending(scorer_of(rule, (rule, 0)), 3, sources, monkeypatch)
+    assert rollout.score().scores.tolist() == [1, 2, 3]
+    assert not rollout.experience.token_scores.any()
     means = {"objective/scores/rule": 2, "objective/scores/rule_2": 0.5}
-    assert collected.metrics == means
+    assert rollout.metrics == means
 
 
 def said(name, weight, *values):
@@ -80,22 +94,19 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
     """Nor does it count in a source's mean. What failed is left out; what is only logged, and what
     scores 0, is something else.
     """
-    collector = collector_of(rule, (rule, 2.0), (rule, 0.0))
+    scorer = scorer_of(rule, (rule, 2.0), (rule, 0.0))
     sources = [
         said("rule", 1.0, 1.0, None, None, 0.0, None, 2.0),
         said("rule_2", 2.0, None, None, 3.0, None, math.nan, -1.0),
         said("rule_3", 0.0, 5.0, 5.0, None, None, None, None),
     ]
-    monkeypatch.setattr(collector, "sources_of", lambda *_: sources)
     for _ in range(2):
-        rollout = Rollout([[5]] * 6, [[-1.0]] * 6, ["stop"] * 6)
-        collected = Collected(from_rollout([[1]] * 6, rollout, 0), 6, {}, [])
-        collector.score(collected)
-        e = collected.experience
+        rollout = pending(scorer, 6, sources, monkeypatch)
+        e = rollout.score()
         assert e.numbers.tolist() == [0, 1, 2, 3, 5]
         assert e.scores.tolist() == [1, 0, 6, 0, 0]
         assert e.scored.tolist() == [True, False, True, True, True]
-        assert collected.metrics == {
+        assert rollout.metrics == {
             "objective/scores/rule": 1,
             "objective/scores/rule_2": 1,
             "objective/scores/rule_3": 5,
@@ -105,36 +116,35 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
     assert any_applies([sources[2]]).all()  # nothing has a weight: nothing is declined
 
 
-def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(monkeypatch):
+def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
-    collector = collector_of(rule, more=([[i]] for i in range(100)), num_samples_per_prompt=2)
     differ = [[1] * 6 + [0] * 2, [1, 0, 0], [0, 1]]
     asked = []
 
-    def answer(prompts, sampling, first, total):
-        pairs = differ[len(asked)]
+    def generate(prompts, sampling, before):
+        pairs, total = differ[len(asked)], len(prompts.ids)
         asked.append(len(prompts.ids))
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
-        e = from_rollout(prompts.repeated(2).ids, rollout, 0, first * 2)
+        e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
-        return Collected(e, total, {"rollout/occupancy": float(total)})
+        return PendingRollout(e, total, {"rollout/occupancy": float(total)})
 
-    monkeypatch.setattr(collector, "_answer", answer)
-    collected = collector._until_full(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
+    sampler = sampler_of(rule, more=([[i]] for i in range(100)), generate=generate)
+    rollout = sampler.generate(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
     assert asked == [8, 3, 2]
-    assert collected.num_prompts == 8
-    assert collected.experience.numbers.tolist() == list(range(16))
-    assert collected.experience.scores.tolist() == [0, 1] * 8
-    assert collected.metrics["sampling/kept_prompts"] == 8
-    assert collected.metrics["sampling/waste"] == pytest.approx(5 / 13)
+    assert rollout.num_prompts == 8
+    assert rollout.experience.numbers.tolist() == list(range(16))
+    assert rollout.experience.scores.tolist() == [0, 1] * 8
+    assert rollout.metrics["sampling/kept_prompts"] == 8
+    assert rollout.metrics["sampling/waste"] == pytest.approx(5 / 13)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
-    assert collected.metrics["rollout/occupancy"] == pytest.approx(weighed)
+    assert rollout.metrics["rollout/occupancy"] == pytest.approx(weighed)
 
 
 def test_exhausted_prompts_are_sampled_again():
-    collector = collector_of(rule, more=iter([[[3]], [[4], [5]]]))
+    sampler = sampler_of(rule, more=iter([[[3]], [[4], [5]]]))
     again = PromptTable([[1], [2]])
-    rounds = [collector._next_prompts(again, 2).ids for _ in range(4)]
+    rounds = [sampler._next_prompts(again, 2).ids for _ in range(4)]
     assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
 
 
@@ -145,8 +155,8 @@ def test_prompts_exhausted_on_one_rank_are_sampled_again_on_all(monkeypatch):
     )  # what the other rank brings: its own prompt, as it has no more
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
     taken = []
-    collector = collector_of(rule, more=(taken.append(i) or [[i]] for i in range(9)))
-    rounds = [collector._next_prompts(PromptTable([[7]]), 2).ids for _ in range(3)]
+    sampler = sampler_of(rule, more=(taken.append(i) or [[i]] for i in range(9)))
+    rounds = [sampler._next_prompts(PromptTable([[7]]), 2).ids for _ in range(3)]
     assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
     assert taken == [0]
 

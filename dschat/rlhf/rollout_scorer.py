@@ -1,0 +1,92 @@
+"""Combines the scores of all sources, reward model and reward functions, into one per answer."""
+
+import logging
+from typing import Any
+
+import torch
+
+import dschat.distributed as dist
+from dschat.config import RLHFConfig, UserError
+from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.scoring import reward_model_scores
+
+logger = logging.getLogger("dschat")
+
+
+class RolloutScorer:
+    """Scores answers by all sources: the reward model and reward functions.
+
+    One per run, with the running scale of rewards.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedRLHFEngine, args: RLHFConfig, programs: RewardPrograms
+    ) -> None:
+        if engine.reward is None and not programs.names:
+            raise UserError(
+                "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
+                "give --reward_fn, --reward_url or reward_fns=[...]"
+            )
+        self.args, self.programs = args, programs
+        self.scale = RunningScale()
+        self._engine = engine
+        self._warned = False  # of answers without a score
+        weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
+        weights |= programs.weights
+        terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
+        bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
+        logger.info("score: %s, %s", " + ".join(terms), bound)
+
+    @property
+    def clip(self) -> float | None:
+        """The bound that clips an answer's score in its reward; None: not clipped."""
+        alone = self._engine.reward is not None and not any(self.programs.weights.values())
+        return self.args.clip_where(model_alone=alone)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
+        return {"scale": self.scale.state_dict(), "programs": self.programs.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.load_state_dict(state["scale"])
+        self.programs.load_state_dict(state.get("programs", {}))
+
+    def reward_model(self, e: Experience, size: int) -> list[SourceScores]:
+        """Collective. The reward model's scores, if there is one; see `PendingRollout.sources`."""
+        if self._engine.reward is None:
+            return []
+        scores = reward_model_scores(self._engine, e, size)
+        return [SourceScores(REWARD_MODEL, self.args.reward_model_weight, scores)]
+
+    def combined(
+        self, e: Experience, sources: list[SourceScores]
+    ) -> tuple[Experience, dict[str, float]]:
+        """Collective. ``e`` with scores, without the answers that failed; and metrics."""
+        metrics = source_means("objective/scores", sources)
+        scores, token_scores = combine(sources, self.args, self.scale)
+        e.scores = scores.float()
+        for row, values in enumerate(token_scores or ()):
+            e.token_scores[row, : len(values)] = torch.tensor(values)
+        e.scored = any_applies(sources)
+        failed = torch.zeros(e.num_sequences, dtype=torch.bool)
+        for source in sources:
+            if source.name != REWARD_MODEL and source.weight:
+                failed |= source.scores.isnan()
+        counts = [float(failed.sum()), float((~e.scored & ~failed).sum()), float(len(failed))]
+        num_failed, num_declined, total = dist.sum_floats(counts)
+        if num_failed or num_declined:
+            metrics["rollout/unscored"] = num_failed + num_declined
+        if num_declined and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f of %.0f answers have no score: every source returned None; such answers are "
+                "not trained on (counted as rollout/unscored)",
+                num_declined,
+                total,
+            )
+        if num_failed:
+            e = e.pick((~failed).nonzero().flatten().tolist())
+        return e, metrics
