@@ -11,8 +11,9 @@ micro-batches (`dschat.data.micro_batches`).
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol, Union, runtime_checkable
+from typing import Any, Protocol, Union
 
 import numpy as np
 
@@ -44,44 +45,29 @@ class RowStream:
     column_names: Sequence[str] = ()
 
 
+@dataclass
 class StepBatches:
     """One rank's view of a data set as optimizer steps.
 
     A stream has a single endless epoch. Each of its global batches takes ``global_batch_size``
     examples; unusable ones make the batch smaller, on the rank whose share has them.
 
-    Args:
-        dataset: the rows, a table or a stream.
-        global_batch_size: rows of one optimizer step, over all ranks and micro-batches.
-        size: how the shares are cut into micro-batches, by their readers. With a token budget the
-            shares of a table are balanced by tokens, for which every rank reads all rows.
-        rank, world_size: the share of every global batch to take.
-        seed: seeds the permutation, together with the epoch.
-        shuffle: False keeps the order of the rows (evaluation: each row once, over all ranks).
-        drop_last: drop a last global batch that is not full.
+    With a token budget in ``size`` the shares of a table are balanced by tokens, for which every
+    rank reads all rows. The readers of the shares cut them into micro-batches.
     """
 
-    def __init__(
-        self,
-        dataset: Union[RowTable, RowStream],
-        global_batch_size: int,
-        size: MicroBatchSize,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool = True,
-        drop_last: bool = False,
-    ) -> None:
-        assert global_batch_size >= 1, global_batch_size
-        assert 0 <= rank < world_size, (rank, world_size)
-        self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.size = size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drop_last = drop_last
+    dataset: Union[RowTable, RowStream]
+    global_batch_size: int  # rows of one optimizer step, over all ranks and micro-batches
+    size: MicroBatchSize
+    rank: int  # the share of every global batch to take
+    world_size: int
+    seed: int  # of the permutation, together with the epoch
+    shuffle: bool = True  # False: the order of the rows (evaluation: each row once, over all ranks)
+    drop_last: bool = False  # drop a last global batch that is not full
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_size >= 1, self.global_batch_size
+        assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
 
     def __len__(self) -> int:
         """Optimizer steps per epoch; a stream has no length."""
@@ -96,39 +82,51 @@ class StepBatches:
 
     def epoch_of(self, step: int) -> int:
         """The epoch that optimizer step number ``step`` (from 0) belongs to."""
-        return 0 if isinstance(self.dataset, RowStream) else step // max(1, len(self))
+        return 0 if self.num_rows is None else step // max(1, len(self))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Rows]:
         """This rank's rows of each optimizer step of an epoch; ``first_step`` > 0 resumes.
 
         Shares of a global batch differ by at most one row, unless they are balanced by tokens.
         """
-        if isinstance(self.dataset, RowStream):
-            yield from self._stream(self.dataset, first_step)
-            return
-        dataset = self.dataset
+        dataset, size = self.dataset, self.global_batch_size
+        if isinstance(dataset, RowStream):
+            examples = islice(dataset.examples(), first_step * size, None)
+            while True:
+                yield dataset.encode(self._share(list(islice(examples, size))))
         num_rows = len(dataset)
         order = np.arange(num_rows)
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(num_rows)
         for step in range(first_step, len(self)):
-            start = step * self.global_batch_size
-            indices = order[start : start + self.global_batch_size]
+            indices = order[step * size : (step + 1) * size].tolist()
             if self.size.tokens:
-                rows = [dataset[i] for i in indices.tolist()]
+                rows = [dataset[i] for i in indices]
                 parts = spread([row_tokens(row).total for row in rows], self.world_size)
                 yield [rows[i] for i in sorted(parts[self.rank])]
             else:
-                share = _share(indices, self.rank, self.world_size)
-                yield [dataset[i] for i in share.tolist()]
+                yield [dataset[i] for i in self._share(indices)]
 
-    def _stream(self, stream: RowStream, first_step: int) -> Iterator[Rows]:
-        examples = stream.examples()
-        for _ in islice(examples, first_step * self.global_batch_size):
-            pass
-        while True:
-            step = list(islice(examples, self.global_batch_size))
-            yield stream.encode(_share(step, self.rank, self.world_size))
+    def _share(self, rows: Rows) -> Rows:
+        """This rank's part of a global batch: contiguous, so that a row's number in the batch
+        follows from its rank and its index there.
+        """
+        first, last = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
+        return rows[first:last]
+
+
+def endless(batches: StepBatches) -> "Endless":
+    """This rank's rows of the optimizer steps of epoch 0, 1, 2, ..., endlessly."""
+    return Endless(lambda taken: _steps(batches, taken))
+
+
+def _steps(batches: StepBatches, taken: int) -> Iterator[Rows]:
+    if batches.num_rows is None:
+        yield from batches.epoch(0, taken)
+    epoch, first = divmod(taken, len(batches))
+    while True:
+        yield from batches.epoch(epoch, first)
+        epoch, first = epoch + 1, 0
 
 
 class TokenizedPrompts(list):
@@ -151,31 +149,21 @@ class TokenizedPrompts(list):
         self.columns = columns or {}
 
 
-@runtime_checkable
-class ResumableIterator(Protocol):
-    """An iterator with which a run resumes in its data.
-
-    Attributes: ``position``, the number of items taken so far; assign it to seek.
-    """
-
-    position: int
-
-    def __next__(self) -> Any: ...
+def position_of(items: Any) -> int:
+    """Items taken so far, if ``items`` counts them as `Endless` does; else 0."""
+    return getattr(items, "position", 0)
 
 
-def position_of(items: Iterator[Any] | None) -> int:
-    """Items taken so far; 0 where that is not known, or there are none."""
-    return items.position if isinstance(items, ResumableIterator) else 0
-
-
-def seek(items: Iterator[Any] | None, position: int) -> None:
+def seek(items: Any, position: int) -> None:
     """Continue after so many items, if ``items`` can."""
-    if isinstance(items, ResumableIterator):
+    if hasattr(items, "position"):
         items.position = position
 
 
 class Endless(Iterator[Any]):
-    """An endless `ResumableIterator`.
+    """An endless iterator with which a run resumes in its data.
+
+    ``position``: the number of items taken so far; assign it to seek.
 
     Args:
         start_at: returns an iterator that skips the first n items.
@@ -222,19 +210,19 @@ class PromptBatches:
         world_size: int,
         seed: int,
     ) -> None:
-        self._place = (rank, world_size)
         self._columns = prompt_columns(dataset)
-        self._epoch = 0
-        self._rollouts = None
-        drop_last = True
+        drop_last = False
         if isinstance(dataset, RowStream):
-            self._rollouts = _full_rollouts(dataset, rollout_prompts)
+            # Each rank encodes all prompts: they are short, and one that is too long must not make
+            # a rollout smaller.
+            dataset = RowStream(partial(_encoded, dataset, rollout_prompts), encode=list)
         else:
             drop_last = len(dataset) >= rollout_prompts
         size = MicroBatchSize(rollout_prompts)
         self._batches = StepBatches(
             dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
         )
+        self._epoch, self._rollouts = 0, self.endless()
 
     def __len__(self) -> int:
         """Rollouts in an epoch."""
@@ -246,27 +234,24 @@ class PromptBatches:
         return self._batches.num_rows
 
     def __iter__(self) -> Iterator[TokenizedPrompts]:
-        if self._rollouts is not None:
-            for rows in self._rollouts:
-                yield prompts_of(_share(rows, *self._place), self._columns)
-            return
+        if self.num_rows is None:
+            yield from self._rollouts
         epoch, self._epoch = self._epoch, self._epoch + 1
         for rows in self._batches.epoch(epoch):
             yield prompts_of(rows, self._columns)
 
     def endless(self) -> Endless:
         """The rollouts of all epochs, one after the other."""
-        return Endless(self._from)
+        return Endless(
+            lambda taken: (prompts_of(r, self._columns) for r in _steps(self._batches, taken))
+        )
 
-    def _from(self, taken: int) -> Iterator[TokenizedPrompts]:
-        batches = self._batches
-        if not isinstance(batches.dataset, RowStream):
-            for rows in _steps(batches, taken):
-                yield prompts_of(rows, self._columns)
-            return
-        rollouts = _full_rollouts(batches.dataset, batches.global_batch_size)
-        for rows in islice(rollouts, taken, None):
-            yield prompts_of(_share(rows, *self._place), self._columns)
+
+def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
+    """The usable rows of a stream, encoded so many examples at a time."""
+    examples = stream.examples()
+    while True:
+        yield from stream.encode(list(islice(examples, num_examples)))
 
 
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedPrompts:
@@ -290,43 +275,8 @@ def prompt_columns(dataset: Union[RowTable, RowStream]) -> set[str]:
     """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
     of their source except the prompt.
     """
-    if isinstance(dataset, RowStream):
-        return unpacked_names(dataset.column_names)
     names = getattr(dataset, "column_names", None)
     if names is None:
-        names = dataset[0] if len(dataset) else ()
+        rows: Any = dataset  # a list
+        names = rows[0] if len(rows) else ()
     return unpacked_names(names)
-
-
-def _share(rows: Any, rank: int, world_size: int) -> Any:
-    """A rank's part of a global batch: contiguous, so that a row's number in the batch follows from
-    its rank and its index there.
-    """
-    first, last = (len(rows) * r // world_size for r in (rank, rank + 1))
-    return rows[first:last]
-
-
-def _full_rollouts(stream: RowStream, rollout_prompts: int) -> Iterator[Rows]:
-    """Every rollout of a stream. Each rank encodes all prompts: they are short, and one that is too
-    long must not make a rollout smaller.
-    """
-    examples, rows = stream.examples(), []
-    while True:
-        rows += stream.encode(list(islice(examples, rollout_prompts)))
-        while len(rows) >= rollout_prompts:
-            yield rows[:rollout_prompts]
-            rows = rows[rollout_prompts:]
-
-
-def endless(batches: StepBatches) -> Endless:
-    """This rank's rows of the optimizer steps of epoch 0, 1, 2, ..., endlessly."""
-    return Endless(lambda taken: _steps(batches, taken))
-
-
-def _steps(batches: StepBatches, taken: int) -> Iterator[Rows]:
-    if isinstance(batches.dataset, RowStream):
-        yield from batches.epoch(0, taken)
-    epoch, first = divmod(taken, len(batches))
-    while True:
-        yield from batches.epoch(epoch, first)
-        epoch, first = epoch + 1, 0

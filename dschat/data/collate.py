@@ -6,7 +6,7 @@ ZeRO-3 a rank that has run out of rows must still take part in every forward and
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 import numpy as np
 import torch
@@ -15,45 +15,35 @@ from torch import Tensor
 from dschat.models.packing import PackedRows, pack
 from dschat.models.packing.device_copy import to_device
 
-
-@dataclass
-class SFTBatch:
-    """Step 1's micro-batch. It reads the columns before the targets, so M is their number."""
-
-    rows: PackedRows
-    num_real: int  # rows that are not dummies
-
-    def to(self, device: Union[str, torch.device]) -> "SFTBatch":
-        return to_device(self, device)
+Batch = TypeVar("Batch", bound="PackedBatch")
 
 
 @dataclass
-class PairBatch:
-    """Step 2's micro-batch: chosen answers, then rejected ones in the same order, for one forward.
-    It reads the last token of each: M = 2 ``num_real``.
+class PackedBatch:
+    """A micro-batch for one forward.
+
+    Step 1's reads the columns before the targets. Step 2's has pairs: chosen answers, then rejected
+    ones in the same order, and reads the last token of each.
     """
 
     rows: PackedRows
-    num_real: int  # pairs that are not dummies
+    num_real: int  # rows (step 1) or pairs (step 2) that are not dummies
 
-    def to(self, device: Union[str, torch.device]) -> "PairBatch":
+    def to(self: Batch, device: Union[str, torch.device]) -> Batch:
         return to_device(self, device)
 
 
 @dataclass
-class PreferenceBatch:
+class PreferenceBatch(PackedBatch):
     """Step 2's micro-batch for losses that train the policy: K blocks of B sequences in the same
     order, chosen, rejected and, for KTO, mismatched ones. Rows read what predicts their answers.
+
+    ``rows`` are the chosen, then the rejected sequences.
     """
 
-    rows: PackedRows  # chosen, then rejected sequences
     mismatched: PackedRows | None
     ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not computed yet
-    num_real: int  # pairs that are not dummies
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
-
-    def to(self, device: Union[str, torch.device]) -> "PreferenceBatch":
-        return to_device(self, device)
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -70,18 +60,18 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, 
     return ids, torch.arange(width) < lengths[:, None]
 
 
-def collate_sft(rows: Sequence[dict[str, Any]]) -> SFTBatch:
+def collate_sft(rows: Sequence[dict[str, Any]]) -> PackedBatch:
     """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target."""
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]
     reads = [np.flatnonzero(mask[1:]) for mask in masks]
-    return SFTBatch(pack([row["input_ids"] for row in rows], reads), num_real=len(rows))
+    return PackedBatch(pack([row["input_ids"] for row in rows], reads), num_real=len(rows))
 
 
-def collate_pairs(rows: Sequence[dict[str, Any]]) -> PairBatch:
+def collate_pairs(rows: Sequence[dict[str, Any]]) -> PackedBatch:
     """Rows of ``preference_dataset`` to a batch."""
     sides = [row[side] for side in ("chosen_ids", "rejected_ids") for row in rows]
     prompts = [row.get("prompt_length", 0) for row in rows] * 2
-    return PairBatch(pack(sides, [[len(ids) - 1] for ids in sides], prompts), num_real=len(rows))
+    return PackedBatch(pack(sides, [[len(ids) - 1] for ids in sides], prompts), num_real=len(rows))
 
 
 def collate_preferences(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -> PreferenceBatch:
@@ -93,9 +83,9 @@ def collate_preferences(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -
     pair, mismatched = blocks[:2], blocks[2:]
     return PreferenceBatch(
         _answers(rows, pair),
+        len(rows),
         _answers(rows, mismatched) if mismatched else None,
         torch.tensor(known, dtype=torch.float32).reshape(len(rows), len(blocks)).T.flatten(),
-        num_real=len(rows),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dschat.data.collate import PairBatch, SFTBatch, collate_pairs, collate_sft
+from dschat.data.collate import PackedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
 from dschat.models.training_engine import ModelOrEngine
 from dschat.runtime.metric_sums import DeviceSums
@@ -51,16 +51,16 @@ class SFTTask(Task):
 
     columns = ("loss", "perplexity")
 
-    def collate(self, rows: Rows) -> SFTBatch:
+    def collate(self, rows: Rows) -> PackedBatch:
         return collate_sft(rows)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
         return {"input_ids": [0] * num_tokens, "loss_mask": [True] * num_tokens}
 
-    def weight(self, batch: SFTBatch) -> int:
+    def weight(self, batch: PackedBatch) -> int:
         return len(batch.rows.targets)
 
-    def loss(self, model: ModelOrEngine, batch: SFTBatch) -> tuple[Tensor, DeviceSums]:
+    def loss(self, model: ModelOrEngine, batch: PackedBatch) -> tuple[Tensor, DeviceSums]:
         logprobs, _ = model(batch.rows)
         total = -logprobs.sum()
         num_tokens = torch.ones_like(logprobs).sum()
@@ -76,16 +76,16 @@ class RewardTask(Task):
 
     columns = ("loss", "accuracy", "margin")
 
-    def collate(self, rows: Rows) -> PairBatch:
+    def collate(self, rows: Rows) -> PackedBatch:
         return collate_pairs(rows)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
         return {"chosen_ids": [0] * num_tokens, "rejected_ids": [0] * num_tokens}
 
-    def weight(self, batch: PairBatch) -> int:
+    def weight(self, batch: PackedBatch) -> int:
         return batch.num_real
 
-    def loss(self, model: ModelOrEngine, batch: PairBatch) -> tuple[Tensor, DeviceSums]:
+    def loss(self, model: ModelOrEngine, batch: PackedBatch) -> tuple[Tensor, DeviceSums]:
         # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
         scores = model(batch.rows)
