@@ -4,9 +4,8 @@ sources/             files, folders and hub names -> ``Example`` rows of a step
     resolve          name of --data_path -> splits of raw rows, or a one-line error
     readers          local file -> its rows, one at a time, with the place of every fault
     known_datasets   table of known data sets: which column is what
-    adapters         raw row -> an ``Example``'s fields, by a row of that table
+    adapters         raw row -> an ``Example`` by a row of that table, and its other columns
     turns            value of a row -> text, chat turns, or why it is unusable
-    columns          raw row -> its other columns, for reward functions
     normalize        raw rows -> ``Example`` rows, cached on disk; reports bad rows
     table_cache      tables in the cache of ``datasets``, keyed by content and code
     splits           --data_path -> blended ``Example`` rows, split over the three steps

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow.compute
+import pyarrow
+import pyarrow.compute as pc
 from datasets import Dataset
 
 
@@ -37,41 +38,29 @@ def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport,
     """The report of a table, and the indices of the rows that are kept.
 
     Column ``problem`` says why a row is dropped, ``cut`` what it lost (joined by "; "); both are
-    optional. Columns are read one batch at a time.
+    optional. The texts of the columns stay on disk.
     """
-    notes = [column for column in ("problem", "cut") if column in table.column_names]
+    rows = table.with_format("arrow")[:]
+    is_kept = np.ones(len(rows), dtype=bool)
     dropped: Counter[str] = Counter()
     cut: Counter[str] = Counter()
-    lengths, kept = [], []
-    batches = table.select_columns([ids_column, *notes]).with_format("arrow").iter(1000)
-    for batch in batches if len(table) else ():
-        problems, cuts = (
-            batch[column].to_pylist() if column in notes else [""] * len(batch)
-            for column in ("problem", "cut")
-        )
-        keep = np.array([not problem for problem in problems])
-        dropped.update(problem for problem in problems if problem)
-        cut.update(
-            part
-            for note, is_kept in zip(cuts, keep, strict=True)
-            if note and is_kept
-            for part in note.split("; ")
-        )
-        lengths.append(pyarrow.compute.list_value_length(batch[ids_column]).to_numpy()[keep])
-        kept.append(keep)
-    kept_rows = np.concatenate(kept or [np.zeros(0, dtype=bool)])
-    return _report(name, lengths, dropped, cut), np.flatnonzero(kept_rows)
-
-
-def _report(
-    name: str, lengths: list[np.ndarray], dropped: Counter[str], cut: Counter[str]
-) -> DataReport:
-    all_lengths = np.concatenate(lengths or [np.zeros(0, dtype=int)])
-    report = DataReport(name, len(all_lengths), dropped, cut)
-    if len(all_lengths):
-        report.mean_len = float(all_lengths.mean())
-        report.max_len = int(all_lengths.max())
+    if "problem" in rows.column_names:
+        is_kept = pc.equal(rows["problem"], "").to_numpy()
+        dropped.update(dict(_counts(rows["problem"])))
+        for parts, count in _counts(rows["cut"].filter(is_kept)):
+            cut.update(dict.fromkeys(parts.split("; "), count))
+    lengths = pc.list_value_length(rows[ids_column]).to_numpy()[is_kept]
+    report = DataReport(name, len(lengths), dropped, cut)
+    if len(lengths):
+        report.mean_len = float(lengths.mean())
+        report.max_len = int(lengths.max())
         report.p50_len, report.p95_len = (
-            int(n) for n in np.percentile(all_lengths, [50, 95], method="inverted_cdf")
+            int(n) for n in np.percentile(lengths, [50, 95], method="inverted_cdf")
         )
-    return report
+    return report, np.flatnonzero(is_kept)
+
+
+def _counts(texts: pyarrow.ChunkedArray) -> list[tuple[str, int]]:
+    """Each text that is not empty, in the order of its first appearance, with its number."""
+    found = pc.value_counts(texts).to_pylist()
+    return [(each["values"], each["counts"]) for each in found if each["values"]]

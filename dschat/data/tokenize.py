@@ -6,10 +6,10 @@ log. ``segments.py`` turns texts into ids.
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Optional, Union, overload
+from typing import Any, Literal, Optional, Protocol, TypeVar, Union, cast, overload
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -17,23 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import RowStream
-from dschat.data.pretraining_text import text_dataset
-from dschat.data.report import DataReport, read_report
-from dschat.data.segments import Encoded, encode_examples, prompt_text_ids
-from dschat.data.sources.adapters import Content, Example, Purpose
-from dschat.data.sources.columns import is_packed
+from dschat.data.report import read_report
+from dschat.data.segments import Encoded, encode_examples
+from dschat.data.sources.adapters import Content, Example, Purpose, is_packed
 from dschat.data.sources.splits import key_hash, load_examples
 from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
 from dschat.data.sources.table_cache import mapped
-
-__all__ = [
-    "DataReport",
-    "preference_dataset",
-    "prompt_dataset",
-    "prompt_text_ids",
-    "sft_dataset",
-    "text_dataset",
-]
 
 logger = logging.getLogger("dschat")
 
@@ -41,24 +30,36 @@ OneSplit = Literal["train", "eval"]
 Split = Union[OneSplit, Literal["both"]]
 Table = Union[Dataset, RowStream]
 Tables = Union[Table, tuple[Table, Dataset]]
+# Examples and their numbers -> a row of each, with its `problem` and what was `cut`
+MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
+C = TypeVar("C", contravariant=True)
+
+
+class _Tokenizes(Protocol[C]):
+    """The types of a function that makes one split, or both."""
+
+    @overload
+    def __call__(
+        self, config: C, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
+    ) -> tuple[Table, Dataset]: ...
+
+    @overload
+    def __call__(
+        self, config: C, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
+    ) -> Table: ...
+
+
+def _typed(make: Callable[[C, PreTrainedTokenizerBase, Split], Tables]) -> _Tokenizes[C]:
+    return cast(_Tokenizes[C], make)
+
+
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 
 
-@overload
-def sft_dataset(
-    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
-) -> tuple[Table, Dataset]: ...
-
-
-@overload
-def sft_dataset(
-    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
-) -> Table: ...
-
-
+@_typed
 def sft_dataset(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -85,18 +86,7 @@ def sft_dataset(
     return _tables(config, "sft", split, make, {"input_ids": _IDS, "loss_mask": _MASK})
 
 
-@overload
-def preference_dataset(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
-) -> tuple[Table, Dataset]: ...
-
-
-@overload
-def preference_dataset(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
-) -> Table: ...
-
-
+@_typed
 def preference_dataset(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -120,18 +110,7 @@ def preference_dataset(
     return _shuffled_labels(tables, config.seed)
 
 
-@overload
-def prompt_dataset(
-    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
-) -> tuple[Table, Dataset]: ...
-
-
-@overload
-def prompt_dataset(
-    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
-) -> Table: ...
-
-
+@_typed
 def prompt_dataset(
     config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -152,7 +131,7 @@ def prompt_dataset(
 
 
 def _tables(
-    config: CommonConfig, purpose: Purpose, split: Split, make_rows: Callable, columns: dict
+    config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
     if config.streaming:
@@ -167,14 +146,14 @@ def _tables(
             if isinstance(examples, ExampleStream):
                 tables.append(_stream(title, examples, make_rows, columns))
             else:
-                tables.append(tokenized(title, examples, make_rows, columns)[0])
+                tables.append(_tokenized(title, examples, make_rows, columns))
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 
-def tokenized(
-    name: str, examples: Dataset, make_rows: Callable, columns: dict[str, Any]
-) -> tuple[Dataset, DataReport]:
-    """A table of ``columns``, made by ``make_rows`` from examples; and its report, also logged.
+def _tokenized(
+    name: str, examples: Dataset, make_rows: MakeRows, columns: dict[str, Any]
+) -> Dataset:
+    """A table of ``columns``, made by ``make_rows`` from examples; its report goes to the log.
 
     The columns that examples carry for reward functions are kept.
 
@@ -188,7 +167,7 @@ def tokenized(
     if len(examples):
         table = mapped(
             examples,
-            make_rows,
+            partial(_make_columns, make_rows=make_rows),
             batched=True,
             with_indices=True,
             remove_columns=examples.column_names,
@@ -201,118 +180,116 @@ def tokenized(
         )
     logger.info("%s", report)
     rows = table.remove_columns(["problem", "cut"])
-    return (rows if len(kept) == len(table) else rows.select(kept)), report
+    return rows if len(kept) == len(table) else rows.select(kept)
+
+
+def _make_columns(
+    batch: dict[str, list[str]], indices: list[int], make_rows: MakeRows
+) -> dict[str, list]:
+    """`_make_rows` for ``datasets.map``, with a batch and a result of columns."""
+    examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    rows = _make_rows(list(zip(indices, examples, strict=True)), make_rows)
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _make_rows(numbered: list[tuple[int, ExampleRow]], make_rows: MakeRows) -> list[dict[str, Any]]:
+    """The rows of numbered examples, with the columns for reward functions."""
+    indices, examples = [i for i, _ in numbered], [Example.from_row(row) for _, row in numbered]
+    rows = make_rows(examples, indices)
+    return [
+        {**made, **{name: value for name, value in row.items() if is_packed(name)}}
+        for made, (_, row) in zip(rows, numbered, strict=True)
+    ]
 
 
 def _stream(
-    name: str, examples: ExampleStream, make_rows: Callable, columns: Iterable[str]
+    name: str, examples: ExampleStream, make_rows: MakeRows, columns: Iterable[str]
 ) -> RowStream:
     """A stream of tokenized rows.
 
     Raises:
         UserError: none of the first examples is usable, so no step would train anything.
     """
-    tally = Tally(name)
-    stream = RowStream(
-        lambda: enumerate(examples),
-        partial(_encode, make_rows=make_rows, tally=tally),
-        [*columns, *filter(is_packed, examples.columns)],
-    )
+    encode = partial(_encode, make_rows=make_rows)
     first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)
-    for _ in range(_NUM_PROBED // 50):
-        rows = _encode(list(islice(first, 50)), make_rows, probe)
-        if rows:
-            logger.info("%s: streamed during training (--streaming)", name)
-            return stream
-    raise UserError(
-        f"no rows are left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check the "
-        "data or allow longer sequences"
+    batches = (list(islice(first, 50)) for _ in range(_NUM_PROBED // 50))
+    if not any(encode(batch, tally=probe) for batch in batches):
+        raise UserError(
+            f"no rows are left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check "
+            "the data or allow longer sequences"
+        )
+    logger.info("%s: streamed during training (--streaming)", name)
+    return RowStream(
+        lambda: enumerate(examples),
+        partial(encode, tally=Tally(name)),
+        [*columns, *filter(is_packed, examples.columns)],
     )
 
 
 def _encode(
-    examples: list[tuple[int, ExampleRow]], make_rows: Callable, tally: Tally
+    numbered: list[tuple[int, ExampleRow]], make_rows: MakeRows, tally: Tally
 ) -> list[dict[str, Any]]:
     """Numbered examples as rows; unusable ones are counted and left out."""
-    if not examples:
-        return []
-    batch = {name: [row[name] for _, row in examples] for name in examples[0][1]}
-    columns = make_rows(batch, [index for index, _ in examples])
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    for row in rows:
-        if row["problem"]:
-            tally.add(row["problem"])
-    notes = ("problem", "cut")
-    return [{k: v for k, v in row.items() if k not in notes} for row in rows if not row["problem"]]
+    rows = []
+    for row in _make_rows(numbered, make_rows):
+        problem, _ = row.pop("problem"), row.pop("cut")
+        if problem:
+            tally.add(problem)
+        else:
+            rows.append(row)
+    return rows
 
 
 def _sft_rows(
-    batch: dict[str, list[str]],
+    examples: list[Example],
     indices: list[int],
     tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     train_on_prompt: bool,
-) -> dict[str, list]:
-    rows = []
-    for encoded in encode_examples(tokenizer, _examples(batch), ("chosen",)):
+) -> Iterator[dict[str, Any]]:
+    for encoded in encode_examples(tokenizer, examples, ("chosen",)):
         prompt, targets, (answer,), cut = _fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
         mask = [True] * len(ids) if train_on_prompt else targets + [True] * len(answer)
         mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
-        rows.append({"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut})
-    return _columns(rows)
+        yield {"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut}
 
 
 def _pair_rows(
-    batch: dict[str, list[str]],
-    indices: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-    max_len: int,
-) -> dict[str, list]:
-    rows = []
-    for encoded in encode_examples(tokenizer, _examples(batch), ("chosen", "rejected")):
+    examples: list[Example], indices: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int
+) -> Iterator[dict[str, Any]]:
+    for encoded in encode_examples(tokenizer, examples, ("chosen", "rejected")):
         prompt, _, (chosen, rejected), cut = _fit(encoded, 2, max_len, tokenizer.bos_token_id)
         problem = encoded.problem
         if CUT_ANSWER in cut:
             problem = f"an answer too long for --max_seq_len {max_len}"
         elif not problem and chosen == rejected:
             problem = "chosen and rejected alike"
-        rows.append(
-            {
-                "chosen_ids": prompt + chosen,
-                "rejected_ids": prompt + rejected,
-                "prompt_length": len(prompt),
-                "problem": problem,
-                "cut": cut,
-            }
-        )
-    return _columns(rows)
+        yield {
+            "chosen_ids": prompt + chosen,
+            "rejected_ids": prompt + rejected,
+            "prompt_length": len(prompt),
+            "problem": problem,
+            "cut": cut,
+        }
 
 
 def _prompt_rows(
-    batch: dict[str, list[str]],
-    indices: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-    max_len: int,
-) -> dict[str, list]:
-    rows = []
-    examples = _examples(batch)
+    examples: list[Example], indices: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int
+) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(tokenizer, examples, ())
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         too_long = len(encoded.prompt_ids) > max_len
-        rows.append(
-            {
-                "prompt_ids": encoded.prompt_ids,
-                "prompt": json.dumps(example.prompt),
-                "prompt_text": _question(example.prompt),
-                "index": index,
-                "problem": encoded.problem
-                or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
-                "cut": "",
-            }
-        )
-    return {**_columns(rows), **{name: batch[name] for name in batch if is_packed(name)}}
+        yield {
+            "prompt_ids": encoded.prompt_ids,
+            "prompt": json.dumps(example.prompt),
+            "prompt_text": _question(example.prompt),
+            "index": index,
+            "problem": encoded.problem
+            or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
+            "cut": "",
+        }
 
 
 def _fit(
@@ -369,15 +346,3 @@ def _question(prompt: Content) -> str:
         return prompt
     questions = [turn["content"] for turn in prompt if turn["role"] == "user"]
     return questions[-1] if questions else prompt[-1]["content"]
-
-
-def _examples(batch: dict[str, list[str]]) -> list[Example]:
-    return [
-        Example.from_row(dict(zip(batch, values, strict=True)))
-        for values in zip(*batch.values(), strict=True)
-    ]
-
-
-def _columns(rows: Iterable[dict[str, Any]]) -> dict[str, list]:
-    rows = list(rows)
-    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -16,7 +16,7 @@ from dschat.checkpoint import RunState
 from dschat.config import RLHFConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.data.tokenize import text_dataset
+from dschat.data.pretraining_text import text_dataset
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric

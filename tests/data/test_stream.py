@@ -16,9 +16,10 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
+from dschat.data.pretraining_text import text_dataset
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.stream import ExampleStream, shuffled
-from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset, text_dataset
+from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 TOKENIZER = tiny_tokenizer()
 

@@ -10,11 +10,12 @@ import pytest
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
 from dschat.data import pretraining_text, segments
+from dschat.data.pretraining_text import text_dataset
 from dschat.data.sources import table_cache
 from dschat.data.sources.known_datasets import ADAPTERS
 from dschat.data.sources.normalize import normalized_table
 from dschat.data.sources.resolve import read_source
-from dschat.data.tokenize import sft_dataset, text_dataset
+from dschat.data.tokenize import sft_dataset
 
 XES = "{% for m in messages %}x{% endfor %}"
 

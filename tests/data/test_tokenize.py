@@ -11,14 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.segments import _warn_once, encode_examples
+from dschat.data.pretraining_text import text_dataset
+from dschat.data.segments import _warn_once, encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
 from dschat.data.tokenize import (
     preference_dataset,
     prompt_dataset,
-    prompt_text_ids,
     sft_dataset,
-    text_dataset,
 )
 
 CHATML = (

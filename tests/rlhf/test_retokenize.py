@@ -25,7 +25,8 @@ from transformers import (
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptBatches, TokenizedPrompts
-from dschat.data.tokenize import prompt_dataset, prompt_text_ids
+from dschat.data.segments import prompt_text_ids
+from dschat.data.tokenize import prompt_dataset
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.retokenize import Retokenizer

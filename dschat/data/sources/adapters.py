@@ -1,11 +1,15 @@
-"""Maps a raw row's columns to an ``Example``, or says why the row is unusable.
+"""Maps a raw row's columns to an ``Example``, or says why the row is unusable; packs the others.
 
 A known data set has its own row in ``ADAPTERS`` (``known_datasets.py``); files and unknown hub
 names use the first row of ``GENERIC`` that fits. All functions are pure.
+
+For the reward functions of step 3 a row's other columns go into the tables too. Each gets a
+prefixed name, which cannot clash with the tables' own, and each value is stored as JSON: so one
+schema holds text, numbers, lists and objects of any source.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
@@ -26,6 +30,8 @@ Purpose = Literal["sft", "reward", "rlhf"]
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
 CONTENT_FIELDS = ("prompt", "chosen", "rejected")
 
+_PACKED = "column: "  # starts the name of a packed column
+
 Parsed = Union[Content, Unusable, None]
 
 
@@ -45,7 +51,7 @@ class Example:
         return {f: json.dumps(getattr(self, f)) for f in CONTENT_FIELDS}
 
     @classmethod
-    def from_row(cls, row: dict[str, str]) -> "Example":
+    def from_row(cls, row: Mapping[str, Any]) -> "Example":
         return cls(*(json.loads(row[f]) for f in CONTENT_FIELDS))
 
 
@@ -129,6 +135,42 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
         problem = "an empty or unreadable rejected answer" + _because(rejected)
     usable = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
     return {**Example(prompt, *usable).to_row(), "key": key, "problem": problem}
+
+
+def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
+    """The tables' names for a source's ``columns``: all except the prompt.
+
+    A dialogue is kept whole, since it holds the answer too.
+    """
+    return [_PACKED + column for column in columns if column != adapter.prompt]
+
+
+def is_packed(name: str) -> bool:
+    """Whether a table's column is a packed column of the source."""
+    return name.startswith(_PACKED)
+
+
+def pack(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Optional[str]]:
+    """The values of a raw row under ``names``, as JSON; None if absent.
+
+    Values that JSON cannot represent (dates, bytes) become text.
+    """
+    values = {name: row.get(name.removeprefix(_PACKED)) for name in names}
+    return {n: None if v is None else json.dumps(v, default=str) for n, v in values.items()}
+
+
+def unpack(rows: Sequence[Mapping[str, Any]], columns: Collection[str]) -> dict[str, list[Any]]:
+    """Column -> its original values in the rows of a table; None if a row has none."""
+    packed = {column: [row.get(_PACKED + column) for row in rows] for column in columns}
+    return {
+        column: [None if value is None else json.loads(value) for value in values]
+        for column, values in packed.items()
+    }
+
+
+def unpacked_names(names: Iterable[str]) -> set[str]:
+    """The original names of the packed columns among a table's ``names``."""
+    return {name.removeprefix(_PACKED) for name in names if is_packed(name)}
 
 
 def look_up(row: dict[str, Any], path: Optional[str]) -> Any:

@@ -13,8 +13,14 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config import UserError
-from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalize
-from dschat.data.sources.columns import pack, packed_names
+from dschat.data.sources.adapters import (
+    CONTENT_FIELDS,
+    Example,
+    Purpose,
+    normalize,
+    pack,
+    packed_names,
+)
 from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.resolve import RawRows, broken_line
 from dschat.data.sources.table_cache import cached_table

@@ -76,7 +76,7 @@ class DataSource:
 
 def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Dataset]:
     """The training and held-out examples of one step, as tables of ``Example.to_row`` rows; in
-    step 3 also with each row's other columns, see ``columns.py``.
+    step 3 also with each row's other columns, see ``adapters.py``.
 
     Rows are first held out, then blended (weight w repeats every row of a source w times; a
     fraction is a seeded choice), then split over the three steps by ``--data_split``. Rows with the
