@@ -124,8 +124,7 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     """
     prompt, chosen, rejected, demonstration = _read_row(row, adapter)
     if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
-        problem = "no usable prompt" + _because(prompt)
-        return {**Example("").to_row(), "key": "", "problem": problem}
+        return no_example("no usable prompt" + _because(prompt))
     problem = ""
     if purpose == "sft":
         prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
@@ -135,6 +134,11 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
         problem = "an empty or unreadable rejected answer" + _because(rejected)
     usable = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
     return {**Example(prompt, *usable).to_row(), "key": key, "problem": problem}
+
+
+def no_example(problem: str) -> dict[str, str]:
+    """The row of ``normalize`` for a raw row without a usable prompt."""
+    return {**Example("").to_row(), "key": "", "problem": problem}
 
 
 def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
@@ -201,7 +205,7 @@ def _has(columns: Sequence[str], path: str) -> bool:
 
 
 def _because(content: Parsed) -> str:
-    return f" ({content.why})" if isinstance(content, Unusable) else ""
+    return f" ({content})" if isinstance(content, Unusable) else ""
 
 
 def _is_answer(content: Parsed) -> TypeGuard[Content]:

@@ -7,7 +7,7 @@ the source's other columns. Unusable rows are logged, or raise ``UserError`` (``
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -15,8 +15,8 @@ from datasets import Dataset, Features, Value
 from dschat.config import UserError
 from dschat.data.sources.adapters import (
     CONTENT_FIELDS,
-    Example,
     Purpose,
+    no_example,
     normalize,
     pack,
     packed_names,
@@ -42,26 +42,16 @@ def extra_columns(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> li
 
 def normalized_rows(
     rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
-) -> Iterator[dict[str, Optional[str]]]:
+) -> Iterator[dict[str, Any]]:
     """A row of ``SCHEMA`` and ``extra_columns`` for every line, in order.
 
     The row of an unreadable line has no content and no key.
     """
-    extra, empty = extra_columns(rows, adapter, purpose), Example("").to_row()
+    extra, unreadable = extra_columns(rows, adapter, purpose), no_example(BROKEN)
     for line in rows:
-        if line.row is None:
-            yield {
-                **dict.fromkeys(extra),
-                **empty,
-                "key": "",
-                "problem": BROKEN,
-                "fault": line.fault,
-                "where": line.where,
-            }
-            continue
-        row = normalize(line.row, adapter, purpose)
+        row = unreadable if line.row is None else normalize(line.row, adapter, purpose)
         where = line.where if row["problem"] else ""
-        yield {**pack(line.row, extra), **row, "fault": "", "where": where}
+        yield {**pack(line.row or {}, extra), **row, "fault": line.fault, "where": where}
 
 
 def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
@@ -104,11 +94,6 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
         *(name, bad.total(), len(rows), why),
         *("the first ten" if bad.total() > len(listed) else "namely", "; ".join(listed)),
     )
-
-
-def notes_of(row: Mapping[str, Optional[str]]) -> dict[str, str]:
-    """The ``NOTES`` of a row, which has them all."""
-    return {name: row[name] or "" for name in NOTES}
 
 
 def check_allowed(row: Mapping[str, str], on_bad_row: str, flag: str) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Optional, Union
@@ -24,6 +25,7 @@ AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
 _SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?P<config>:[^/]+)?")
+_SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets.save_to_disk
 _NUM_PEEKED = 1000  # first rows that determine a file's columns
 _SCRIPT_FREE = "refs/convert/parquet"  # the hub's Parquet copy of data sets that were scripts
 
@@ -94,36 +96,23 @@ def read_source(
         UserError: the source is missing, of the wrong kind or empty; or, unless ``skip_broken``,
             one of its first rows cannot be read.
     """
-    if looks_like_file(name):
-        kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
-        return _read_local(name, flag, kinds, eval_split, skip_broken)
-    if not _HUB_NAME.fullmatch(name):
-        raise UserError(f"{flag}: {name!r} is neither a file nor a valid hub name; check the name")
-    hub_name, _, config_name = name.partition(":")
-    return read_hub(hub_name, flag, config_name or None, streaming, eval_split)
-
-
-def read_hub(
-    name: str,
-    flag: str,
-    config_name: Optional[str] = None,
-    streaming: bool = False,
-    eval_split: Optional[str] = None,
-) -> Splits:
-    """The splits of a hub data set.
-
-    Raises:
-        UserError: it cannot be found or reached, or it has no training rows.
-    """
-    try:
-        with quiet():
-            splits = _load(name, config_name, streaming)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{flag}: {name} is neither a local file nor a data set that the hub can load "
-            f"({_first_line(error)}); check the name"
-        ) from error
-    return _table_splits(name, splits, flag, eval_split)
+    if not looks_like_file(name):
+        hub_name, _, config_name = name.partition(":")
+        if not _HUB_NAME.fullmatch(name):
+            raise UserError(
+                f"{flag}: {name!r} is neither a file nor a valid hub name; check the name"
+            )
+        splits = _load(hub_name, config_name or None, flag, streaming)
+        return _table_splits(hub_name, splits, flag, eval_split)
+    path = os.path.expanduser(name)
+    if any(os.path.isfile(os.path.join(path, mark)) for mark in _SAVED_MARKS):
+        return _table_splits(name, _load_saved(name, path, flag), flag, eval_split)
+    kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
+    train, held_out = _find_files(name, path, flag, kinds, eval_split)
+    return Splits(
+        _file_rows(name, train, flag, skip_broken),
+        _file_rows(name, held_out, flag, skip_broken) if held_out else None,
+    )
 
 
 def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
@@ -142,13 +131,22 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
     return RawRows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
 
 
-def _load(name: str, config_name: Optional[str], streaming: bool) -> AnySplits:
+def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> AnySplits:
+    """The splits of a hub data set."""
+    load = partial(datasets.load_dataset, name, config_name, streaming=streaming)
     try:
-        return datasets.load_dataset(name, config_name, streaming=streaming)
-    except RuntimeError as error:
-        if "scripts are no longer supported" not in str(error):
-            raise
-        return datasets.load_dataset(name, config_name, streaming=streaming, revision=_SCRIPT_FREE)
+        with quiet():
+            try:
+                return load()
+            except RuntimeError as error:
+                if "scripts are no longer supported" not in str(error):
+                    raise
+                return load(revision=_SCRIPT_FREE)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{flag}: {name} is neither a local file nor a data set that the hub can load "
+            f"({_first_line(error)}); check the name"
+        ) from error
 
 
 def broken_line(flag: str, where: str, fault: str) -> UserError:
@@ -157,30 +155,8 @@ def broken_line(flag: str, where: str, fault: str) -> UserError:
     return UserError(f"{flag}: {where}: {fault.removesuffix('; fix it')}; {advice}")
 
 
-def _read_local(
-    name: str, flag: str, kinds: tuple[str, ...], eval_split: Optional[str], skip_broken: bool
-) -> Splits:
-    path = os.path.expanduser(name)
-    if os.path.isfile(path):
-        if kind_of(path) not in kinds:
-            raise UserError(f"{flag}: {name} is not one of {', '.join(kinds)}; convert it")
-        return Splits(_file_rows(name, [path], flag, skip_broken))
-    if os.path.isdir(path):
-        if any((Path(path) / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
-            return _read_saved(name, path, flag, eval_split)
-        return _read_folder(name, path, flag, kinds, eval_split, skip_broken)
-    if not glob.has_magic(name):
-        why = "a pipe or a device, not a file" if os.path.exists(path) else "no such data file"
-        raise UserError(f"{flag}: {why}: {name}; check the path")
-    files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    matching = [file for file in files if kind_of(file) in kinds]
-    if not matching:
-        raise UserError(f"{flag}: {name} matches no file of {', '.join(kinds)}; check the pattern")
-    return Splits(_file_rows(name, matching, flag, skip_broken))
-
-
-def _read_saved(name: str, path: str, flag: str, eval_split: Optional[str]) -> Splits:
-    """A folder that ``datasets.save_to_disk`` wrote."""
+def _load_saved(name: str, path: str, flag: str) -> DatasetDict:
+    """The splits of a folder that ``datasets.save_to_disk`` wrote."""
     try:
         with quiet():
             saved = datasets.load_from_disk(path)
@@ -189,45 +165,51 @@ def _read_saved(name: str, path: str, flag: str, eval_split: Optional[str]) -> S
             f"{flag}: {name} looks like a folder of datasets.save_to_disk, but cannot be read "
             f"({_first_line(error)}); save it again"
         ) from error
-    splits = saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
-    return _table_splits(name, splits, flag, eval_split)
+    return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
 
 
-def _read_folder(
-    name: str,
-    path: str,
-    flag: str,
-    kinds: tuple[str, ...],
-    eval_split: Optional[str],
-    skip_broken: bool,
-) -> Splits:
-    """A folder of files or sub-folders named train, test, ...; or of shards, all for training.
+def _find_files(
+    name: str, path: str, flag: str, kinds: tuple[str, ...], eval_split: Optional[str]
+) -> tuple[list[str], Optional[list[str]]]:
+    """The training files of a file, a folder or a pattern, and a folder's held-out files."""
+    if os.path.isfile(path):
+        if kind_of(path) not in kinds:
+            raise UserError(f"{flag}: {name} is not one of {', '.join(kinds)}; convert it")
+        return [path], None
+    if os.path.isdir(path):
+        parts = _folder_parts(path, kinds)
+        train = parts.get("train") or parts.get("")
+        if not train:
+            raise UserError(
+                f"{flag}: the folder {name} has no {'training' if parts else 'data'} files; it "
+                f"needs train.*, or any files of {', '.join(kinds)}"
+            )
+        return train, next((parts[s] for s in _eval_names(eval_split) if s in parts), None)
+    if not glob.has_magic(name):
+        why = "a pipe or a device, not a file" if os.path.exists(path) else "no such data file"
+        raise UserError(f"{flag}: {why}: {name}; check the path")
+    files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    matching = [file for file in files if kind_of(file) in kinds]
+    if not matching:
+        raise UserError(f"{flag}: {name} matches no file of {', '.join(kinds)}; check the pattern")
+    return matching, None
 
-    If its files are all in ``data/``, as in a clone of a hub repository, they are read there.
+
+def _folder_parts(path: str, kinds: tuple[str, ...]) -> dict[str, list[str]]:
+    """Split -> files, of files or sub-folders named train, test, ...; "" for other files, shards.
+
+    If the files are all in ``data/``, as in a clone of a hub repository, they are read there.
     """
     parts: dict[str, list[str]] = {}
     for base in (Path(path), Path(path) / "data"):
-        entries = sorted(base.iterdir()) if base.is_dir() else []
-        for entry in entries:
+        for entry in sorted(base.iterdir()) if base.is_dir() and not parts else ():
             named = _SPLIT_NAME.match(entry.name)
             split = named.group(1).lower() if named else ""
             paths = [entry] if entry.is_file() else sorted(entry.glob("*")) if split else []
             files = [str(file) for file in paths if file.is_file() and kind_of(file.name) in kinds]
             if files:
                 parts.setdefault(split, []).extend(files)
-        if parts:
-            break
-    train = parts.get("train") or parts.get("")
-    if not train:
-        raise UserError(
-            f"{flag}: the folder {name} has no {'training' if parts else 'data'} files; it needs "
-            f"train.*, or any files of {', '.join(kinds)}"
-        )
-    held_out = next((parts[s] for s in _eval_names(eval_split) if s in parts), None)
-    return Splits(
-        _file_rows(name, train, flag, skip_broken),
-        _file_rows(name, held_out, flag, skip_broken) if held_out else None,
-    )
+    return parts
 
 
 def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> RawRows:
@@ -265,9 +247,8 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
 def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:
     """Picks the training split and the held-out split of a ``DatasetDict``."""
     names = list(splits)
-    like_train = [s for s in names if s.startswith("train")]
-    train = "train" if "train" in names else "train_prefs" if "train_prefs" in names else None
-    train = train or (like_train or (names if len(names) == 1 else [None]))[0]
+    like_train = [s for s in names if s.startswith("train")] or (names if len(names) == 1 else [])
+    train = next((s for s in ("train", "train_prefs", *like_train) if s in names), None)
     if train is None or not _has_rows(splits[train]):
         raise UserError(
             f"{flag}: {name} has no rows in a train split; its splits: {', '.join(names)}"

@@ -27,7 +27,6 @@ from dschat.data.sources.normalize import (
     check_allowed,
     extra_columns,
     normalized_rows,
-    notes_of,
 )
 from dschat.data.sources.resolve import RawRows
 from dschat.data.sources.splits import DataSource, key_hash, load_source, named_held_out, no_rows
@@ -147,13 +146,11 @@ class ExampleStream:
             UserError: a bad row that ``--on_bad_row`` does not allow.
         """
         for row in normalized_rows(rows, source.adapter, self._purpose):
-            notes = notes_of(row)
-            if notes["problem"]:
-                check_allowed(notes, self._config.on_bad_row, source.flag)
+            if row["problem"]:
+                check_allowed(row, self._config.on_bad_row, source.flag)
                 if tally:
-                    why = notes["fault"].removesuffix("; fix it") or notes["problem"]
-                    tally.add(why, notes["where"])
-            elif part is None or self._place(notes["key"]) == part:
+                    tally.add(row["fault"].removesuffix("; fix it") or row["problem"], row["where"])
+            elif part is None or self._place(row["key"]) == part:
                 yield {name: value for name, value in row.items() if name not in NOTES}
 
     def _place(self, key: str) -> int:

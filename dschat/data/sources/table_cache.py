@@ -40,14 +40,9 @@ def cached_table(
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=folder)
-            os.close(handle)
-            try:
-                _write(scratch, features, rows())
-                os.replace(scratch, path)
-            finally:
-                if os.path.exists(scratch):
-                    os.unlink(scratch)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                _write(f"{scratch}/rows.arrow", features, rows())
+                os.replace(f"{scratch}/rows.arrow", path)
         with quiet():
             return Dataset.from_file(str(path))
     except OSError as error:

@@ -6,33 +6,22 @@ ShareGPT, or a whole dialogue as text. All functions are pure.
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 Turn = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 Content = Union[str, list[Turn]]  # plain text, or chat messages
 
 
-@dataclass(frozen=True)
-class Unusable:
+class Unusable(Exception):
     """Stands for a value that cannot be used, with the reason."""
-
-    why: str
 
 
 # The names of OpenAI, ShareGPT and Open Assistant. Other roles (tool, function, observation) make
 # a dialogue unusable.
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
 }
 
 # Marks before an assistant's turn in a dialogue that is one text.
@@ -49,13 +38,10 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         return storable(value)
     if not isinstance(value, list):
         return Unusable(f"neither text nor a list of turns, but {_kind(value)}")
-    turns: list[Turn] = []
-    for item in value:
-        turn = _read_turn(item)
-        if isinstance(turn, Unusable):
-            return turn
-        turns.append(turn)
-    return turns
+    try:
+        return [_read_turn(item) for item in value]
+    except Unusable as unusable:
+        return unusable
 
 
 def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
@@ -97,35 +83,31 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _read_turn(turn: Any) -> Union[Turn, Unusable]:
+def _read_turn(turn: Any) -> Turn:
+    """Raises ``Unusable``."""
     if not isinstance(turn, dict):
-        return Unusable(f"a turn that is {_kind(turn)}")
+        raise Unusable(f"a turn that is {_kind(turn)}")
     role = turn.get("role", turn.get("from"))
     content = turn.get("content", turn.get("value"))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
-        return Unusable(f"a turn of the role {str(role)[:30]!r}" if role else "a turn without role")
+        raise Unusable(f"a turn of the role {str(role)[:30]!r}" if role else "a turn without role")
     if content is None:
-        return Unusable("a tool call" if turn.get("tool_calls") else "a turn without content")
+        raise Unusable("a tool call" if turn.get("tool_calls") else "a turn without content")
     if isinstance(content, list):
-        content = _joined(content)
-    if isinstance(content, Unusable):
-        return content
+        content = "".join(map(_part_text, content))
     if not isinstance(content, str):
-        return Unusable(f"a turn whose content is {_kind(content)}")
+        raise Unusable(f"a turn whose content is {_kind(content)}")
     return {"role": known, "content": storable(content)}
 
 
-def _joined(parts: list) -> Union[str, Unusable]:
-    """The text of OpenAI's list of content parts."""
-    texts = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            return Unusable(f"a turn with a part of the type {str(kind)[:30]!r}")
-        texts.append(text)
-    return "".join(texts)
+def _part_text(part: Any) -> str:
+    """The text of one of OpenAI's content parts. Raises ``Unusable``."""
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise Unusable(f"a turn with a part of the type {str(kind)[:30]!r}")
+    return text
 
 
 def _kind(value: Any) -> str:
