@@ -5,11 +5,13 @@ rows, their lengths, a few rows as the model will see them, and what was left ou
 """
 
 import logging
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Union
+from logging.handlers import BufferingHandler
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -28,31 +30,35 @@ WIDTH = 100
 NUM_EXAMPLES = 3
 _MAX_LINES = 12  # of one example
 _NUM_STREAMED = 1000  # rows of a stream that the report covers
-_TITLES = {"sft": "supervised fine-tuning", "reward": "reward model", "rlhf": "prompts for PPO"}
-_IDS = {"sft": "input_ids", "reward": "chosen_ids", "rlhf": "prompt_ids"}
-_DATA_FLAGS = frozenset(DataConfig.__dataclass_fields__)
+_DATA_FLAGS = tuple(DataConfig.__dataclass_fields__)
 
 
-class _LogRecords(logging.Handler):
-    """Collects the records that a training step would log."""
+class _Step(NamedTuple):
+    title: str
+    ids: str  # column of its table
+    config: Callable[..., Any]
+    tables: Callable[..., Any]
+    limit: str  # flag of its longest rows
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
+_STEPS: dict[Purpose, _Step] = {
+    "sft": _Step("supervised fine-tuning", "input_ids", SFTConfig, sft_dataset, "max_seq_len"),
+    "reward": _Step("reward model", "chosen_ids", RewardConfig, preference_dataset, "max_seq_len"),
+    "rlhf": _Step(
+        "prompts for PPO", "prompt_ids", RLHFConfig, prompt_dataset, "max_prompt_seq_len"
+    ),
+}
 
 
 @contextmanager
-def _captured_log() -> Iterator[_LogRecords]:
-    """Redirects the log to ``_LogRecords``."""
-    captured = _LogRecords()
+def _captured_log() -> Iterator[list[logging.LogRecord]]:
+    """Collects the records that a training step would log."""
+    captured = BufferingHandler(sys.maxsize)
     before = logger.handlers[:], logger.level, logger.propagate
     logger.handlers[:], logger.propagate = [captured], False
     logger.setLevel(logging.INFO)
     try:
-        yield captured
+        yield captured.buffer
     finally:
         logger.handlers[:], level, logger.propagate = before
         logger.setLevel(level)
@@ -94,17 +100,17 @@ def _source_lines(source: DataSource) -> Iterator[str]:
 def _step_lines(
     step: int, purpose: Purpose, config: ShowConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    yield f"step {step} ({_TITLES[purpose]})"
-    with _captured_log() as captured:
-        train, held_out = _tables(purpose, config, tokenizer)
+    title, ids_column, config_class, tables, limit = _STEPS[purpose]
+    yield f"step {step} ({title})"
+    flags = {name: getattr(config, name) for name in (*_DATA_FLAGS, limit)}
+    with _captured_log() as records:
+        train, _ = tables(config_class(**flags), tokenizer, "both")
         if isinstance(train, RowStream):
             rows = train.encode(list(islice(train.examples(), _NUM_STREAMED)))
             train = Dataset.from_list(rows)
-            report, _ = read_report(
-                f"the first {_NUM_STREAMED:,} of a stream", train, _IDS[purpose]
-            )
-            logger.info("%s", report)
-    for record in captured.records:
+            name = f"the first {_NUM_STREAMED:,} of a stream"
+            logger.info("%s", read_report(name, train, ids_column)[0])
+    for record in records:
         first = record.args[0] if isinstance(record.args, tuple) and record.args else None
         if isinstance(first, DataReport):
             yield from _lengths(first)
@@ -115,21 +121,6 @@ def _step_lines(
         yield from _wrapped(f"for reward functions: {columns}", indent=2)
     for number, row in enumerate(islice(train, NUM_EXAMPLES), start=1):
         yield from _example(number, purpose, row, tokenizer)
-
-
-def _tables(
-    purpose: Purpose, config: ShowConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Union[Dataset, RowStream], Dataset]:
-    """The tables that the step would train on."""
-    shared = {name: value for name, value in vars(config).items() if name in _DATA_FLAGS}
-    if purpose == "sft":
-        sft_config = SFTConfig(max_seq_len=config.max_seq_len, **shared)
-        return sft_dataset(sft_config, tokenizer, "both")
-    if purpose == "reward":
-        reward_config = RewardConfig(max_seq_len=config.max_seq_len, **shared)
-        return preference_dataset(reward_config, tokenizer, "both")
-    rlhf_config = RLHFConfig(max_prompt_seq_len=config.max_prompt_seq_len, **shared)
-    return prompt_dataset(rlhf_config, tokenizer, "both")
 
 
 def _lengths(report: DataReport) -> Iterator[str]:

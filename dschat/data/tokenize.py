@@ -134,19 +134,19 @@ def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
+    train: Union[Dataset, ExampleStream]
     if config.streaming:
-        stream = ExampleStream(config, purpose, config.seed)
-        train, held_out = stream, stream.held_out()
+        make: Callable[..., Table] = _stream
+        train = ExampleStream(config, purpose, config.seed)
+        held_out = train.held_out()
     else:
+        make = _tokenized
         train, held_out = load_examples(config, purpose)
     tables = []
-    for name, examples in (("train", train), ("eval", held_out)):
-        if split in (name, "both"):
-            title = f"{purpose} {name} data"
-            if isinstance(examples, ExampleStream):
-                tables.append(_stream(title, examples, make_rows, columns))
-            else:
-                tables.append(_tokenized(title, examples, make_rows, columns))
+    if split != "eval":
+        tables.append(make(f"{purpose} train data", train, make_rows, columns))
+    if split != "train":
+        tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns))
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 

@@ -23,7 +23,7 @@ PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
 _CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
 _BOM = b"\xef\xbb\xbf"
-_SPACE = re.compile(r"\s*")
+_VISIBLE = re.compile(r"\S")
 _MAX_FIELD = 1 << 27  # characters of a CSV field; a longer one has an unclosed quotation mark
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
 
@@ -47,20 +47,20 @@ def read_lines(path: str) -> Iterator[Line]:
     A .txt file gives one row per paragraph (separated by blank lines), in the column ``text``.
     Raises ``OSError`` for a file that cannot be opened; a damaged file ends with a fault.
     """
-    name, kind = path, kind_of(path)
+    kind = kind_of(path)
     if kind == PARQUET_SUFFIX:
         yield from _parquet(path)
         return
     with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
         try:
             if kind in TABLE_SUFFIXES:
-                yield from _table(file, name, "\t" if kind == ".tsv" else None)
+                yield from _table(file, path, "\t" if kind == ".tsv" else None)
             elif kind == TEXT_SUFFIX:
-                yield from _paragraphs(file, name)
+                yield from _paragraphs(file, path)
             else:
-                yield from _json(file, name)
+                yield from _json(file, path)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            yield Line(name, None, f"damaged gzip data ({error}); compress it again")
+            yield Line(path, None, f"damaged gzip data ({error}); compress it again")
 
 
 def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
@@ -153,14 +153,12 @@ class _JsonText:
 
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
-        while True:
-            space = _SPACE.match(self._text, self._at)
-            assert space is not None, "matches the empty string"
-            self._move(space.end())
-            if self._at < len(self._text):
-                return self._text[self._at]
+        while not (found := _VISIBLE.search(self._text, self._at)):
+            self._move(len(self._text))
             if not self._read_more():
                 return ""
+        self._move(found.start())
+        return found.group()
 
     def take(self, char: str) -> None:
         """Consume ``char``; ``JSONDecodeError`` if the next character is another."""
@@ -205,33 +203,31 @@ def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterato
     """Rows with the first line's column names; it also shows the delimiter if none is given."""
     csv.field_size_limit(_MAX_FIELD)
     not_utf8: list[int] = []
-    read = 0  # physical lines
 
     def lines() -> Iterator[str]:
-        nonlocal read
         for number, line in _decoded(file):
-            read = number
             if line is None:
                 not_utf8.append(number)
             yield line or "\n"
 
     source = lines()
-    header = next((line for line in source if line.strip()), "")
+    numbered = ((number, line) for number, line in enumerate(source, start=1) if line.strip())
+    first, header = next(numbered, (0, ""))
     delimiter = delimiter or next((mark for mark in ",;\t|" if mark in header), ",")
     try:
         names = next(csv.reader([header], delimiter=delimiter, strict=True), [])
     except csv.Error as error:
-        yield Line(f"{name}:{read}", None, f"broken CSV ({error}); fix the line of column names")
+        yield Line(f"{name}:{first}", None, f"broken CSV ({error}); fix the line of column names")
         return
     names = [column.strip() for column in names]
     if not_utf8 or not all(names) or len(set(names)) < len(names):
         if names or not_utf8:
             fault = _NOT_UTF8 if not_utf8 else "its first line must name every column, each once"
-            yield Line(f"{name}:{not_utf8[0] if not_utf8 else read}", None, fault)
+            yield Line(f"{name}:{not_utf8[0] if not_utf8 else first}", None, fault)
         return
     rows = csv.reader(source, delimiter=delimiter, strict=True)
     while True:
-        start = read + 1
+        start = first + rows.line_num + 1
         try:
             fields = next(rows)
         except StopIteration:

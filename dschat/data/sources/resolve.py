@@ -24,7 +24,7 @@ from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, re
 AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
 _SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?P<config>:[^/]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^/]+)?")
 _SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets.save_to_disk
 _NUM_PEEKED = 1000  # first rows that determine a file's columns
 _SCRIPT_FREE = "refs/convert/parquet"  # the hub's Parquet copy of data sets that were scripts

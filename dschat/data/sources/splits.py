@@ -90,9 +90,10 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
     seed = config.seed
     sources = [load_source(spec, config, purpose) for spec in config.data_path]
     tables = [s.table(s.splits.train, purpose, config.on_bad_row) for s in sources]
-    held_out, held_keys = _hold_out(config, sources, tables, purpose, seed)
-    pairs = zip(sources, tables, strict=True)
-    blend = concatenate_datasets([_weighted(s, t, held_keys, seed) for s, t in pairs])
+    held_out, held_keys = _hold_out(config, sources, tables, purpose)
+    blend = concatenate_datasets(
+        [_weighted(s, t, held_keys, seed) for s, t in zip(sources, tables, strict=True)]
+    )
     parts = cut(key_hashes(blend, f"split:{seed}"), config.split_weights)
     step = PURPOSES.index(purpose)
     train = _usable(blend.select(np.flatnonzero(parts == step)))
@@ -133,16 +134,17 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
     """``load_source`` for any step: does not check for the answers that a step needs."""
     name, weight = parse_spec(spec, flag)
     if name.startswith("builtin/"):
-        splits = _builtin(name, flag)
+        if name not in _BUILTIN:
+            sets = " or ".join(_BUILTIN)
+            raise UserError(f"{flag}: no built-in data set {name}; choose {sets}")
+        splits = _builtin(name)
     else:
         known = known_adapter(name)
-        location = name if os.path.exists(name) or not known else known.source or name
-        eval_split = known.eval_split if known else None
         splits = read_source(
-            location,
+            name if os.path.exists(name) or not known else known.source or name,
             flag,
             streaming=config.streaming,
-            eval_split=eval_split,
+            eval_split=known.eval_split if known else None,
             skip_broken=config.on_bad_row == "skip",
         )
     adapter = choose_adapter(name, splits.train.columns, config, flag)
@@ -193,16 +195,10 @@ def cut(hashes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
 
 
 @cache
-def _builtin_tables(name: str) -> dict[str, Dataset]:
-    return {split: Dataset.from_list(rows) for split, rows in _BUILTIN[name]().items()}
-
-
-def _builtin(name: str, flag: str) -> Splits:
-    if name not in _BUILTIN:
-        sets = " or ".join(_BUILTIN)
-        raise UserError(f"{flag}: no built-in data set {name}; choose {sets}")
-    tables = _builtin_tables(name)
-    return Splits(table_rows(name, tables["train"]), table_rows(name, tables["eval"]))
+def _builtin(name: str) -> Splits:
+    rows = _BUILTIN[name]()
+    train, held_out = (Dataset.from_list(rows[split]) for split in ("train", "eval"))
+    return Splits(table_rows(name, train), table_rows(name, held_out))
 
 
 def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSource, RawRows]]:
@@ -213,11 +209,7 @@ def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSourc
 
 
 def _hold_out(
-    config: DataConfig,
-    sources: list[DataSource],
-    tables: list[Dataset],
-    purpose: Purpose,
-    seed: int,
+    config: DataConfig, sources: list[DataSource], tables: list[Dataset], purpose: Purpose
 ) -> tuple[Dataset, Optional[np.ndarray]]:
     """The held-out rows of all sources, and the key hashes that training must exclude."""
     policy = config.on_bad_row
@@ -229,7 +221,7 @@ def _hold_out(
         if source.splits.eval:
             held_tables.append(source.table(source.splits.eval, purpose, policy))
             continue
-        hashes = key_hashes(table, f"eval:{seed}")
+        hashes = key_hashes(table, f"eval:{config.seed}")
         parts = cut(hashes, (config.eval_fraction, 1 - config.eval_fraction))
         held_rows = np.flatnonzero(parts == 0)
         held_keys.append(hashes[held_rows])
