@@ -15,8 +15,9 @@ tokenize             config and tokenizer -> tables or streams of ids and loss m
 pretraining_text     plain text -> blocks of ids for the pretraining loss (ptx)
 report               tokenized table -> counts of kept, cut and dropped rows, and lengths
 inspect              data flags -> the report of ``python -m dschat.data``
-batches              tokenized rows -> each rank's micro-batches of every optimizer step
-collate              micro-batch -> right-padded tensors
+batches              tokenized rows -> each rank's rows of every optimizer step or rollout
+micro_batches        a rank's rows -> micro-batches, by rows or by tokens
+collate              rows of a micro-batch -> packed tensors
 
 Rank and world size are plain numbers here; no model, DeepSpeed or process group is needed.
 """

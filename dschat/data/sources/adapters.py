@@ -124,7 +124,8 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     """
     prompt, chosen, rejected, demonstration = _read_row(row, adapter)
     if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
-        return no_example("no usable prompt" + _because(prompt))
+        problem = "no usable prompt" + _because(prompt)
+        return {**Example("").to_row(), "key": "", "problem": problem}
     problem = ""
     if purpose == "sft":
         prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
@@ -134,11 +135,6 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
         problem = "an empty or unreadable rejected answer" + _because(rejected)
     usable = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
     return {**Example(prompt, *usable).to_row(), "key": key, "problem": problem}
-
-
-def no_example(problem: str) -> dict[str, str]:
-    """The row of ``normalize`` for a raw row without a usable prompt."""
-    return {**Example("").to_row(), "key": "", "problem": problem}
 
 
 def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:

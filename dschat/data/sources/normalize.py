@@ -15,8 +15,8 @@ from datasets import Dataset, Features, Value
 from dschat.config import UserError
 from dschat.data.sources.adapters import (
     CONTENT_FIELDS,
+    Example,
     Purpose,
-    no_example,
     normalize,
     pack,
     packed_names,
@@ -47,7 +47,8 @@ def normalized_rows(
 
     The row of an unreadable line has no content and no key.
     """
-    extra, unreadable = extra_columns(rows, adapter, purpose), no_example(BROKEN)
+    extra = extra_columns(rows, adapter, purpose)
+    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
     for line in rows:
         row = unreadable if line.row is None else normalize(line.row, adapter, purpose)
         where = line.where if row["problem"] else ""

@@ -110,8 +110,7 @@ class ExampleStream:
                 for s in self._sources
                 if s.splits.eval or self._config.eval_fraction
             ]
-        tables = [list(islice(part, limit)) for part in parts] if limit else []
-        rows = [row for table in tables for row in table]
+        rows = [row for part in parts for row in islice(part, limit)]
         sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
         rows = [rows[i] for i in sorted(sample.tolist())]
         names = dict.fromkeys([*self.columns, *(name for row in rows for name in row)])
