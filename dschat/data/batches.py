@@ -71,8 +71,8 @@ class StepBatches:
 
     def __len__(self) -> int:
         """Optimizer steps per epoch; a stream has no length."""
-        assert not isinstance(self.dataset, RowStream), "a stream runs for --max_steps"
-        full, rest = divmod(len(self.dataset), self.global_batch_size)
+        assert self.num_rows is not None, "a stream runs for --max_steps"
+        full, rest = divmod(self.num_rows, self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     @property
