@@ -16,11 +16,14 @@ import signal
 import sys
 from codecs import lookup
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from dschat.chat.load import ChatConfig, load_chat
-from dschat.chat.session import Chat
 from dschat.config import UserError, parser
 from dschat.distributed import entrypoint, host_checks
+
+if TYPE_CHECKING:
+    from dschat.chat.session import Chat
 
 HELP = """\
 /reset        start a new conversation
@@ -58,7 +61,7 @@ def set_streams() -> None:
         stream.reconfigure(encoding=stream.encoding if keep else "utf-8", errors="replace")
 
 
-def converse(chat: Chat) -> None:
+def converse(chat: "Chat") -> None:
     """Answer prompts from the terminal until /quit."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history in input()
@@ -79,7 +82,7 @@ def converse(chat: Chat) -> None:
             stream(chat, text)
 
 
-def command(chat: Chat, text: str) -> None:
+def command(chat: "Chat", text: str) -> None:
     name, _, rest = text.partition(" ")
     if name == "/reset":
         chat.reset()
@@ -97,7 +100,7 @@ def command(chat: Chat, text: str) -> None:
         print(f"(no command {name}; /help lists them)")
 
 
-def stream(chat: Chat, text: str) -> None:
+def stream(chat: "Chat", text: str) -> None:
     """Print one answer as it is decoded; Ctrl-C stops only the answer."""
     try:
         with closing(chat.reply(text)) as pieces:
@@ -110,7 +113,7 @@ def stream(chat: Chat, text: str) -> None:
         print(f"({error})")
 
 
-def answer_lines(chat: Chat) -> None:
+def answer_lines(chat: "Chat") -> None:
     """Answer each line of standard input independently, on one line; an empty line gets an empty
     one.
     """

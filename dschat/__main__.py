@@ -31,7 +31,8 @@ HELP = f"""{USAGE}
 
 {{commands}}
 
-dschat COMMAND --help lists the flags of a command; dschat --version prints the version.
+dschat COMMAND --help lists the flags that most runs need, dschat COMMAND --help all all of them;
+dschat --version prints the version.
 With a launcher: deepspeed --num_gpus 8 --module dschat rlhf ..., torchrun -m dschat rlhf ...
 """
 

@@ -1,6 +1,7 @@
 """Loads a model for chat: flags, generator and tokenizer.
 
-torch is imported in ``load_chat``, so that ``--help`` and errors in the flags take no time.
+torch and transformers are imported in ``load_chat``, so that ``--help`` and errors in the flags
+take no time.
 """
 
 import logging
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional
 
 import dschat.distributed as dist
-from dschat.chat.session import Chat, StreamingGenerator, check_system
 from dschat.config import UserError
 from dschat.config.fields import flag, require_types
 from dschat.inference.protocol import SamplingParams
@@ -18,6 +18,8 @@ from dschat.inference.protocol import SamplingParams
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from dschat.chat.session import Chat, StreamingGenerator
 
 logger = logging.getLogger("dschat")
 
@@ -32,17 +34,27 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 class ChatConfig:
     """Talk to a trained model: turn by turn on a terminal, one prompt per line through a pipe."""
 
-    path: str = flag("", "Model: a folder such as output/demo/step3_rlhf/actor, or a hub name.")
-    system: Optional[str] = flag(None, "System message at the start of every conversation.")
-    max_new_tokens: int = flag(256, "Longest answer in tokens.")
-    temperature: float = flag(0.7, "Sampling temperature: 0 (greedy), or 0.01 to 100.")
+    path: str = flag(
+        "", "Model: a folder such as output/demo/step3_rlhf/actor, or a hub name.", short=True
+    )
+    system: Optional[str] = flag(
+        None, "System message at the start of every conversation.", short=True
+    )
+    max_new_tokens: int = flag(256, "Longest answer in tokens.", short=True)
+    temperature: float = flag(0.7, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
     top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
     top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
     min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
-    greedy: bool = flag(False, "Always take the likeliest token; overrides --temperature.")
-    seed: int = flag(1234, "Seed: the same prompts in the same order get the same answers.")
+    greedy: bool = flag(
+        False, "Always take the likeliest token; overrides --temperature.", short=True
+    )
+    seed: int = flag(
+        1234, "Seed: the same prompts in the same order get the same answers.", short=True
+    )
     dtype: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU."
+        "auto",
+        "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU.",
+        short=True,
     )
     trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
 
@@ -77,6 +89,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     """
     name = _causal_lm(config.path, config.trust_remote_code)
 
+    from dschat.chat.session import Chat, check_system
     from dschat.models.fit import check_fit
     from dschat.models.model_kind import load_config
     from dschat.models.tokenizer import load_tokenizer

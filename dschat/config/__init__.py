@@ -1,6 +1,6 @@
 """Every flag of every command: dataclasses, their validation, and the command-line parser.
 
-Imports the standard library only, except ``parser``: yaml and transformers' argument parser.
+Imports the standard library only, except ``parser``: yaml.
 """
 
 from dschat.config.errors import UserError

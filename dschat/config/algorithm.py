@@ -17,7 +17,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 @dataclass
 class AlgorithmConfig:
-    """How step 3 turns the rewards of a rollout into a loss."""
+    """Algorithm: how the rewards of a rollout become a loss."""
 
     advantage_estimator: Literal[
         "gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
@@ -25,6 +25,7 @@ class AlgorithmConfig:
         "gae",
         "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt (grpo, "
         "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce).",
+        short=True,
     )
     ppo_epochs: int = flag(1, "Passes over each rollout.", ge=1)
     gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).", ge=0, le=1)
@@ -39,6 +40,7 @@ class AlgorithmConfig:
     kl_coef: float = flag(
         0.1,
         "Weight of the KL penalty; 0 without --kl_target loads no reference model.",
+        short=True,
         aliases=["--kl_ctl"],
         ge=0,
     )

@@ -12,13 +12,14 @@ from dschat.config.fields import flag, require_bounds, require_types
 
 @dataclass
 class DataConfig:
-    """Data flags of all three steps."""
+    """Data."""
 
     data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat, "
         "builtin/arithmetic, or hub names (`NAME:CONFIG` for one configuration); `PATH:WEIGHT` "
         "blends several.",
+        short=True,
     )
     eval_data_path: Optional[list[str]] = flag(
         None,
@@ -35,7 +36,7 @@ class DataConfig:
         "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
     )
     prompt_column: Optional[str] = flag(
-        None, "Column of the prompt, or a path into one, e.g. question.text."
+        None, "Column of the prompt, or a path into one, e.g. question.text.", short=True
     )
     chosen_column: Optional[str] = flag(None, "Column of the preferred answer.")
     rejected_column: Optional[str] = flag(None, "Column of the rejected answer.")
@@ -86,13 +87,15 @@ class ShowConfig(DataConfig):
     """Show how data sets are read: columns, splits, lengths, examples, dropped rows."""
 
     step: Optional[Literal["1", "2", "3"]] = flag(
-        None, "Show this step only; default: every step that can use the data."
+        None, "Show this step only; default: every step that can use the data.", short=True
     )
     model: str = flag(
-        "builtin/tiny", "Model whose tokenizer to use: a folder, a hub name or builtin/tiny."
+        "builtin/tiny",
+        "Model whose tokenizer to use: a folder, a hub name or builtin/tiny.",
+        short=True,
     )
-    max_seq_len: int = flag(512, "Longest sequence of steps 1 and 2, in tokens.", ge=1)
-    max_prompt_seq_len: int = flag(256, "Longest prompt of step 3, in tokens.", ge=1)
+    max_seq_len: int = flag(512, "Longest sequence of steps 1 and 2, in tokens.", short=True, ge=1)
+    max_prompt_seq_len: int = flag(256, "Longest prompt of step 3, in tokens.", short=True, ge=1)
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:

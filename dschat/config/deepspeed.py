@@ -23,7 +23,7 @@ _MEMORY = ("cpu", "nvme")
 
 @dataclass
 class DeepSpeedConfig:
-    """DeepSpeed flags of all three steps."""
+    """DeepSpeed."""
 
     deepspeed_config: Optional[str] = flag(
         None,
@@ -38,7 +38,9 @@ class DeepSpeedConfig:
         const="true",
     )
     offload: bool = flag(
-        False, "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters."
+        False,
+        "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters.",
+        short=True,
     )
     offload_optimizer: bool = flag(
         False,

@@ -61,6 +61,7 @@ def flag(
     le: float | None = None,
     lt: float | None = None,
     remedy: str = "",
+    short: bool = False,
     **metadata: Any,
 ) -> Any:
     """A dataclass field with a help text; a list default is copied per instance.
@@ -69,8 +70,9 @@ def flag(
         ge, gt, le, lt: bounds of a number, which may equal ``ge`` and ``le``. ``ge`` or ``gt`` is
             given wherever there is a bound.
         remedy: ends the message about a number out of bounds.
+        short: whether ``--help`` shows the flag; ``--help all`` shows every one.
     """
-    metadata["help"] = help
+    metadata |= {"help": help, "short": short}
     if ge is not None or gt is not None:
         metadata["bounds"] = Bounds(ge, gt, le, lt, remedy)
     if isinstance(default, list):

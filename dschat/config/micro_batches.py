@@ -9,7 +9,10 @@ from dschat.config.fields import AUTO, IntOrAuto, flag
 
 @dataclass
 class MicroBatchConfig:
-    """How forwards take a process's rows of an optimizer step; the update does not depend on it."""
+    """Micro-batches.
+
+    How forwards take a process's rows of an optimizer step; the update does not depend on it.
+    """
 
     packing: Literal["auto", "on", "off"] = flag(
         "auto",

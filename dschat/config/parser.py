@@ -1,18 +1,29 @@
 """Parses flags and ``--config file.yaml`` into a validated config dataclass, and back to an argv.
 
-No torch here: ``--help`` must answer at once.
+Neither torch nor transformers here: ``--help`` and mistyped flags must answer at once.
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from inspect import get_annotations
 from pathlib import Path
-from typing import Any, NoReturn, Optional, Protocol, TypeVar, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
-from transformers.hf_argparser import HfArgumentParser
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
@@ -33,8 +44,8 @@ _REWORDINGS = (
     (r"invalid choice: (.*?) \(choose from (.*)\)", r"\1 is not one of \2"),
     (r"expected one argument", "needs a value"),
     (r"expected at least one argument", "needs at least one value"),
-    (r"Truthy value expected: got (.*) but .*", r"'\1' is neither true nor false"),
 )
+_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def parse(
@@ -155,37 +166,42 @@ def underscored(token: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-class _Parser(HfArgumentParser):
-    """HfArgumentParser that raises ``UserError`` and returns given values only, no defaults."""
+class _Parser(argparse.ArgumentParser):
+    """One option per dataclass field; raises ``UserError`` and returns given values only.
+
+    ``--help`` groups the inherited fields by the dataclass that declares them; the first line of
+    its docstring is the title.
+    """
 
     def __init__(self, config_class: type, takes_file: bool = False):
-        description = (config_class.__doc__ or "").strip().splitlines()[0]
-        super().__init__(config_class, description=description, allow_abbrev=False)
+        super().__init__(
+            usage="%(prog)s [FLAGS]",
+            description=_title(config_class),
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=38, width=100),
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        text = "Show the flags that most runs need; all: every flag."
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", help=text)
         if takes_file:
-            self.add_argument(
-                "--config", help="YAML file with flag names as keys; flags override it."
-            )
+            text = "YAML file with flag names as keys; flags override it."
+            self.add_argument("--config", help=text)
+        self.not_short: list[argparse.Action] = []  # flags that --help leaves to --help all
         hints = get_type_hints(config_class)
+        groups = {c: self.add_argument_group(_title(c).rstrip(".")) for c in config_class.__mro__}
         for f in fields(config_class):
-            if hints[f.name] == IntOrAuto:  # HfArgumentParser would take whole numbers only
-                self._option_string_actions[f"--{f.name}"].type = int_or_auto
-            if f.type == Optional[bool]:  # HfArgumentParser would require a value
-                action = self._option_string_actions[f"--{f.name}"]
-                action.nargs, action.const = "?", True
-            # HfArgumentParser adds --no_x only where the default is True.
-            if f.default is False or f.type == Optional[bool]:
-                self.add_argument(
-                    f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS
-                )
-
-    def add_argument(self, *args: Any, **options: Any) -> argparse.Action:
-        options.pop("bounds", None)  # HfArgumentParser passes all metadata of a field
-        return super().add_argument(*args, **options)
+            owner = next(c for c in config_class.__mro__ if f.name in get_annotations(c))
+            group = self if owner is config_class else groups[owner]
+            names = (f"--{f.name}", *f.metadata.get("aliases", ()))
+            action = group.add_argument(*names, **_options(f, hints[f.name]))
+            if not f.metadata.get("short"):
+                self.not_short.append(action)
+            if action.type is _truth:
+                no, hidden = f"--no_{f.name}", argparse.SUPPRESS
+                self.add_argument(no, dest=f.name, action="store_false", help=hidden)
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        if "-h" not in argv and "--help" not in argv:  # only --help needs the defaults
-            for action in self._actions:
-                action.default = argparse.SUPPRESS
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])
         if extras:
             self._refuse(extras[0], argv)
@@ -195,8 +211,8 @@ class _Parser(HfArgumentParser):
         if not extra.startswith("--"):
             raise UserError(f"unexpected argument {extra!r}; flags look like --name value")
         typed = next(token for token in argv if underscored(token) == extra).partition("=")[0]
-        names = {option for option in self._option_string_actions if "-" not in option[2:]}
-        raise UserError(f"unknown flag {typed}{did_you_mean(underscored(typed), names)}")
+        hint = did_you_mean(underscored(typed), self._option_string_actions)
+        raise UserError(f"unknown flag {typed}{hint}")
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument ([^\s/:]+)[^:]*: (.*)", message, flags=re.DOTALL)
@@ -206,3 +222,48 @@ class _Parser(HfArgumentParser):
         for pattern, wording in _REWORDINGS:
             problem = re.sub(pattern, wording, problem)
         raise UserError(f"{flag} {problem}")
+
+
+class _Help(argparse.Action):
+    """Prints the short flags, or with ``all`` every flag, and exits."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        if value != "all":
+            for action in parser.not_short:
+                action.help = argparse.SUPPRESS
+            parser.epilog = f"--help all shows {len(parser.not_short)} more flags."
+        parser.print_help()
+        parser.exit()
+
+
+def _options(f: Field, hint: Any) -> dict[str, Any]:
+    """What argparse is told about a field: its type, number of values, and help with default."""
+    default = f.default if f.default_factory is MISSING else f.default_factory()
+    help = f.metadata.get("help", "").replace("%", "%%")
+    if default not in (None, "") and default is not False:
+        shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+        help += f" (default: {shown})"
+    options = {key: f.metadata[key] for key in ("nargs", "const") if key in f.metadata}
+    options["help"] = help
+    if hint == IntOrAuto:
+        return options | {"type": int_or_auto}
+    if get_origin(hint) is Union:  # Optional
+        hint = get_args(hint)[0]
+    if get_origin(hint) is list:
+        options["nargs"], hint = "+", get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return options | {"choices": get_args(hint)}
+    if hint is bool:
+        return options | {"type": _truth, "nargs": "?", "const": True, "metavar": "true|false"}
+    last_word = f.name.rpartition("_")[2].upper()
+    return options | {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, last_word)}
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in _TRUE
+
+
+def _title(config_class: type) -> str:
+    return (config_class.__doc__ or "").strip().partition("\n")[0]

@@ -22,15 +22,19 @@ _LOSSES = {
 
 @dataclass
 class PreferenceConfig:
-    """How step 2 trains on pairs: a reward model, or the policy itself."""
+    """Loss on pairs."""
 
     loss: Literal["pairwise", "dpo", "cdpo", "ipo", "kto"] = flag(
         "pairwise",
         "pairwise: train a reward model for step 3. Others: train the policy (step 1's causal LM) "
         "on the pairs, in place of step 3; dropout is off unless --dropout is given.",
+        short=True,
     )
     beta: Optional[float] = flag(
-        None, "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1.", gt=0
+        None,
+        "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1.",
+        short=True,
+        gt=0,
     )
     label_smoothing: Optional[float] = flag(
         None,

@@ -12,7 +12,7 @@ from dschat.config.fields import flag
 
 @dataclass
 class RewardSourcesConfig:
-    """Reward sources of step 3."""
+    """Reward sources."""
 
     reward_model_name_or_path: str = flag(
         "",
@@ -26,6 +26,7 @@ class RewardSourcesConfig:
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
         "math_equal, regex_match, length, json_schema, format_tags); append :WEIGHT if not 1 "
         "(0: only log the score).",
+        short=True,
     )
     reward_args: Optional[list[str]] = flag(
         None,

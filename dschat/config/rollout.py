@@ -23,17 +23,20 @@ def temperature_problem(temperature: float) -> str:
 
 @dataclass
 class RolloutConfig:
-    """Rollouts of step 3. Counts are global unless the name says per_device."""
+    """Rollouts."""
 
     max_prompt_seq_len: int = flag(
-        256, "Maximum prompt length in tokens; longer prompts are dropped and counted.", ge=1
+        256,
+        "Maximum prompt length in tokens; longer prompts are dropped and counted.",
+        short=True,
+        ge=1,
     )
-    max_answer_seq_len: int = flag(256, "Maximum answer length in tokens.", ge=1)
+    max_answer_seq_len: int = flag(256, "Maximum answer length in tokens.", short=True, ge=1)
     per_device_generation_batch_size: int = flag(
-        16, "Prompts per generation batch and process.", ge=1
+        16, "Prompts per generation batch and process.", short=True, ge=1
     )
     generation_batches: int = flag(1, "Generation batches per rollout.", ge=1)
-    num_samples_per_prompt: int = flag(1, "Answers per prompt.", ge=1)
+    num_samples_per_prompt: int = flag(1, "Answers per prompt.", short=True, ge=1)
     temperature: float = flag(1.0, "Sampling temperature: 0 (greedy) or 0.01 to 100.")
     top_p: float = flag(
         1.0,

@@ -24,10 +24,10 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 
 @dataclass
 class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
-    """Flags of all three steps: data, optimization, checkpoints, DeepSpeed, logging."""
+    """Output, optimization, tokenizer and logging."""
 
     # output
-    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log.")
+    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log.", short=True)
     overwrite_output_dir: bool = flag(
         False,
         "Start over in a folder with a finished step or with checkpoints; deletes the checkpoints.",
@@ -53,6 +53,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
         "auto",
         "Training precision; auto: the DeepSpeed file's, else bf16 on an accelerator and fp32 on a "
         "CPU.",
+        short=True,
     )
     max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
@@ -60,9 +61,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
     )
     num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", ge=0)
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
-    num_train_epochs: int = flag(1, "Passes over this step's share of the data.", ge=1)
+    num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
     max_steps: int = flag(
-        0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", ge=0
+        0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
     )
     max_bad_steps: int = flag(
         20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
@@ -135,10 +136,13 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
 
 @dataclass
 class SupervisedConfig(CommonConfig):
-    """Flags of steps 1 and 2. Global batch size = micro-batch size x accumulation x processes."""
+    """Model, batches and LoRA.
+
+    Global batch size = micro-batch size x accumulation x processes.
+    """
 
     model_name_or_path: str = flag(
-        "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny."
+        "builtin/tiny", "Base model: a folder, a hub name or builtin/tiny.", short=True
     )
     tokenizer_name_or_path: Optional[str] = flag(
         None, "Tokenizer: a folder or a hub name; default: the model's."
@@ -146,13 +150,16 @@ class SupervisedConfig(CommonConfig):
     max_seq_len: int = flag(
         512,
         "Maximum sequence length in tokens; longer sequences lose the start of the prompt.",
+        short=True,
         ge=1,
     )
-    per_device_train_batch_size: int = flag(16, "Examples per micro-batch and process.", ge=1)
+    per_device_train_batch_size: int = flag(
+        16, "Examples per micro-batch and process.", short=True, ge=1
+    )
     per_device_eval_batch_size: int = flag(
         16, "Examples per evaluation micro-batch and process.", ge=1
     )
-    learning_rate: float = flag(1e-5, "Peak learning rate.", **_RATE)
+    learning_rate: float = flag(1e-5, "Peak learning rate.", short=True, **_RATE)
     weight_decay: float = flag(
         0.0, "AdamW's weight decay; not applied to biases and norms.", **_RATE
     )
@@ -160,12 +167,15 @@ class SupervisedConfig(CommonConfig):
     eval_steps: int = flag(
         0,
         "Evaluate every N optimizer steps, and before and after training; 0: only these two.",
+        short=True,
         aliases=["--eval_interval"],
         ge=0,
     )
-    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.", **_STAGE)
-    gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
-    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.", ge=0)
+    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
+    gradient_checkpointing: bool = flag(
+        False, "Recompute activations in the backward pass.", short=True
+    )
+    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.", short=True, ge=0)
     lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
     lora_modules: list[str] = flag(
         ["all-linear"],
@@ -225,11 +235,14 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
 
     deepspeed_models = ("actor", "critic")
 
-    actor_model_name_or_path: str = flag("", "Initial actor: step 1's folder, or any causal LM.")
+    actor_model_name_or_path: str = flag(
+        "", "Initial actor: step 1's folder, or any causal LM.", short=True
+    )
     critic_model_name_or_path: str = flag(
         "",
         "Initial critic, and the reward model if there is no other reward source; default: "
         "--reward_model_name_or_path, else the actor.",
+        short=True,
     )
     num_padding_at_beginning: Optional[int] = flag(
         None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
@@ -242,10 +255,14 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
     )
     # optimization
     per_device_training_batch_size: int = flag(
-        16, "Sequences per training micro-batch and process.", ge=1
+        16, "Sequences per training micro-batch and process.", short=True, ge=1
     )
-    actor_learning_rate: float = flag(9.65e-6, "Peak learning rate of the actor.", **_RATE)
-    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.", **_RATE)
+    actor_learning_rate: float = flag(
+        9.65e-6, "Peak learning rate of the actor.", short=True, **_RATE
+    )
+    critic_learning_rate: float = flag(
+        5e-6, "Peak learning rate of the critic.", short=True, **_RATE
+    )
     actor_weight_decay: float = flag(0.0, "Weight decay of the actor.", **_RATE)
     critic_weight_decay: float = flag(0.0, "Weight decay of the critic.", **_RATE)
     actor_dropout: Optional[float] = flag(
@@ -268,8 +285,12 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
     unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
     unsup_coef: float = flag(27.8, "Weight of the pretraining loss.", ge=0)
     # DeepSpeed and memory
-    actor_zero_stage: int = flag(0, "ZeRO stage of the actor and the reference model.", **_STAGE)
-    critic_zero_stage: int = flag(0, "ZeRO stage of the critic and the reward model.", **_STAGE)
+    actor_zero_stage: int = flag(
+        0, "ZeRO stage of the actor and the reference model.", short=True, **_STAGE
+    )
+    critic_zero_stage: int = flag(
+        0, "ZeRO stage of the critic and the reward model.", short=True, **_STAGE
+    )
     actor_deepspeed_config: Optional[str] = flag(
         None, "DeepSpeed file of the actor; default: --deepspeed_config."
     )

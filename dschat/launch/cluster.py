@@ -35,19 +35,26 @@ _PORT: dict[str, Any] = {"ge": 1, "le": 65533}
 
 @dataclass
 class ClusterConfig:
-    """train.py's cluster flags, named as in DeepSpeed's launcher."""
+    """Machines, in flags named as in DeepSpeed's launcher."""
 
     num_gpus: Optional[int] = flag(
         None,
         "Processes per machine, one per GPU (on CPUs: at most one per core); default: the "
         "hostfile's slots, all visible GPUs, or one process on the CPU.",
+        short=True,
         ge=1,
     )
     num_nodes: Optional[int] = flag(
-        None, "Number of machines; default: all of --hostfile, or 1.", aliases=["--nnodes"], ge=1
+        None,
+        "Number of machines; default: all of --hostfile, or 1.",
+        short=True,
+        aliases=["--nnodes"],
+        ge=1,
     )
     hostfile: Optional[str] = flag(
-        None, "File of machines, one line each: NAME slots=GPUS (see training/launch/hostfile)."
+        None,
+        "File of machines, one line each: NAME slots=GPUS (see training/launch/hostfile).",
+        short=True,
     )
     launcher: Literal["pdsh", "slurm"] = flag(
         "pdsh", "Launcher for several machines; slurm: srun, without --hostfile."

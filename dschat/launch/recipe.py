@@ -51,37 +51,44 @@ class TrainConfig(ClusterConfig):
     """Train a chat model. Flags of step*/main.py work too; `--step3.seed 1` is for step 3 only."""
 
     step: Optional[list[int]] = flag(
-        None, "Steps to run, any of 1 2 3; default: all that the policy needs."
+        None, "Steps to run, any of 1 2 3; default: all that the policy needs.", short=True
     )
     actor_model: Optional[str] = flag(
-        None, "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder."
+        None,
+        "Base model of step 1 (a folder or a hub name), or a finished step1_sft folder.",
+        short=True,
     )
     reward_model: Optional[str] = flag(
         None,
         "Base model of step 2, or a folder with a trained reward model (one from the hub: "
         "--critic_model_name_or_path).",
+        short=True,
     )
     output_dir: Optional[str] = flag(
-        None, "Folder of the run (OUT); default: output/NAME of the recipe or model."
+        None, "Folder of the run (OUT); default: output/NAME of the recipe or model.", short=True
     )
     recipe: Optional[str] = flag(
-        None, "Name in training/recipes, or a YAML file; default: demo if no model is given."
+        None,
+        "Name in training/recipes, or a YAML file; default: demo if no model is given.",
+        short=True,
     )
     restart: bool = flag(
         False,
         "Start interrupted steps over; do not resume from their latest checkpoints.",
+        short=True,
     )
     reuse: bool = flag(
         False, "Use finished steps in OUT even if they were trained with other settings."
     )
-    dry_run: bool = flag(False, "Print the commands, run nothing.")
+    dry_run: bool = flag(False, "Print the commands, run nothing.", short=True)
     plan: bool = flag(
         False,
         "Print the estimated memory of each step per device, whether it fits, and what to change "
         "if not; run nothing. Exit code 0 in both cases.",
+        short=True,
     )
     device_memory_gib: Optional[float] = flag(
-        None, "Device memory for --plan, in GiB; default: this machine's device."
+        None, "Device memory for --plan, in GiB; default: this machine's device.", short=True
     )
 
     def validate(self) -> None:

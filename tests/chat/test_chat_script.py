@@ -85,10 +85,10 @@ def check_answers(printed, checkpoint, tokenizer):
 @pytest.mark.slow
 def test_mistakes_and_help_cost_no_torch():
     """One line and exit code 2, before torch loads; and --help, with 0."""
-    done = run_chat("--path", "out/of/nowhere", unwanted=("torch", "deepspeed"))
+    done = run_chat("--path", "out/of/nowhere", unwanted=("torch", "transformers", "deepspeed"))
     assert done.stderr.decode() == "error: --path out/of/nowhere: no such folder; check the path\n"
     assert (done.returncode, done.stdout) == (2, b"")
-    done = run_chat("--help", unwanted=("torch", "deepspeed"))
+    done = run_chat("--help", unwanted=("torch", "transformers", "deepspeed"))
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"--max_new_tokens" in done.stdout
 

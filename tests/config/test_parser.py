@@ -1,5 +1,6 @@
 """Flags and YAML files into dataclasses, and error messages."""
 
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dschat.chat.load import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
+from dschat.config.data import ShowConfig
+from dschat.launch.recipe import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
@@ -192,6 +196,38 @@ def test_parsing_leaves_the_dataclass_alone():
     assert Small() == Small(a=None, b=False)
 
 
+def help_of(config_class, *argv, capsys) -> str:
+    with pytest.raises(SystemExit):
+        parser.given(config_class, argv)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config_class", [*CONFIGS, ShowConfig, ChatConfig, TrainConfig])
+def test_help_is_short_and_names_the_rest(config_class, capsys):
+    """``--help`` fits a screen and names ``--help all``, which has every flag with its default."""
+    short = help_of(config_class, "--help", capsys=capsys)
+    assert len(short.splitlines()) <= 60
+    shown = {f.name for f in fields(config_class) if f.metadata["short"]}
+    flags = set(re.findall(r"^  --(\w+)", short, re.MULTILINE))
+    assert flags == shown | {"config"}
+    whole = help_of(config_class, "-h", "all", capsys=capsys)
+    flags = set(re.findall(r"^  --(\w+)", whole, re.MULTILINE))
+    assert flags == {f.name for f in fields(config_class)} | {"config"}
+    num_more = len(fields(config_class)) - len(shown)
+    assert short.splitlines()[-1] == f"--help all shows {num_more} more flags."
+    assert "--help all" not in whole
+
+
+def test_help_has_groups_and_defaults(capsys):
+    whole = " ".join(help_of(RLHFConfig, "--help", "all", capsys=capsys).split())
+    assert "--num_train_epochs N Passes over this step's share of the data. (default: 1)" in whole
+    assert "--adam_betas X [X ...] AdamW's beta1 and beta2. (default: 0.9 0.95)" in whole
+    assert "--local_rank N Set by the launcher; ignored. (default: -1)" in whole
+    titles = ["Step 3: RLHF.", "Algorithm:", "Rollouts:", "Output,", "DeepSpeed:", "Data:"]
+    places = [whole.index(f" {title} ") for title in titles]
+    assert places == sorted(places)
+
+
 SCRIPTS = ["train.py", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("step*/main.py"))]
 
 
@@ -206,7 +242,7 @@ def test_help_loads_nothing_heavy(script):
         "try:\n"
         f"    runpy.run_path({script!r}, run_name='__main__')\n"
         "except SystemExit as stop:\n"
-        "    heavy = {'torch', 'deepspeed', 'datasets'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)\n"
         "    sys.exit(stop.code or ' '.join(heavy) or 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
