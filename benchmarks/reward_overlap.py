@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import time
+from dataclasses import replace
 
 from report import environment, rounded, spread
 
@@ -77,7 +78,7 @@ def main() -> None:
     trainers = {}
     for name, (function, pool) in sides.items():
         # One worker: measures overlap with generation, not parallel calls.
-        args_of_side = RLHFConfig(**(vars(config) | {"reward_pool": pool, "reward_workers": 1}))
+        args_of_side = replace(config, reward_pool=pool, reward_workers=1)
         trainers[name] = DeepSpeedPPOTrainer(engine, args_of_side, reward_fns=[function])
     times: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(args.rounds + 1):

@@ -6,6 +6,7 @@ answers before either loads.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from dschat.config import deepspeed_json
@@ -85,13 +86,14 @@ class DeepSpeedConfig:
         name, path = self._deepspeed_file(model)
         overrides: dict[str, Any] = {}
         if path:
-            settings = deepspeed_json.read(path, f"--{name}")
+            origin = f"--{name} {path}"
+            if path not in self._contents:
+                self._contents[path] = deepspeed_json.read(path, origin)
             decided = self._decided(model, world_size)
-            overrides = deepspeed_json.accepted(settings, f"--{name} {path}", decided)
-        for key in ("initial_scale_power", "loss_scale_window"):
-            if getattr(self, key) is not None:
-                overrides = deepspeed_json.merged(overrides, {"fp16": {key: getattr(self, key)}})
-        return overrides
+            overrides = deepspeed_json.accepted(self._contents[path], origin, decided)
+        scaling = {key: getattr(self, key) for key in ("initial_scale_power", "loss_scale_window")}
+        given = {key: value for key, value in scaling.items() if value is not None}
+        return deepspeed_json.merged(overrides, {"fp16": given}) if given else overrides
 
     def deepspeed_origin(self, model: str = "") -> str:
         """``--deepspeed_config FILE``, the start of an error message; empty without a file."""
@@ -114,17 +116,15 @@ class DeepSpeedConfig:
 
     def offloads_optimizer(self, model: str = "") -> bool:
         """Whether the optimizer states of ``model`` are offloaded (to CPU, or as its file says)."""
-        return (
-            self.offload
-            or self.offload_optimizer
-            or self._file_offloads(model, "offload_optimizer")
-        )
+        by_flag = self.offload or self.offload_optimizer
+        return by_flag or self._file_offloads(model, "offload_optimizer")
 
     def offloads_parameters(self, model: str = "") -> bool:
         """Whether the parameter shards of ``model`` are offloaded; ZeRO-3 only."""
-        offloaded = self.offload or self.offload_parameters
-        offloaded = offloaded or self._file_offloads(model, "offload_param")
-        return offloaded and self._flag(model, "zero_stage") == 3
+        by_flag = self.offload or self.offload_parameters
+        return self._flag(model, "zero_stage") == 3 and (
+            by_flag or self._file_offloads(model, "offload_param")
+        )
 
     def validate_deepspeed(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
@@ -153,12 +153,17 @@ class DeepSpeedConfig:
 
     def _deepspeed_file(self, model: str) -> tuple[str, str | None]:
         """The name of the flag, and the file of ``model``."""
-        flag_of_model = f"{model}_deepspeed_config"
-        if model and getattr(self, flag_of_model):
-            return flag_of_model, getattr(self, flag_of_model)
+        own = f"{model}_deepspeed_config"
+        if model and getattr(self, own):
+            return own, getattr(self, own)
         if self.deepspeed_config or (self.deepspeed or "true").lower() in ("true", "false"):
             return "deepspeed_config", self.deepspeed_config
         return "deepspeed", self.deepspeed
+
+    @cached_property
+    def _contents(self) -> dict[str, dict[str, Any]]:
+        """File -> the settings in it. Read once: all checks and engines see the same."""
+        return {}
 
     def _file_offloads(self, model: str, section: str) -> bool:
         """Whether the file of ``model`` turns on offload in this section."""
@@ -181,21 +186,18 @@ class DeepSpeedConfig:
             "fp16.initial_scale_power": "initial_scale_power",
             "fp16.loss_scale_window": "loss_scale_window",
         }
-        given = {key: (name, getattr(self, name)) for key, name in flags.items()}
         decided: dict[str, tuple[str, tuple[Any, ...]]] = {
             key: (f"--{name} {value}", (value,))
-            for key, (name, value) in given.items()
-            if value is not None
+            for key, name in flags.items()
+            if (value := getattr(self, name)) is not None
         }
         if world_size is not None:
             size = (self.mini_batch_size if model else self.global_batch_size)(world_size)
             product = f"--{micro} x --gradient_accumulation_steps x {world_size} processes"
             decided["train_batch_size"] = (f"{product} = {size}", (size,))
         schedule = self.lr_scheduler_type
-        decided["scheduler.type"] = (
-            f"--lr_scheduler_type {schedule}",
-            _SCHEDULES.get(schedule, ()),
-        )
+        accepted = _SCHEDULES.get(schedule, ())
+        decided["scheduler.type"] = (f"--lr_scheduler_type {schedule}", accepted)
         if self._flag(model, "zero_stage") == 3 and (
             model or getattr(self, "loads_reference", False)
         ):

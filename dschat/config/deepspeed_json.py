@@ -69,9 +69,8 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (accepted, why)
 }
 
 
-def read(path: str, flag: str) -> dict[str, Any]:
-    """The JSON object in ``path``; ``flag`` is the start of every error message."""
-    where = f"{flag} {path}"
+def read(path: str, where: str) -> dict[str, Any]:
+    """The JSON object in ``path``; ``where`` is the start of every error message."""
     try:
         content = json.loads(read_text(path))
     except OSError as error:

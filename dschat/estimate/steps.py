@@ -34,15 +34,7 @@ class StepEstimator(Generic[Config]):
 
     def _zero(self, model: str = "") -> ZeroSettings:
         """As `dschat.runtime.deepspeed_engine.zero_settings`, for the device of the estimate."""
-        c = self._config
-        return ZeroSettings(
-            getattr(c, f"{model}_zero_stage" if model else "zero_stage"),
-            self._dtype,
-            offload_optimizer=c.offloads_optimizer(model),
-            offload_parameters=c.offloads_parameters(model),
-            max_grad_norm=c.max_grad_norm,
-            overrides=c.deepspeed_overrides(model),
-        )
+        return ZeroSettings.of(self._config, model, self._dtype)
 
     def _training(self, use: Use, zero: ZeroSettings) -> Training:
         s = self._models.sizes(use)

@@ -65,7 +65,7 @@ class MetricsLog:
         if config.resume and mark.exists():
             options = {"id": mark.read_text(), "resume": "allow"}
         self._wandb = wandb.init(
-            project="dschat", dir=str(self._folder), config=vars(config), **options
+            project="dschat", dir=str(self._folder), config=dataclasses.asdict(config), **options
         )
         mark.write_text(self._wandb.id)
 

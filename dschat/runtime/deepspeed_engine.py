@@ -66,6 +66,22 @@ class ZeroSettings:
     max_grad_norm: float = 1.0
     overrides: Mapping[str, Any] = field(default_factory=dict)  # from the user's JSON file
 
+    @classmethod
+    def of(
+        cls, config: CommonConfig, model: str, dtype: torch.dtype, world_size: int | None = None
+    ) -> "ZeroSettings":
+        """What flags and the DeepSpeed file say about one trained ``model``: "actor", "critic",
+        or "" in steps 1 and 2. ``world_size``: see `CommonConfig.deepspeed_overrides`.
+        """
+        return cls(
+            getattr(config, f"{model}_zero_stage" if model else "zero_stage"),
+            dtype,
+            offload_optimizer=config.offloads_optimizer(model),
+            offload_parameters=config.offloads_parameters(model),
+            max_grad_norm=config.max_grad_norm,
+            overrides=config.deepspeed_overrides(model, world_size),
+        )
+
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
@@ -114,22 +130,14 @@ class ZeroSettings:
 
 
 def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
-    """Settings of one trained ``model``: "actor", "critic", or "" in steps 1 and 2.
+    """Settings of one trained ``model``, checked by DeepSpeed; see `ZeroSettings.of`.
 
     Raises ``UserError`` for a precision that this device does not support, and for a DeepSpeed file
     that contradicts a flag or that DeepSpeed rejects; loads no model.
     """
-    return _checked(
-        ZeroSettings(
-            getattr(config, f"{model}_zero_stage" if model else "zero_stage"),
-            resolve_dtype(config.training_dtype),
-            offload_optimizer=config.offloads_optimizer(model),
-            offload_parameters=config.offloads_parameters(model),
-            max_grad_norm=config.max_grad_norm,
-            overrides=config.deepspeed_overrides(model, dist.world_size()),
-        ),
-        config.deepspeed_origin(model),
-    )
+    dtype = resolve_dtype(config.training_dtype)
+    zero = ZeroSettings.of(config, model, dtype, dist.world_size())
+    return _checked(zero, config.deepspeed_origin(model))
 
 
 def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:

@@ -1,5 +1,7 @@
 """Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
 
+from dataclasses import asdict
+
 from transformers import set_seed
 
 import dschat.distributed as dist
@@ -22,6 +24,6 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or default_output_dir
-    check_output_dir(config.output_dir, config.overwrite_output_dir, vars(config))
+    check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config)
     check_sinks(config)

@@ -280,6 +280,15 @@ def test_deepspeeds_own_flags_are_accepted(file):
     assert parser.parse(SFTConfig, ["--deepspeed"]).deepspeed_overrides() == {}
 
 
+def test_the_file_is_read_once(file):
+    """A file that is edited while the step starts does not change what was checked."""
+    path = file(zero(reduce_bucket_size=7))
+    config = parser.parse(SFTConfig, ["--deepspeed_config", path, "--dtype", "fp32"])
+    file(zero(reduce_bucket_size=8))
+    assert zero_settings(config).overrides == zero(reduce_bucket_size=7)
+    assert settings(replace(config))["zero_optimization"]["reduce_bucket_size"] == 8
+
+
 def test_precision_of_two_files_must_agree(file):
     config = RLHFConfig(
         **MODELS,
