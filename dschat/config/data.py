@@ -1,13 +1,13 @@
-"""Flags of the data: sources, columns, splits, streaming.
+"""Flags of the data: sources, columns, splits, streaming; and how rows become micro-batches.
 
-Part of `dschat.config.CommonConfig`, and of `ShowConfig`, the flags of ``python -m dschat.data``.
+Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types
 
 
 @dataclass
@@ -79,6 +79,44 @@ class DataConfig:
         require(
             len(parts) == 3 and min(parts) >= 0 and 0 < sum(parts) < float("inf"),
             f"--data_split {self.data_split!r} is not three numbers, one per step, such as 2,4,4",
+        )
+
+
+@dataclass
+class MicroBatchConfig:
+    """Micro-batches.
+
+    How forwards take a process's rows of an optimizer step; the update does not depend on it.
+    """
+
+    packing: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Train and score on token streams without padding, in which answers to one prompt share "
+        "it; auto: pad where the model's family cannot, on: stop there.",
+    )
+    gradient_accumulation_steps: int = flag(
+        1,
+        "Micro-batches per optimizer step and process.",
+        aliases=["--gradient_accumulation"],
+        ge=1,
+    )
+    max_tokens_per_micro_batch: IntOrAuto = flag(
+        0,
+        "Balance the rows of an optimizer step over the processes by tokens, and cut them into "
+        "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"
+        "batches of the batch size per device.",
+        ge=0,
+    )
+
+    def validate_micro_batches(self, longest_row: int, flags: str) -> None:
+        """``UserError`` where a micro-batch cannot hold the longest row, of ``flags`` tokens."""
+        budget = self.max_tokens_per_micro_batch
+        if budget == AUTO:
+            return
+        require(
+            not 0 < int(budget) < longest_row,
+            f"--max_tokens_per_micro_batch {budget} is less than one row can have: "
+            f"{flags} = {longest_row}; raise it, or use auto",
         )
 
 

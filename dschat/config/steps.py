@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig
-from dschat.config.data import DataConfig
+from dschat.config.data import DataConfig, MicroBatchConfig
 from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, require_bounds, require_types
-from dschat.config.micro_batches import MicroBatchConfig
 from dschat.config.preference import PreferenceConfig
 from dschat.config.reward import RewardSourcesConfig
 from dschat.config.rollout import RolloutConfig
@@ -187,9 +186,6 @@ class SupervisedConfig(CommonConfig):
     def global_batch_size(self, world_size: int) -> int:
         """Examples per optimizer step, over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
-
-    def validate(self) -> None:
-        super().validate()
 
 
 @dataclass
