@@ -195,16 +195,15 @@ class AlgorithmConfig:
             "--kl_target adapts --kl_coef, which is 0 and would stay 0; set it, e.g. to 0.1",
         )
         name = self.advantage_estimator
-        require(
-            name not in GROUPED or num_samples_per_prompt > 1,
-            f"--advantage_estimator {name} compares the answers to one prompt; raise "
-            f"--num_samples_per_prompt {num_samples_per_prompt} to 2 or more",
-        )
-        require(
-            not self.dynamic_sampling or num_samples_per_prompt > 1,
-            "--dynamic_sampling compares the answers to one prompt; raise "
-            f"--num_samples_per_prompt {num_samples_per_prompt} to 2 or more",
-        )
+        for given, compares in (
+            (f"--advantage_estimator {name}", name in GROUPED),
+            ("--dynamic_sampling", self.dynamic_sampling),
+        ):
+            require(
+                not compares or num_samples_per_prompt > 1,
+                f"{given} compares the answers to one prompt; raise "
+                f"--num_samples_per_prompt {num_samples_per_prompt} to 2 or more",
+            )
         require(
             self.critic_warmup_steps == 0 or self.has_critic,
             f"--critic_warmup_steps needs a critic; {name} has none",
@@ -214,7 +213,7 @@ class AlgorithmConfig:
             f"--overlong_buffer_len {self.overlong_buffer_len} must be less than "
             f"--max_answer_seq_len {max_answer_seq_len}",
         )
-        low, high = self.rollout_is_range
+        high = self.rollout_is_range[1]
         require(
             self.rollout_is == "off" or self.old_logprobs != "rollout",
             f"--rollout_is {self.rollout_is} needs --old_logprobs recompute: with the rollout's "

@@ -88,7 +88,7 @@ class TrainConfig(ClusterConfig):
         short=True,
     )
     device_memory_gib: Optional[float] = flag(
-        None, "Device memory for --plan, in GiB; default: this machine's device.", short=True
+        None, "Device memory for --plan, in GiB; default: this machine's device.", short=True, gt=0
     )
 
     def validate(self) -> None:
@@ -97,9 +97,6 @@ class TrainConfig(ClusterConfig):
         for number in self.step or ():
             if number not in STEPS:
                 raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
-        memory = self.device_memory_gib
-        if memory is not None and not memory > 0:
-            raise UserError(f"--device_memory_gib {memory} must be positive")
         self.validate_cluster()
 
 
