@@ -80,11 +80,6 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-def int_or_auto(text: str) -> int | str:
-    """The value of an `IntOrAuto` flag, as argparse reads it."""
-    return text if text == AUTO else int(text)
-
-
 def fixed_or_zero(value: int | str) -> int:
     """An `IntOrAuto` flag's number; 0 where the program has yet to choose."""
     return 0 if value == AUTO else int(value)
@@ -108,7 +103,7 @@ def require_types(config: Any, prefix: str = "--") -> None:
     hints = _hints(config_class)
     for f in fields(config):
         value = getattr(config, f.name)
-        problem = _type_problem(value, hints[f.name])
+        problem = type_problem(value, hints[f.name])
         if problem:
             shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
             raise UserError(f"{prefix}{f.name} {shown} {problem}")
@@ -117,14 +112,14 @@ def require_types(config: Any, prefix: str = "--") -> None:
 _hints = functools.cache(get_type_hints)
 
 
-def _type_problem(value: Any, hint: Any) -> str:
+def type_problem(value: Any, hint: Any) -> str:
     """Why ``value`` is not a ``hint``, in a few words; empty if it is one."""
     kind, choices = get_origin(hint), get_args(hint)
     if hint == IntOrAuto:
         is_int = isinstance(value, Integral) and not isinstance(value, bool)
-        return "" if value == AUTO else _type_problem(value, int) if is_int else _NOT_INT_OR_AUTO
+        return "" if value == AUTO else type_problem(value, int) if is_int else _NOT_INT_OR_AUTO
     if kind is Union:
-        return "" if value is None else _type_problem(value, choices[0])
+        return "" if value is None else type_problem(value, choices[0])
     if kind is Literal:
         known = isinstance(value, str) and value in choices
         return "" if known else f"is not one of {', '.join(map(str, choices))}"
@@ -159,7 +154,7 @@ def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:
     if not value and not may_be_empty:
         return "is empty; leave it out, or give at least one item"
     for item in value:
-        problem = _type_problem(item, hint)
+        problem = type_problem(item, hint)
         if problem:
             return f"has an item that {problem}"
         if hint is str and str(item).startswith("-"):

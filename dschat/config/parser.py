@@ -27,7 +27,7 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.config.fields import IntOrAuto, int_or_auto
+from dschat.config.fields import AUTO, IntOrAuto, type_problem
 from dschat.config.text_file import read_text
 
 
@@ -38,14 +38,12 @@ class _Validated(Protocol):
 Config = TypeVar("Config", bound=_Validated)
 # argparse's message -> ours, after the name of the flag.
 _REWORDINGS = (
-    (r"invalid int value: (.*)", r"\1 is not a whole number"),
-    (r"invalid float value: (.*)", r"\1 is not a number"),
-    (r"invalid int_or_auto value: (.*)", r"\1 is neither a whole number nor auto"),
     (r"invalid choice: (.*?) \(choose from (.*)\)", r"\1 is not one of \2"),
     (r"expected one argument", "needs a value"),
     (r"expected at least one argument", "needs at least one value"),
 )
-_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+_TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True)
+_TRUTHS |= dict.fromkeys(("no", "false", "f", "n", "0"), False)
 
 
 def parse(
@@ -197,7 +195,7 @@ class _Parser(argparse.ArgumentParser):
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):
                 self.not_short.append(action)
-            if action.type is _truth:
+            if action.const is True:
                 no, hidden = f"--no_{f.name}", argparse.SUPPRESS
                 self.add_argument(no, dest=f.name, action="store_false", help=hidden)
 
@@ -245,24 +243,29 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
         help += f" (default: {shown})"
     options = {key: f.metadata[key] for key in ("nargs", "const") if key in f.metadata}
     options["help"] = help
-    if hint == IntOrAuto:
-        return options | {"type": int_or_auto}
-    if get_origin(hint) is Union:  # Optional
+    if get_origin(hint) is Union and hint != IntOrAuto:  # Optional
         hint = get_args(hint)[0]
     if get_origin(hint) is list:
         options["nargs"], hint = "+", get_args(hint)[0]
     if get_origin(hint) is Literal:
         return options | {"choices": get_args(hint)}
+    options["type"] = partial(_read, hint)
     if hint is bool:
-        return options | {"type": _truth, "nargs": "?", "const": True, "metavar": "true|false"}
+        return options | {"nargs": "?", "const": True, "metavar": "true|false"}
     last_word = f.name.rpartition("_")[2].upper()
-    return options | {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, last_word)}
+    return options | {"metavar": {int: "N", float: "X", IntOrAuto: "N"}.get(hint, last_word)}
 
 
-def _truth(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() in _TRUE
+def _read(kind: Any, text: str) -> Any:
+    """A flag's value, of a type as in `dschat.config.fields`."""
+    try:
+        if kind is bool:
+            return _TRUTHS[text.lower()]
+        if kind == IntOrAuto:
+            return text if text == AUTO else int(text)
+        return kind(text)
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} {type_problem(text, kind)}") from None
 
 
 def _title(config_class: type) -> str:
