@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, Union, runtime_checkable
 
 import numpy as np
 
@@ -149,21 +149,31 @@ class TokenizedPrompts(list):
         self.columns = columns or {}
 
 
-def position_of(items: Any) -> int:
-    """Items taken so far, if ``items`` counts them as `Endless` does; else 0."""
-    return getattr(items, "position", 0)
+@runtime_checkable
+class ResumableIterator(Protocol):
+    """An iterator with which a run resumes in its data.
+
+    Attributes: ``position``, the number of items taken so far; assign it to seek.
+    """
+
+    position: int
+
+    def __next__(self) -> Any: ...
 
 
-def seek(items: Any, position: int) -> None:
+def position_of(items: Iterator[Any] | None) -> int:
+    """Items taken so far; 0 where that is not known, or there are none."""
+    return items.position if isinstance(items, ResumableIterator) else 0
+
+
+def seek(items: Iterator[Any] | None, position: int) -> None:
     """Continue after so many items, if ``items`` can."""
-    if hasattr(items, "position"):
+    if isinstance(items, ResumableIterator):
         items.position = position
 
 
 class Endless(Iterator[Any]):
-    """An endless iterator with which a run resumes in its data.
-
-    ``position``: the number of items taken so far; assign it to seek.
+    """An endless `ResumableIterator`.
 
     Args:
         start_at: returns an iterator that skips the first n items.
