@@ -4,10 +4,10 @@
     loader            resolves --reward_fn and callables to named, weighted functions
     user_modules      imports the user's modules within a time limit
     call              calls a function on samples: one value per sample, or a one-line fault
-    attempt           retries a failed call sample by sample to find the prompt that caused it
-    worker            calls functions in a process that can be killed
-    pool              runs calls in threads or worker processes, each with a time limit
-    endpoint          posts samples to --reward_url, with retries
+    threads           runs calls in threads and event loops, each with a time limit
+    processes         runs calls in processes that can be killed
+    sources           `RewardSource.score`, and the reward functions behind it
+    endpoint          the source that posts samples to --reward_url, with retries
     library           the ready-made functions: exact_match, math_equal, ...
     math_answers      compares two answers as mathematics
     reward_functions  `RewardPrograms`: starts all sources on samples, collects their scores

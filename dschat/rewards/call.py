@@ -33,13 +33,23 @@ _SHOWN = 200  # characters of a message
 
 
 class Fault(Exception):
-    """A failed call. ``row``: the sample that caused it, if known."""
+    """A failed call, or in a list of values the failure of a sample.
 
-    def __init__(self, problem: str, row: int | None = None, timed_out: bool = False) -> None:
-        super().__init__(problem, row, timed_out)
+    A call that failed as a whole is the same fault in the place of each of its samples.
+    """
+
+    def __init__(self, problem: str, timed_out: bool = False) -> None:
+        super().__init__(problem, timed_out)
         self.problem = problem
-        self.row = row
         self.timed_out = timed_out
+
+
+Values = list[Value | Fault]  # (S,)
+
+
+def timed_out(limit_s: float) -> Fault:
+    """The fault of a call that reached its limit."""
+    return Fault(f"did not return within {limit_s:.3g} s", timed_out=True)
 
 
 class MissingColumn(Fault):
@@ -63,7 +73,7 @@ def parameters(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def sources_of(
-    function: Callable,
+    accepted: Mapping[str, inspect.Parameter],
     bound: Collection[str],
     mapped: Mapping[str, str],
     columns: Collection[str],
@@ -71,15 +81,16 @@ def sources_of(
     """The source of each argument: parameter -> column, or name in `GIVEN`.
 
     Args:
+        accepted: the function's `parameters`.
         bound: parameters whose argument is already set.
         mapped: parameter -> column, from ``--reward_args NAME.PARAMETER=@COLUMN``.
         columns: of the rows.
 
     Raises:
-        UserError: the rows lack a column that ``function`` needs.
+        UserError: the rows lack a column that the function needs.
     """
     chosen: dict[str, str] = {}
-    for name, parameter in parameters(function).items():
+    for name, parameter in accepted.items():
         if parameter.kind is parameter.VAR_POSITIONAL or name in bound:
             continue
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -110,7 +121,7 @@ def arguments(sources: Mapping[str, str], samples: Samples) -> dict[str, list[An
     }
 
 
-def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> list[Value | Fault]:
+def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> Values:
     """One value per sample, from one call; a fault in place of each invalid value.
 
     ``lengths``: number of tokens of each answer.
@@ -130,7 +141,7 @@ def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> l
 
 async def call_async(
     function: Callable[..., Awaitable[Any]], kwargs: Mapping[str, Any], lengths: list[int]
-) -> list[Value | Fault]:
+) -> Values:
     """`call` for a function declared with ``async def``."""
     try:
         return values_of(await function(**kwargs), lengths)
@@ -154,7 +165,7 @@ def raised(error: BaseException) -> str:
     return f"raised {name}: {shortened(message, _SHOWN)}" if message else f"raised {name}"
 
 
-def values_of(result: Any, lengths: list[int]) -> list[Value | Fault]:
+def values_of(result: Any, lengths: list[int]) -> Values:
     """A function's result as one value per sample. Accepts lists, tuples, arrays and tensors.
 
     Raises:
@@ -168,40 +179,42 @@ def values_of(result: Any, lengths: list[int]) -> list[Value | Fault]:
         raise Fault(f"returned {_kind(result)}, not a list with one number per sample")
     if len(values) != len(lengths):
         raise Fault(f"returned {len(values)} values for {len(lengths)} samples")
-    return [_value(*row) for row in zip(range(len(values)), values, lengths, strict=True)]
+    return [_value(value, length) for value, length in zip(values, lengths, strict=True)]
 
 
-def _value(row: int, value: Any, length: int) -> Value | Fault:
+def _value(value: Any, length: int) -> Value | Fault:
     if value is None:
         return None
     tokens = _listed(value)
-    if tokens is None:
-        number = _number(value)
-        return Fault(f"returned {number}", row) if isinstance(number, str) else number
-    if len(tokens) != length:
-        return Fault(f"returned {len(tokens)} values for an answer of {length} tokens", row)
-    numbers: list[float] = []
-    for token in tokens:
-        number = _number(token)
-        if isinstance(number, str):
-            return Fault(f"returned {number} for a token", row)
-        numbers.append(number)
-    return numbers
-
-
-def _number(value: Any) -> float | str:
-    """A finite float, or a description of the invalid value."""
-    if isinstance(value, (str, bytes)):
-        return f"{_kind(value)}, not a number"
     try:
-        number = float(value)
+        if tokens is None:
+            return _number(value)
+        if len(tokens) != length:
+            raise Fault(f"returned {len(tokens)} values for an answer of {length} tokens")
+        return [_number(token, " for a token") for token in tokens]
+    except Fault as fault:
+        return fault
+
+
+def _number(value: Any, of: str = "") -> float:
+    """A finite float.
+
+    Raises:
+        Fault: it is something else. ``of`` ends the message.
+    """
+    try:
+        number = None if isinstance(value, (str, bytes)) else float(value)
     except OverflowError:
-        return "a number that is too large"
+        raise Fault(f"returned a number that is too large{of}") from None
     except Exception:
-        return f"{_kind(value)}, not a number"
+        number = None
+    if number is None:
+        raise Fault(f"returned {_kind(value)}, not a number{of}")
     if not math.isfinite(number):
-        return str(number)
-    return number if abs(number) <= _LARGEST else f"{number:g}, which is too large"
+        raise Fault(f"returned {number}{of}")
+    if abs(number) > _LARGEST:
+        raise Fault(f"returned {number:g}, which is too large{of}")
+    return number
 
 
 def _listed(value: Any) -> list[Any] | None:

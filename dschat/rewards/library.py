@@ -23,7 +23,7 @@ from dschat.config.fields import require_types
 from dschat.config.text_file import read_text
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.math_answers import are_equal, require_library
-from dschat.rewards.worker import START_S
+from dschat.rewards.processes import START_S
 
 logger = logging.getLogger("dschat")
 

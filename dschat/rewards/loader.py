@@ -29,7 +29,8 @@ class Program:
     name: str  # in metrics and --reward_args; unique
     label: str  # in messages: the flag and its value, or the function's name
     weight: float
-    function: RewardFunction
+    function: Any  # a `RewardFunction`, perhaps with a state
+    accepted: dict[str, inspect.Parameter]  # the function's parameters
     recipe: tuple[Any, ...]  # from which `rebuild` makes it in another process
     bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
     mapped: dict[str, str] = field(default_factory=dict)  # parameter -> column, from @COLUMN
@@ -40,12 +41,12 @@ class Program:
         return is_async(self.function)
 
     def release(self) -> None:
-        """Keep only the signature: from now on other processes call the function.
+        """Drop the function: from now on other processes call it.
 
         A function that they unpickle is kept as it is.
         """
         if self.recipe[0] == "spec":
-            self.function = _Signature(inspect.signature(self.function))
+            self.function = _released
 
     def sources(self, columns: Iterable[str]) -> dict[str, str]:
         """The source of each argument, for samples with ``columns``; see `sources_of`.
@@ -54,19 +55,13 @@ class Program:
             UserError: a column is missing.
         """
         try:
-            return sources_of(self.function, self.bound, self.mapped, list(columns))
+            return sources_of(self.accepted, self.bound, self.mapped, list(columns))
         except UserError as error:
             raise UserError(str(error).replace("NAME.", f"{self.name}.")) from None
 
 
-class _Signature:
-    """Stands for a released function; `inspect.signature` still works on it."""
-
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.__signature__ = signature
-
-    def __call__(self) -> None:
-        raise AssertionError("released: other processes call this function")
+def _released(**_: Any) -> None:
+    raise AssertionError("released: other processes call this function")
 
 
 def load_programs(
@@ -227,7 +222,7 @@ def _program(
             raise UserError(f"{where}.{key}: it takes no {key}; it takes: {', '.join(accepted)}")
     recipe = ("spec", spec, values) if spec else ("callable", function)
     limit_s = getattr(function, "limit_per_answer_s", 0.0)
-    return Program(name, label, weight, function, recipe, bound, mapped, limit_s)
+    return Program(name, label, weight, function, accepted, recipe, bound, mapped, limit_s)
 
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:

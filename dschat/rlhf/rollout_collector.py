@@ -71,7 +71,7 @@ class PendingRollout:
         assert self._scorer is not None, "already scored"
         scorer, self._scorer = self._scorer, None
         sources = scorer.reward_model(self.experience, size)
-        of_programs = joined_scores([scorer.programs.finish(call) for call in self._calls])
+        of_programs = joined_scores([call.result() for call in self._calls])
         if self._moves is not None:
             of_programs = self._moves.scores(of_programs)
         return sources + of_programs
@@ -131,7 +131,9 @@ class RolloutCollector:
             number = numbers[0] * sampling.n if numbers else 0
             parts.append(from_rollout(repeated.ids, rollout, pad_id, number, repeated.sources))
             if self._programs.names:
-                pending.append(self._programs.start(self._samples(repeated, rollout)))
+                timeout_s = self.scorer.args.reward_timeout_s
+                samples = self._samples(repeated, rollout)
+                pending.append(self._programs.score(samples, timeout_s))
         return PendingRollout(joined(parts), len(prompts.ids), {}, self.scorer, pending)
 
     def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:

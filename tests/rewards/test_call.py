@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dschat.config import UserError
-from dschat.rewards.call import Fault, arguments, shortened, sources_of, values_of
+from dschat.rewards.call import Fault, arguments, parameters, shortened, sources_of, values_of
 
 
 def ours(prompts, answers, prompt_ids, answer_ids, finish_reasons, tests, level=1): ...
@@ -35,13 +35,13 @@ def bound(answers, bonus): ...
 def test_arguments_follow_the_signature(samples, function, expected):
     given = samples(2, tests=[8, 9], solution=["r", "s"], target=["x", "y"])
     given.prompts[1] = "p1"
-    sources = sources_of(function, {"bonus"}, {}, given.columns)
+    sources = sources_of(parameters(function), {"bonus"}, {}, given.columns)
     assert arguments(sources, given) == expected
 
 
 def test_a_function_of_trl_gets_all(samples):
     given = samples(2, solution=["r", "s"])
-    got = arguments(sources_of(trls, {}, {}, given.columns), given)
+    got = arguments(sources_of(parameters(trls), {}, {}, given.columns), given)
     assert set(got) == {
         *("prompts", "completions", "answers", "prompt_ids", "completion_ids", "answer_ids"),
         *("finish_reasons", "solution"),
@@ -57,9 +57,9 @@ def test_the_reference_is_the_first_of_its_columns():
         (["target", "answer"], "answer"),
         (["ground_truth"], "ground_truth"),
     ]:
-        assert sources_of(by_reference, {}, {}, columns)["reference"] == expected
+        assert sources_of(parameters(by_reference), {}, {}, columns)["reference"] == expected
     with pytest.raises(UserError, match=r"needs the column reference or .*\(it has: a, b\)"):
-        sources_of(by_reference, {}, {}, ["b", "a"])
+        sources_of(parameters(by_reference), {}, {}, ["b", "a"])
 
 
 def test_results():
@@ -80,7 +80,7 @@ def test_results():
 def test_an_invalid_value_is_a_fault_of_its_sample():
     values = values_of([1.0, float("nan"), "1", [1.0], b"", object()], [2] * 6)
     assert values[0] == 1
-    assert [(v.row, v.problem) for v in values[1:] if isinstance(v, Fault)] == [
+    assert [(row, v.problem) for row, v in enumerate(values) if isinstance(v, Fault)] == [
         (1, "returned nan"),
         (2, "returned '1', not a number"),
         (3, "returned 1 values for an answer of 2 tokens"),

@@ -14,9 +14,8 @@ from dschat.config import UserError
 from dschat.rewards import library, math_answers
 from dschat.rewards.call import LONGEST_CALL_S, Fault
 from dschat.rewards.loader import load_programs
-from dschat.rewards.reward_functions import _score
 from dschat.rewards.samples import Samples
-from dschat.rewards.worker import Died
+from dschat.rewards.sources import FunctionSource
 
 
 def one(function, answer, *reference):
@@ -119,7 +118,7 @@ class Mathematician:
             wait_until(lambda: math_answers._idle.qsize() + len(self.called) == len(self.made))
             self.called.remove(self)
             self._runs = False
-            raise Fault("overran", timed_out=True) if answer == "slow" else Died("ended")
+            raise Fault(answer, timed_out=answer == "slow")
         return [float(answer == "1")]
 
 
@@ -140,12 +139,12 @@ def mathematician(monkeypatch):
 
 def test_slow_and_deadly_answers_score_zero(programs, samples, mathematician):
     """Each answer has its own limit, so many of them may exceed the limit of the call."""
-    limits = {"reward_timeout_s": 0.15, "reward_args": ["math_equal.limit_s=0.05"]}
+    limits = {"reward_args": ["math_equal.limit_s=0.05"]}
     given = samples(8, reference=["0.5"] * 8)
     given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
     for pool in ("none", "thread"):
         asked = programs(["math_equal"], reward_pool=pool, **limits)
-        (source,) = asked.finish(asked.start(given))
+        (source,) = asked.score(given, 60).result()
         assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
@@ -169,10 +168,10 @@ def test_a_worker_returns_to_the_queue_it_came_from(mathematician, monkeypatch):
 
 def test_a_process_that_cannot_start_raises(mathematician, monkeypatch):
     def fails(_):
-        raise Died("ended its process")
+        raise Fault("ended its process")
 
     monkeypatch.setattr(Mathematician, "start", fails)
-    with pytest.raises(Died):
+    with pytest.raises(Fault):
         library.MathEqual()(["1"], ["0.5"])
 
 
@@ -225,7 +224,7 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        _score(program, carry_out, given, 60.0)
+        FunctionSource(program, carry_out).call(given, 60.0)
     assert limits == [123, 246, 1800]
 
 

@@ -72,8 +72,8 @@ def plain(source: SourceScores) -> tuple:
 def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file, pool):
     asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
     assert asked.names == ["number", "rank_in_group", "by_token", "later"]
-    pending = [asked.start(samples(9)), asked.start(samples(1))]  # two rounds at a time
-    scores, few = (asked.finish(one) for one in pending)
+    pending = [asked.score(samples(9), 60), asked.score(samples(1), 60)]  # two rounds at a time
+    scores, few = (one.result() for one in pending)
     ids = [[float(j) for j in range(i % 3 + 1)] for i in range(9)]
     assert [plain(source) for source in scores] == [
         ("number", 2, [float(i) for i in range(9)], None, [True] * 9),
@@ -87,7 +87,7 @@ def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file,
 
 def test_worker_processes_are_reused(programs, samples, file):
     asked = programs(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
-    first, second = (set(asked.finish(asked.start(samples(8)))[0].scores.tolist()) for _ in "ab")
+    first, second = (set(asked.score(samples(8), 60).result()[0].scores.tolist()) for _ in "ab")
     assert len(first) == 2
     assert first == second
     assert float(os.getpid()) not in first
@@ -95,7 +95,7 @@ def test_worker_processes_are_reused(programs, samples, file):
 
 def test_a_rank_without_samples(programs, samples, file):
     asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
-    for source in asked.finish(asked.start(samples(0))):
+    for source in asked.score(samples(0), 60).result():
         assert source.scores.shape == (0,)
         assert source.token_scores is None
 
@@ -103,7 +103,7 @@ def test_a_rank_without_samples(programs, samples, file):
 def test_no_sources(programs, samples):
     asked = programs()
     assert (asked.names, asked.overlaps) == ([], False)
-    assert asked.finish(asked.start(samples(3))) == []
+    assert asked.score(samples(3), 60).result() == []
 
 
 def constant(answers):
@@ -129,9 +129,9 @@ def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool,
 
     # The constant runs in this thread, but the others start before it.
     asked = programs([constant, slow_one if is_async else slow], reward_pool=pool)
-    pending = asked.start(samples(16))
+    pending = asked.score(samples(16), 60)
     later.set()
-    for source in asked.finish(pending):
+    for source in pending.result():
         assert source.scores.tolist() == [1] * 16
     assert asked.overlaps == overlaps
 
@@ -144,7 +144,7 @@ def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
         return [1.0] * len(answers)
 
     asked = programs([meets], reward_pool="thread", reward_workers=4)
-    assert asked.finish(asked.start(samples(16)))[0].scores.tolist() == [1] * 16
+    assert asked.score(samples(16), 60).result()[0].scores.tolist() == [1] * 16
 
 
 def test_an_event_loop_is_reused_and_closed(programs, samples):
@@ -158,7 +158,7 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
 
     asked = programs([remembers])
     for _ in range(2):
-        asked.finish(asked.start(samples(2)))
+        asked.score(samples(2), 60).result()
     assert loops[0] is loops[1]
     asked.close()
     threads[0].join(60)
@@ -175,8 +175,8 @@ def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
         time.sleep(3)
         return [1.0] * len(answers)
 
-    asked = programs([innocent, blocks], reward_timeout_s=1.0, on_reward_error="skip")
-    scores = [source.scores.isnan().all() for source in asked.finish(asked.start(samples(1)))]
+    asked = programs([innocent, blocks], on_reward_error="skip")
+    scores = [source.scores.isnan().all() for source in asked.score(samples(1), 1.0).result()]
     assert scores == [False, True]
 
 
@@ -194,7 +194,7 @@ def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatc
         return here(answers)
 
     asked = programs([here, later], reward_pool=pool)
-    for source in asked.finish(asked.start(samples(2))):
+    for source in asked.score(samples(2), 60).result():
         assert source.scores.tolist() == [3, 3]
 
 
@@ -258,20 +258,20 @@ class Counts:
 def test_a_functions_state_is_saved_and_restored(programs, samples, monkeypatch):
     first, second = programs([Counts(), constant]), programs([Counts(), constant])
     for _ in range(3):
-        first.finish(first.start(samples(2)))
+        first.score(samples(2), 60).result()
     state = first.state_dict()
     assert state == {"counts": [{"calls": 3}]}
-    first.finish(first.start(samples(2)))
+    first.score(samples(2), 60).result()
     assert state == {"counts": [{"calls": 3}]}  # a copy
     second.load_state_dict(json.loads(json.dumps(state)))
-    assert second.finish(second.start(samples(2)))[0].scores.tolist() == [4, 4]
+    assert second.score(samples(2), 60).result()[0].scores.tolist() == [4, 4]
     second.load_state_dict({})  # from a checkpoint without this function: a fresh state
     assert second.state_dict() == {"counts": [{"calls": 4}]}
     of_ranks = {"counts": [{"calls": 7}, {"calls": 9}]}
     for rank, score in ((0, 8), (1, 10), (2, 8)):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
         second.load_state_dict(of_ranks)
-        assert second.finish(second.start(samples(1)))[0].scores.tolist() == [score]
+        assert second.score(samples(1), 60).result()[0].scores.tolist() == [score]
     with pytest.raises(
         UserError, match=r"counts: load_state_dict\(\) raised KeyError: 'calls'; fix"
     ):
@@ -332,13 +332,13 @@ def samples(prompts):
 programs = RewardPrograms.of(RLHFConfig(), [fails])
 for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
     try:
-        programs.finish(programs.start(samples(prompts)))
+        programs.score(samples(prompts), 60).result()
         print("fine")
     except RewardError as error:
         print(error)
 config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
 programs, scale = RewardPrograms.of(config, [fails]), RunningScale()
-total, _ = combine(programs.finish(programs.start(samples(mine))), config, scale)
+total, _ = combine(programs.score(samples(mine), 60).result(), config, scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()
@@ -369,7 +369,8 @@ def test_ranks_fail_together_and_scale_together(tmp_path):
     ]
     done = [process.communicate(timeout=120) for process in ranks]
     (first, said), (second, _) = done
-    line = "reward function fails raised AssertionError: three on the prompt 'p3'; fix it, or pass"
+    where = "on 3 samples, the first on the prompt 'p3'"
+    line = f"reward function fails raised AssertionError: three {where}; fix it, or pass"
     # Scores 1 and 2, 4 and 5: mean 3, variance 10 / 4; 3 has none.
     state = "[4.0, 3.0, 10.0]"
     of_rank = (["-1.2649", "-0.6325"], ["nan", "0.6325", "1.2649"])
@@ -377,4 +378,5 @@ def test_ranks_fail_together_and_scale_together(tmp_path):
         error, fine, total, moments = out.splitlines()
         assert error.startswith(line)
         assert (fine, total.split(), moments) == ("fine", scores, state)
-    assert "1 of 5 samples have no score: reward function fails" in said
+    line = line.replace(where, "on the prompt 'p3'").removesuffix(", or pass")
+    assert f"1 of 5 samples have no score: {line}" in said

@@ -9,7 +9,7 @@ import pytest
 
 from dschat.config import RLHFConfig
 from dschat.rewards.call import GIVEN, REFERENCE
-from dschat.rewards.endpoint import _body, _rewards
+from dschat.rewards.endpoint import body_of, rewards_of
 from dschat.rewards.library import READY_MADE
 from dschat.rewards.samples import Samples
 
@@ -41,7 +41,7 @@ def test_its_functions_score(programs, samples, tmp_path, monkeypatch):
     given.answers = ["3", "x" * 80, "4"]
     asked = programs(**flags)
     asked.check_columns(["answer"])
-    scores = asked.finish(asked.start(given))
+    scores = asked.score(given, 60).result()
     assert [(s.name, s.weight, s.scores.tolist()) for s in scores] == [
         ("is_short", pytest.approx(0.1), [1, 0, 1]),
         ("near", 1, [1, 0, 1]),
@@ -69,5 +69,5 @@ def test_a_request_and_its_reply():
     request, reply = (json.loads(block) for block in blocks("json"))
     columns = {"reference": request["reference"]}
     sample = Samples(["2+2="], ["4"], [[1]], [[2]], ["stop"], columns)
-    assert json.loads(_body(sample)) == request
-    assert _rewards(json.dumps(reply).encode()) == [1.0]
+    assert json.loads(body_of(sample)) == request
+    assert rewards_of(json.dumps(reply).encode()) == [1.0]

@@ -1,8 +1,9 @@
-"""Calls reward functions in a process that is killed when a call takes too long.
+"""Calls reward functions in worker processes, which are killed when a call takes too long.
 
-The process is a fresh interpreter. A fork is unsafe: the parent has threads and may hold a GPU.
-`multiprocessing` would import the user's main script again. It leads a process group, so that
-processes started by functions die with it. No torch here, so that it starts fast.
+A worker is a fresh interpreter. A fork is unsafe: the parent has threads and may hold a GPU.
+`multiprocessing`, and pools built on it, would import the user's main script again. It leads a
+process group, so that processes started by functions die with it. No torch here, so that it starts
+fast.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from dschat.config import UserError
-from dschat.rewards.call import Fault, Value, call, raised
+from dschat.rewards.call import Fault, Values, call, raised, timed_out
 from dschat.rewards.loader import rebuild
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
@@ -27,8 +28,38 @@ _GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itse
 _LONGEST_S = 1e6  # of that limit: faulthandler's timer rejects more than some 1e9
 
 
-class Died(Fault):
-    """The process exited during the call."""
+class Processes:
+    """Worker processes, one per concurrent call. Each holds all functions."""
+
+    def __init__(self, recipes: Sequence[tuple[Any, ...]], count: int) -> None:
+        self._all = [Worker(recipes) for _ in range(count)]
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
+        for worker in self._all:
+            self._idle.put(worker)
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator["Worker"]:
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def call(
+        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+    ) -> Values:
+        """`Worker.call` on the next idle worker."""
+        with self._borrowed() as worker:
+            return worker.call(number, kwargs, lengths, limit_s)
+
+    def prepare(self) -> None:
+        """Start the process that the next call uses."""
+        with self._borrowed() as worker, contextlib.suppress(Fault):  # the call reports it
+            worker.start()
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.close()
 
 
 class Worker:
@@ -38,58 +69,25 @@ class Worker:
         """``recipes``: of the functions, see `dschat.rewards.loader.portable`."""
         self._recipes = list(recipes)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._pipe: Connection
 
-    def call(
-        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-    ) -> list[Value | Fault]:
-        """Call function ``number``; see `dschat.rewards.call.call`.
-
-        Raises:
-            Fault: the call failed or took longer than ``limit_s``; `Died`: the process exited.
-        """
-        pipe = self.start()
-        try:
-            pipe.send((number, dict(kwargs), lengths, limit_s))
-        except OSError:
-            raise self._died() from None
-        except Exception as error:  # pickle raises nearly anything
-            raise Fault(f"cannot send its samples to another process: it {raised(error)}") from None
-        reply = self._answer(pipe, limit_s)
-        if isinstance(reply, Fault):
-            raise reply
-        return reply
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._kill()
-            assert self._pipe is not None
-            self._pipe.close()
-            self._process = self._pipe = None
-
-    def _kill(self) -> int:
-        """Kill the process group and return the exit code of the process."""
-        # NOTE no wait() before killpg: it would free the process and group id for reuse. The exit
-        # code of a dead process stays available.
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
-
-    def start(self) -> Connection:
-        """Start the process unless it runs; the pipe to it.
+    def start(self) -> None:
+        """Start the process unless it runs.
 
         Raises:
             Fault: the functions cannot be rebuilt there.
         """
-        if self._process is not None and self._pipe is not None and _runs(self._process):
-            return self._pipe
+        if self._process is not None:
+            # NOTE WNOWAIT: reaping the process would free its group's id for reuse.
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self._process.pid, options) is None:
+                return
         self.close()
         self._pipe, child_end = Pipe()
         descriptor = child_end.fileno()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from dschat.rewards.worker import serve; serve({descriptor})"
+            f"from dschat.rewards.processes import serve; serve({descriptor})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -98,35 +96,49 @@ class Worker:
             start_new_session=True,
         )
         child_end.close()
-        try:
-            self._pipe.send(self._recipes)
-        except OSError:
-            raise self._died() from None
-        problem = self._answer(self._pipe, START_S)
+        problem = self._reply_to(self._recipes, START_S)
         if problem is not None:
             self.close()
             raise Fault(problem)
-        return self._pipe
 
-    def _answer(self, pipe: Connection, limit_s: float) -> Any:
+    def call(
+        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+    ) -> Values:
+        """Call function ``number``; see `dschat.rewards.call.call`.
+
+        Raises:
+            Fault: the call failed, took longer than ``limit_s`` or ended the process.
+        """
+        self.start()
+        reply = self._reply_to((number, dict(kwargs), lengths, limit_s), limit_s)
+        if isinstance(reply, Fault):
+            raise reply
+        return reply
+
+    def _reply_to(self, message: Any, limit_s: float) -> Any:
         try:
-            if not pipe.poll(limit_s):
-                self.close()
-                raise Fault(f"did not return within {limit_s:.3g} s", timed_out=True)
-            return pipe.recv()
+            self._pipe.send(message)
+            if self._pipe.poll(limit_s):
+                return self._pipe.recv()
         except (EOFError, OSError):
-            raise self._died() from None
-
-    def _died(self) -> Fault:
-        code = self._kill()
+            code = self.close()
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            raise Fault(f"ended its process ({how})") from None
+        except Exception as error:  # pickle raises nearly anything
+            raise Fault(f"cannot send its samples to another process: it {raised(error)}") from None
         self.close()
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return Died(f"ended its process ({how})")
+        raise timed_out(limit_s)
 
-
-def _runs(process: subprocess.Popen[bytes]) -> bool:
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, options) is None
+    def close(self) -> int:
+        """Kill the process group; the exit code of the process."""
+        if self._process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self._process = None
+        self._pipe.close()
+        return code
 
 
 def serve(descriptor: int) -> NoReturn:
@@ -137,14 +149,14 @@ def serve(descriptor: int) -> NoReturn:
     pipe = Connection(descriptor)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
+    problem = None
     try:
         functions = [rebuild(recipe) for recipe in messages.get()]
     except UserError as error:
-        pipe.send(str(error))
+        problem = str(error)
     except (Exception, SystemExit) as error:
-        pipe.send(f"cannot be rebuilt in another process: it {raised(error)}")
-    else:
-        pipe.send(None)
+        problem = f"cannot be rebuilt in another process: it {raised(error)}"
+    pipe.send(problem)
     while True:
         message = messages.get()
         try:

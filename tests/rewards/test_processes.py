@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dschat.rewards.call import Fault
-from dschat.rewards.worker import Died, Worker
+from dschat.rewards.processes import Worker
 
 ROOT = Path(__file__).parents[2]
 BAD = Path(__file__).with_name("bad_functions.py")
@@ -20,7 +20,7 @@ BAD = Path(__file__).with_name("bad_functions.py")
 
 def test_a_process_that_ends_in_a_call_has_died():
     worker = Worker([("spec", f"{BAD}:dies", {})])
-    with pytest.raises(Died, match="exit code 7"):
+    with pytest.raises(Fault, match="exit code 7"):
         worker.call(0, {"prompts": ["p2"]}, [1], 10)
     assert worker.call(0, {"prompts": ["p1"]}, [1], 10) == [1.0]  # restarted
     worker.close()
@@ -63,7 +63,7 @@ def test_child_processes_of_a_function_die_with_the_worker(how, tmp_path):
 def test_child_processes_of_a_function_die_with_the_run(tmp_path):
     pids = tmp_path / "pids"
     code = (
-        "import os; from dschat.rewards.worker import Worker; "
+        "import os; from dschat.rewards.processes import Worker; "
         f"worker = Worker([('spec', {str(BAD) + ':starts_another'!r}, {{}})]); "
         f"worker.call(0, {{'path': {str(pids)!r}, 'how': 'returns'}}, [1], 60); os._exit(9)"
     )
@@ -81,7 +81,7 @@ def test_a_worker_exits_with_its_parent_during_a_call():
     """The parent neither closes the worker nor kills it: the pipe closes when it exits."""
     ours, theirs = Pipe()
     end = theirs.fileno()
-    code = f"from dschat.rewards import worker; worker.serve({end})"
+    code = f"from dschat.rewards import processes; processes.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
     ours.send([("spec", f"{BAD}:hangs", {})])
@@ -99,7 +99,7 @@ def test_an_orphaned_worker_exits_though_its_function_holds_the_gil():
     """No parent kills it, and none of its threads can run."""
     ours, theirs = Pipe()
     end = theirs.fileno()
-    code = f"from dschat.rewards import worker; worker._GRACE_S = 0.9; worker.serve({end})"
+    code = f"from dschat.rewards import processes; processes._GRACE_S = 0.9; processes.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
     ours.send([("spec", f"{BAD}:keeps_the_interpreter", {})])

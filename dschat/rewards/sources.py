@@ -1,0 +1,115 @@
+"""What scores samples: the interface of all reward sources, and reward functions behind it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dschat.config import UserError
+from dschat.rewards.call import LONGEST_CALL_S, Fault, MissingColumn, Values, arguments
+from dschat.rewards.loader import Program
+from dschat.rewards.samples import Samples
+from dschat.rewards.threads import at_once
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Samples being scored, in parts that follow each other."""
+
+    futures: "list[Future[Values]]"
+
+    def result(self) -> Values:
+        """Waits for the value of each sample, or the fault in its place."""
+        return [value for future in self.futures for value in future.result()]
+
+
+class RewardSource(Protocol):
+    """Scores samples. ``label`` names it in messages.
+
+    ``overlaps``: it scores in the background after `score` returns.
+    """
+
+    name: str
+    label: str
+    weight: float
+    overlaps: bool
+
+    def score(self, samples: Samples, timeout_s: float) -> Parts:
+        """Start scoring, with a limit for each call or request."""
+
+
+class FunctionSource:
+    """A reward function: where its calls run, and how they are retried."""
+
+    def __init__(
+        self,
+        program: Program,
+        run: Callable[[dict[str, Any], list[int], float], Values],
+        submit: Callable[..., "Future[Values]"] = at_once,
+        num_parts: int = 1,
+        retries: bool = False,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``run(kwargs, lengths, limit_s)`` calls the function; ``submit`` starts such calls.
+
+        ``retries``: after a failed call, call again sample by sample. ``prepare`` runs before each
+        of these calls, outside their time limit.
+        """
+        self.name, self.label, self.weight = program.name, program.label, program.weight
+        self.overlaps = submit is not at_once
+        self._program = program
+        self._run = run
+        self._submit = submit
+        self._num_parts = num_parts
+        self._retries = retries
+        self._prepare = prepare
+
+    def score(self, samples: Samples, timeout_s: float) -> Parts:
+        """One call per part of the samples, each within ``timeout_s``."""
+        parts = [samples.part(*cut) for cut in samples.cuts(self._num_parts)]
+        return Parts([self._submit(self._values, part, timeout_s) for part in parts])
+
+    def _values(self, samples: Samples, limit_s: float) -> Values:
+        try:
+            return self.call(samples, limit_s)
+        except Fault as fault:
+            if not self._retries or isinstance(fault, MissingColumn) or len(samples) == 1:
+                return [fault] * len(samples)
+            return self._one_by_one(samples, limit_s, fault)
+
+    def _one_by_one(self, samples: Samples, limit_s: float, fault: Fault) -> Values:
+        """The values of calls with one sample each, all within the time limit of one call."""
+        values: Values = [fault] * len(samples)
+        left_s = limit_s
+        for row in range(len(samples)):
+            self._prepare()
+            started = time.monotonic()
+            try:
+                (values[row],) = self.call(samples.part(row, row + 1), left_s)
+            except Fault as retried:
+                if retried.timed_out and left_s < limit_s / 2:
+                    break  # too little time left to tell whether this sample hangs
+                if retried.timed_out and fault.timed_out:
+                    retried = Fault(fault.problem, timed_out=True)  # it names the whole limit
+                values[row] = retried
+            left_s -= time.monotonic() - started
+            if left_s <= 0:
+                break
+        return values
+
+    def call(self, samples: Samples, limit_s: float) -> Values:
+        """One call of the function.
+
+        Raises:
+            Fault: it failed as a whole.
+        """
+        try:
+            sources = self._program.sources(samples.columns)
+        except UserError as error:
+            raise MissingColumn(str(error)) from None
+        # A copy: a function may change its arguments, and a retry needs the original ones.
+        kwargs = self._program.bound | arguments(sources, samples.part(0, len(samples)))
+        own_limit_s = min(len(samples) * self._program.limit_per_answer_s, LONGEST_CALL_S)
+        lengths = [len(ids) for ids in samples.answer_ids]
+        return self._run(kwargs, lengths, max(limit_s, own_limit_s))

@@ -1,0 +1,106 @@
+"""Runs calls of reward functions in threads and event loops, each with a time limit.
+
+Python cannot stop a thread. One that exceeds its limit is abandoned: the run continues without it,
+and it exits with the run. A function that computes in C without releasing the GIL (a huge power, a
+catastrophic regular expression) blocks every thread of the process: it needs a worker process.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pebble
+
+from dschat.rewards.call import Fault, Values, call, call_async, timed_out
+
+_GRACE_S = 1.0  # for an event loop to cancel a call that reached its limit
+
+
+def at_once(job: Callable[..., Any], *args: Any) -> Future:
+    """A future of ``job(*args)``, which runs before this returns."""
+    future: Future = Future()
+    future.set_result(job(*args))
+    return future
+
+
+def background(job: Callable[..., Any], *args: Any) -> Future:
+    """A future of ``job(*args)``, which runs in a daemon thread."""
+    return pebble.concurrent.thread(job)(*args)
+
+
+class Pool(pebble.ThreadPool):
+    """Daemon threads that run jobs in the order of submission.
+
+    `concurrent.futures.ThreadPoolExecutor` joins its threads at exit, so a run interrupted with
+    Ctrl-C would not exit.
+    """
+
+    def close(self) -> None:
+        """Stop the threads that are idle, without waiting for the others."""
+        self.stop()
+        background(self.join)
+
+
+def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
+    """The result of ``job(*args)`` in a thread of its own; `TimeoutError` after ``limit_s``."""
+    future = background(job, *args)
+    if not wait([future], timeout=limit_s).done:
+        raise TimeoutError
+    return future.result()
+
+
+def in_thread(
+    function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+) -> Values:
+    """`call` in a thread of its own, with a limit of ``limit_s``."""
+    try:
+        return within(limit_s, call, function, kwargs, lengths)
+    except TimeoutError:
+        raise timed_out(limit_s) from None
+
+
+class Loop:
+    """An event loop in a thread. Its open connections serve every call."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def call(
+        self, function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+    ) -> Values:
+        """`call_async` with a limit of ``limit_s``; blocks until it is done."""
+        coroutine = asyncio.wait_for(call_async(function, kwargs, lengths), limit_s)
+        loop = self._running()
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        if not wait([future], timeout=limit_s + _GRACE_S).done:
+            with self._lock:
+                if self._loop is loop:
+                    self._loop = None  # abandoned with its thread
+            raise Fault("blocks the event loop; await in it, or declare it with def", True)
+        try:
+            return future.result()
+        except asyncio.TimeoutError:
+            raise timed_out(limit_s) from None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                background(_run_loop, self._loop)
+            return self._loop
+
+    def close(self) -> None:
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
