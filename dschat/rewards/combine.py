@@ -29,7 +29,7 @@ def combine(
     """
     scales = {source.name: (0.0, 1.0) for source in sources}
     if config.normalize_reward and scale is not None:
-        scale.update({source.name: _valid_scores(source) for source in sources})
+        scale.update({source.name: source.scores[_scored(source)] for source in sources})
         scales = {source.name: scale.mean_and_std(source.name) for source in sources}
     total = torch.zeros(len(sources[0].scores), dtype=torch.float64)
     by_token: list[list[float]] | None = None
@@ -92,10 +92,6 @@ def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
         f"{prefix}/{source.name}": total / max(number, 1.0)
         for source, total, number in zip(sources, totals[::2], totals[1::2], strict=True)
     }
-
-
-def _valid_scores(source: SourceScores) -> Tensor:
-    return source.scores[_scored(source)]
 
 
 def _scored(source: SourceScores) -> Tensor:

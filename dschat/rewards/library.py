@@ -246,23 +246,18 @@ class FormatTags:
     def __post_init__(self) -> None:
         require_types(self, "--reward_args format_tags.")
         self._marks = [f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")]
+        self._mark = regex.compile("|".join(map(regex.escape, self._marks)))
 
     def __call__(self, answers: list[str]) -> list[float]:
         first = self._marks[0] if self.opened else ""
         return [float(self._fits(first + answer)) for answer in answers]
 
     def _fits(self, answer: str) -> bool:
-        if any(answer.count(mark) != 1 for mark in self._marks):
+        if self._mark.findall(answer) != self._marks:
             return False
-        places = [answer.index(mark) for mark in self._marks]
-        if places != sorted(places):
-            return False
-        pieces, rest = [], answer
-        for mark in self._marks:
-            piece, _, rest = rest.partition(mark)
-            pieces.append(piece.strip())
         # Alternating: the text before an opening tag is outside, before a closing tag inside.
-        return all(pieces[1::2]) and not any([*pieces[::2], rest.strip()])
+        texts = [text.strip() for text in self._mark.split(answer)]
+        return all(texts[1::2]) and not any(texts[::2])
 
 
 READY_MADE: dict[str, Callable[..., Any]] = {

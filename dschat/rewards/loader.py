@@ -29,7 +29,7 @@ class Program:
     name: str  # in metrics and --reward_args; unique
     label: str  # in messages: the flag and its value, or the function's name
     weight: float
-    function: Any  # a `RewardFunction`, perhaps with a state
+    function: Any  # None once other processes have their own
     accepted: dict[str, inspect.Parameter]  # the function's parameters
     recipe: tuple[Any, ...]  # from which `rebuild` makes it in another process
     bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
@@ -39,14 +39,6 @@ class Program:
     @property
     def is_async(self) -> bool:
         return is_async(self.function)
-
-    def release(self) -> None:
-        """Drop the function: from now on other processes call it.
-
-        A function that they unpickle is kept as it is.
-        """
-        if self.recipe[0] == "spec":
-            self.function = _released
 
     def sources(self, columns: Iterable[str]) -> dict[str, str]:
         """The source of each argument, for samples with ``columns``; see `sources_of`.
@@ -58,10 +50,6 @@ class Program:
             return sources_of(self.accepted, self.bound, self.mapped, list(columns))
         except UserError as error:
             raise UserError(str(error).replace("NAME.", f"{self.name}.")) from None
-
-
-def _released(**_: Any) -> None:
-    raise AssertionError("released: other processes call this function")
 
 
 def load_programs(
@@ -140,28 +128,26 @@ def _entry(item: Any, label: str) -> tuple[str, str, float, Any, str | None]:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise UserError(f"{label}: the weight {weight!r} of {item!r} is not a number")
     if isinstance(item, str):
-        spec, spec_weight = _weighted(item, label)
+        spec, spec_weight = _weighted(item)
         label = label if label.startswith("--") else f"{label} {item!r}"
+        weight = _finite(weight * spec_weight, label)
         try:
             target = resolve(spec)
         except UserError as error:
             raise UserError(f"{label} {error}") from None
-        name = spec.rpartition(":")[2]
-        return name, label, _finite(weight * spec_weight, label), target, spec
+        return spec.rpartition(":")[2], label, weight, target, spec
     if not callable(item):
         raise UserError(f"{label}: {item!r:.80} is not a function, spec or (function, weight)")
     name = _name_of(item)
     return name, f"reward function {name}", _finite(weight, label), item, None
 
 
-def _weighted(spec: str, label: str) -> tuple[str, float]:
+def _weighted(spec: str) -> tuple[str, float]:
     """Split ``SPEC[:WEIGHT]``: a number after the last colon is the weight."""
     head, colon, tail = spec.rpartition(":")
     try:
-        return (head, _finite(float(tail), label)) if colon else (spec, 1.0)
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
+        return (head, float(tail)) if colon else (spec, 1.0)
+    except ValueError:
         return spec, 1.0
 
 

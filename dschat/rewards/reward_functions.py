@@ -211,7 +211,8 @@ class RewardPrograms:
                 sources.append(
                     source(program, run, background, num_parts, prepare=processes.prepare)
                 )
-                program.release()
+                if program.recipe[0] == "spec":  # a function that they unpickle is kept
+                    program.function = None
             else:
                 run = functools.partial(in_thread, _on_own_device(program.function))
                 sources.append(source(program, run, submit, num_parts))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -50,14 +51,12 @@ def named_module(where: str) -> ModuleType:
     try:
         with _limited():
             return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if where == missing or where.startswith(f"{missing}."):
+    except (Exception, SystemExit, _TooLong) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and f"{where}.".startswith(f"{missing}."):
             raise UserError(
                 f"not found: no module {missing}; install it, or name a file (file.py:name)"
             ) from None
-        raise _not_imported(error, "") from None
-    except (Exception, SystemExit, _TooLong) as error:
         raise _not_imported(error, "") from None
 
 
@@ -89,14 +88,11 @@ def _limited() -> Iterator[None]:
 
 def _not_imported(error: BaseException, path: str) -> UserError:
     """The error of a failed import, with the line in the file ``path`` if known."""
-    lines, trace = [], error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == path:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
-    line = lines[-1] if lines else line
-    at = f" in line {line}" if line else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    if isinstance(error, SyntaxError) and not lines:
+        lines = [error.lineno]
+    at = f" in line {lines[-1]}" if lines and lines[-1] else ""
     if isinstance(error, _TooLong):
         return UserError(
             f"cannot be imported: it was not done after {IMPORT_S:g} s{at}; move slow set-up from "
