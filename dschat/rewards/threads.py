@@ -6,12 +6,11 @@ catastrophic regular expression) blocks every thread of the process: it needs a 
 """
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
-
-import pebble
 
 from dschat.rewards.call import Fault, Values, call, call_async, timed_out
 
@@ -26,21 +25,46 @@ def at_once(job: Callable[..., Any], *args: Any) -> Future:
 
 
 def background(job: Callable[..., Any], *args: Any) -> Future:
-    """A future of ``job(*args)``, which runs in a daemon thread."""
-    return pebble.concurrent.thread(job)(*args)
+    """A future of ``job(*args)``, which runs in a daemon thread of its own."""
+    future: Future = Future()
+    threading.Thread(target=_settle, args=(future, job, args), daemon=True).start()
+    return future
 
 
-class Pool(pebble.ThreadPool):
+def _settle(future: Future, job: Callable[..., Any], args: tuple) -> None:
+    try:
+        future.set_result(job(*args))
+    except BaseException as error:  # `future.result` raises it in the waiting thread
+        future.set_exception(error)
+
+
+class Pool:
     """Daemon threads that run jobs in the order of submission.
 
     `concurrent.futures.ThreadPoolExecutor` joins its threads at exit, so a run interrupted with
     Ctrl-C would not exit.
     """
 
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        for _ in range(num_threads):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> Future:
+        """A future of ``job(*args)``."""
+        future: Future = Future()
+        self._jobs.put((future, job, args))
+        return future
+
     def close(self) -> None:
-        """Stop the threads that are idle, without waiting for the others."""
-        self.stop()
-        background(self.join)
+        """Stop the threads once they are idle, without waiting for them."""
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            _settle(*item)
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
