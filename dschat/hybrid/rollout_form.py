@@ -21,8 +21,8 @@ from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.model.weights import check_shares
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.observability.device_span import DeviceSpan
@@ -197,6 +197,7 @@ class EngineRollout:
         moved = self._layout == "zero_copy" and self._engine.borrow_weights(self._storage())
         if self._version != version or moved:
             span = DeviceSpan(dist.device())
+            self._engine.forget_prefixes()
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
             self._refresh(buckets)
             self._version = version

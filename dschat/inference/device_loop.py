@@ -110,7 +110,7 @@ class DeviceLoop(EagerLoop):
                 scheduler.finish(sequence)
         self._live = live
         stats.decode_steps += 1
-        stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
+        stats.follow(scheduler)
 
     def _read(self, graphs: DecodeGraphs) -> list[Event]:
         """The tokens of the oldest unread step."""

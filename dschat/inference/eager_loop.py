@@ -44,7 +44,7 @@ class EagerLoop:
         tokens, logprobs = self._draw(rows, logits)
         stats.count(schedule, len(tokens), span.stop())
         events = self._advance(rows, tokens, logprobs)
-        stats.preemptions, stats.peak_pages = scheduler.preemptions, scheduler.peak_pages
+        stats.follow(scheduler)
         return events
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:

@@ -87,6 +87,7 @@ class InferenceEngine:
         self._capture = capture_for(device, sizes.cuda_graphs)
         self.page_size = sizes.tokens_per_page(self.max_seq_len, self._capture is not None)
         self._cache: KVCache | None = None
+        self._cached_loads = 0  # `Weights.loads` of the weights that filled it
         # The same after every `release_cache`. A cache too small is refused before weights load.
         self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
         self._decoder: Decoder | None = None
@@ -194,8 +195,15 @@ class InferenceEngine:
                 spec.head_size,
                 self.dtype,
                 self.device,
+                keeps_prefixes=self.page_size < self.max_seq_len,
             )
+            self._cached_loads = self.weights.loads
         return self._cache
+
+    def forget_prefixes(self) -> None:
+        """Reuse no keys and values of earlier calls: the weights have changed in place."""
+        if self._cache is not None:
+            self._cache.forget()
 
     def _num_pages(self) -> int:
         page_bytes = self.page_size * self.bytes_per_token()
@@ -305,6 +313,9 @@ class InferenceEngine:
         stats.num_pages = self.cache.num_pages if queue else 0
         if not queue:
             return
+        if self._cached_loads != self.weights.loads:
+            self.cache.forget()
+            self._cached_loads = self.weights.loads
         runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
         limits = self.max_num_seqs, self.max_num_batched_tokens

@@ -7,7 +7,8 @@ schedule without communication.
 A sequence's tokens are prompt + answer; the first ``computed`` of them have keys and values in the
 cache. A step computes the others and then draws one token: the others are usually one (decode), at
 first the whole prompt (prefill), after a preemption everything. Samples of one prompt share its
-pages; the last page, if it is partly filled, is copied, because their answers differ.
+pages; the last page, if it is partly filled, is copied, because their answers differ. A sequence
+whose first pages another one has computed, now or in an earlier call, shares those.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.prefix_index import Key
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
@@ -46,6 +48,7 @@ class Sequence:
     computed: int = 0
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
     forked: bool = False  # waits to share its prompt's pages
+    next_key: Key | None = None  # of the first page that it computes itself
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.answer)
@@ -78,7 +81,7 @@ class Scheduler:
     `schedule` the caller may then run any number of decode steps (`extend`) and append their tokens
     later; it has appended them all when it calls `schedule` again.
 
-    Statistics: ``preemptions``, ``peak_pages``.
+    Statistics: ``preemptions``, ``peak_pages``, ``cached_tokens`` (found, not computed).
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # oldest first
         self.preemptions = 0
         self.peak_pages = 0
+        self.cached_tokens = 0
 
     def add(self, prompts: list[Prompt]) -> None:
         """Queue the first sample of each prompt, the longest prompt first."""
@@ -129,8 +133,8 @@ class Scheduler:
                 chunks.append((sequence, min(len(sequence) - sequence.computed, budget)))
                 budget -= chunks[-1][1]
         assert decodes or chunks, "nothing can run: the cache is too small for any sequence"
-        # Whole prompts first, longest first: they attend as one padded batch.
-        chunks.sort(key=lambda item: (item[0].computed > 0, -item[1]))
+        # Whole prompts first, longest first; then by prefix: they attend as padded batches.
+        chunks.sort(key=lambda item: (item[0].computed, -item[1]))
         return StepSchedule(decodes, chunks)
 
     def _decodes(self, sequence: Sequence) -> bool:
@@ -192,7 +196,7 @@ class Scheduler:
         """Release a sequence's pages; it waits at the front of the queue and is computed again."""
         self._running.remove(sequence)
         self._cache.release(sequence.pages)
-        sequence.pages, sequence.computed = [], 0
+        sequence.pages, sequence.computed, sequence.next_key = [], 0, None
         self._waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -204,6 +208,8 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             if not _shares(self._waiting[0]) and not may_prefill:
                 return
+            if self._is_being_computed(self._waiting[0]):
+                return
             if not self._fits_next():
                 # NOTE: if no sequence runs, only the held pages can be freed.
                 if not self._running and self._release_held():
@@ -213,10 +219,24 @@ class Scheduler:
             if _shares(sequence):
                 self._fork(sequence)
             else:
-                sequence.pages = self._cache.allocate(self._pages_to_admit(sequence))
+                self._allocate(sequence)
             self._leave_group(sequence)
             self._running.append(sequence)
             budget -= self._cost(sequence)
+
+    def _allocate(self, sequence: Sequence) -> None:
+        """Pages for all tokens; the first ones may be computed already."""
+        cache = self._cache
+        pages, sequence.next_key = cache.find(_findable(sequence))
+        cache.retain(pages)
+        sequence.pages = pages + cache.allocate(cache.pages_for(len(sequence)) - len(pages))
+        sequence.computed = len(pages) * cache.page_size
+        self.cached_tokens += sequence.computed
+
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running sequence computes a page that this one could share after the step."""
+        computing = {s.next_key for s in self._running} - {None}
+        return bool(computing) and self._cache.find(_findable(sequence))[1] in computing
 
     def _fits_next(self) -> bool:
         """Whether a slot and pages are free for the first sequence in the queue."""
@@ -239,7 +259,8 @@ class Scheduler:
     def _pages_to_admit(self, sequence: Sequence) -> int:
         needed = self._cache.pages_for(len(sequence))
         if not _shares(sequence):
-            return needed
+            found, _ = self._cache.find(_findable(sequence))
+            return needed - sum(self._cache.num_users(page) > 0 for page in found)
         return needed - len(sequence.prompt.pages) + self._must_copy(sequence.prompt)
 
     def _must_copy(self, prompt: Prompt) -> bool:
@@ -277,7 +298,11 @@ class Scheduler:
 
         A batch is then a slice of the cache. Not while sequences wait: the next one fills the gap.
         """
-        if self._waiting or any(len(s.pages) != 1 for s in self._running):
+        if (
+            self._waiting
+            or self._cache.keeps_prefixes
+            or any(len(s.pages) != 1 for s in self._running)
+        ):
             return
         for sequence in self._running:
             page = sequence.pages[0]
@@ -292,6 +317,8 @@ class Scheduler:
             sequence.computed += 1
         for sequence, count in schedule.chunks:
             sequence.computed += count
+            self._cache.publish(sequence.tokens(0, sequence.computed), sequence.pages)
+            _, sequence.next_key = self._cache.find(_findable(sequence))
 
     def spawn(self, sequence: Sequence) -> list[Sequence]:
         """All samples of a prompt that its first sample has just computed; they draw from one row.
@@ -316,6 +343,11 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence that has its last token."""
         self._running.remove(sequence)
+        # NOTE: steps on the device may have run past the last token.
+        known = min(sequence.computed, len(sequence) - 1)
+        if sequence.prompt.waiting:  # a sample that waits will write to the prompt's last page
+            known = min(known, len(sequence.prompt.ids))
+        self._cache.publish(sequence.tokens(0, known), sequence.pages)
         self._cache.release(sequence.pages)
         sequence.pages = []
 
@@ -327,6 +359,11 @@ class Scheduler:
             pass
         self._running.clear()
         self._waiting.clear()
+
+
+def _findable(sequence: Sequence) -> list[int]:
+    """The tokens whose keys and values may be found: the last one's logits are needed."""
+    return sequence.tokens(0, len(sequence) - 1)
 
 
 def _shares(sequence: Sequence) -> bool:

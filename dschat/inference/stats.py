@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dschat.inference.scheduler import StepSchedule
+from dschat.inference.scheduler import Scheduler, StepSchedule
 from dschat.observability.device_span import DeviceSpan
 
 
@@ -17,6 +17,7 @@ class GenerationStats:
 
     prompts: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, found in the cache
     prefill_steps: int = 0
     prefill_s: float = 0.0
     decode_tokens: int = 0
@@ -66,6 +67,11 @@ class GenerationStats:
         self.answer_tokens += num_drawn
         self.decode_tokens += num_drawn
         self._add(False, span)
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Take over the scheduler's counts."""
+        self.preemptions, self.peak_pages = scheduler.preemptions, scheduler.peak_pages
+        self.cached_tokens = scheduler.cached_tokens
 
     def finish(self) -> None:
         """Add the seconds of all steps; waits for the device."""

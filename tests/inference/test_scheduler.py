@@ -1,8 +1,9 @@
 """The scheduler and the page pool, with a source of tokens in place of a model.
 
-Every token is a distinct number, written into the cache at the slots that the schedule implies.
-Before a sequence draws, its pages must hold exactly its tokens: that catches a page that was lost,
-shared in writing, copied short or freed early.
+For every token a number is written into the cache, at the slot that the schedule implies: one that
+stands for the token and all before it, as keys and values do. Before a sequence draws, its pages
+must hold exactly its numbers: that catches a page that was lost, shared in writing, copied short,
+freed early, or found by the wrong tokens.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +30,13 @@ class Case:
     max_num_seqs: int
     max_num_batched_tokens: int
     separate_prefill: bool = False
+    vocabulary: int = 0  # 0: every token is another; few tokens: prompts and answers share prefixes
+    keeps_prefixes: bool = False
+
+    def token(self, prompt, sample, position):
+        """The same in every run."""
+        token = token_of(prompt, sample, position)
+        return hash((token, 5)) // 8 % self.vocabulary if self.vocabulary else token
 
 
 @st.composite
@@ -51,12 +59,25 @@ def cases(draw):
         max_num_seqs,
         draw(st.integers(1, 30)),
         draw(st.booleans()),
+        draw(st.sampled_from([0, 1, 2])),
+        draw(st.booleans()),
     )
 
 
 def token_of(prompt, sample, position):
-    """A number that stands nowhere else, small enough to be exact in fp32."""
+    """A number that stands nowhere else."""
     return 1 + position + 32 * (sample + 8 * prompt)
+
+
+PREFIXES: dict[tuple[int, ...], int] = {}
+
+
+def prefix_numbers(tokens):
+    """A number for each prefix, small enough to be exact in fp32."""
+    return [
+        PREFIXES.setdefault(tuple(tokens[:end]), len(PREFIXES) + 1)
+        for end in range(1, len(tokens) + 1)
+    ]
 
 
 @dataclass
@@ -71,18 +92,26 @@ class Run:
 
     def __post_init__(self):
         case = self.case
-        self.cache = KVCache(
-            1, case.num_pages, case.page_size, 1, 1, torch.float32, torch.device("cpu")
+        sizes = 1, case.num_pages, case.page_size, 1, 1, torch.float32, torch.device("cpu")
+        self.cache = KVCache(*sizes, case.keeps_prefixes)
+        self.call(
+            [
+                [case.token(number, 7, position) for position in range(length)]
+                for number, length in enumerate(case.prompt_lengths)
+            ]
         )
+
+    def call(self, prompts):
+        """Begin a call of an engine with these prompts; the cache stays."""
+        case = self.case
         limits = case.max_num_seqs, case.max_num_batched_tokens
         self.scheduler = Scheduler(self.cache, *limits, case.separate_prefill)
-        prompts = []
-        for number, length in enumerate(case.prompt_lengths):
-            ids = [token_of(number, 7, position) for position in range(length)]
-            answers = case.answer_lengths[number]
-            prompts.append(Prompt(ids, number, len(answers), max(answers)))
-        self.scheduler.add(prompts)
-        self.bound = 50 + 60 * sum(map(len, case.answer_lengths)) * MAX_SEQ_LEN
+        answers = case.answer_lengths
+        self.scheduler.add(
+            [Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)]
+        )
+        self.finished, self.steps = [], 0
+        self.bound = 50 + 60 * sum(map(len, answers)) * MAX_SEQ_LEN
 
     def to_the_end(self):
         while self.scheduler.has_work:
@@ -132,19 +161,20 @@ class Run:
         for s, count in [(s, 1) for s in schedule.decodes] + schedule.chunks:
             tokens = s.tokens(s.computed, s.computed + count)
             assert len(tokens) == count
-            for position, token in enumerate(tokens, start=s.computed):
-                self.cache.keys[0, s.pages[position // size], position % size] = token
+            numbers = prefix_numbers(s.prompt.ids + s.answer)[s.computed : s.computed + count]
+            for position, number in enumerate(numbers, start=s.computed):
+                self.cache.keys[0, s.pages[position // size], position % size] = number
             self.prefilled += count if not s.answer else 0
 
     def check_content(self, s):
         held = self.cache.keys[0, s.pages].flatten()[: len(s)].tolist()
-        assert held == s.prompt.ids + s.answer
+        assert held == prefix_numbers(s.prompt.ids + s.answer)
         assert s.computed == len(s)
 
     def advance(self, first, row):
         alive = []
         for s in row:
-            s.answer.append(token_of(s.prompt.number, s.sample, len(s.answer)))
+            s.answer.append(self.case.token(s.prompt.number, s.sample, len(s.answer)))
             if len(s.answer) == self.case.answer_lengths[s.prompt.number][s.sample]:
                 self.finished.append((s.prompt.number, s.sample, tuple(s.answer)))
             else:
@@ -157,7 +187,7 @@ class Run:
 
 def expected(case):
     return sorted(
-        (number, sample, tuple(token_of(number, sample, i) for i in range(length)))
+        (number, sample, tuple(case.token(number, sample, i) for i in range(length)))
         for number, lengths in enumerate(case.answer_lengths)
         for sample, length in enumerate(lengths)
     )
@@ -169,6 +199,21 @@ def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     run = Run(case).to_the_end()
     assert sorted(run.finished) == expected(case)
     assert run.scheduler.peak_pages <= case.num_pages
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_a_second_call_continues_answers_of_the_first(case, random):
+    """Its prompts start like the sequences of the first call, and are as long as the cache lets."""
+    case.keeps_prefixes = True
+    run = Run(case).to_the_end()
+    texts = [
+        [case.token(number, 7, i) for i in range(case.prompt_lengths[number])] + list(answer)
+        for number, _, answer in run.finished
+    ]
+    longest = max(map(len, texts))
+    run.call([random.choice(texts)[: longest - max(each)] for each in case.answer_lengths])
+    assert sorted(run.to_the_end().finished) == expected(case)
 
 
 @pytest.mark.slow
@@ -203,7 +248,8 @@ def test_a_prompt_is_computed_once_where_there_is_room(case):
     case.num_pages = -(-MAX_SEQ_LEN // case.page_size) * (n + 1) * len(case.prompt_lengths)
     run = Run(case).to_the_end()
     assert run.scheduler.preemptions == 0
-    assert run.prefilled == sum(case.prompt_lengths)
+    assert run.prefilled + run.scheduler.cached_tokens == sum(case.prompt_lengths)
+    assert case.keeps_prefixes or not run.scheduler.cached_tokens
 
 
 # By hand
@@ -283,6 +329,64 @@ def test_pages_are_counted():
     assert cache.num_free == 4
     with pytest.raises(AssertionError, match="more pages than there are"):
         cache.allocate(5)
+
+
+# Prefixes
+
+
+def prefix_case(lengths, separate=False):
+    """All tokens are the same one: prompts differ in length only. Pages of 4."""
+    answers = [[2]] * len(lengths)
+    case = Case(lengths, answers, 4, 60, 8, 99, separate, vocabulary=1, keeps_prefixes=True)
+    return case
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_prompts_wait_for_the_prefix_that_one_of_them_computes(separate):
+    """The longest computes its 13 tokens, three pages; then all start behind what they share."""
+    run = Run(prefix_case([13, 13, 9, 8, 3], separate)).to_the_end()
+    assert sorted(run.finished) == expected(run.case)
+    counts = {number: count for step in run.trace[1::-1] for number, _, _, count in step}
+    assert [entry[0] for entry in run.trace[0]] == [0]
+    assert [counts[i] for i in range(1, 5)] == [1, 1, 4, 3]  # the last token is always computed
+    assert run.scheduler.cached_tokens == 12 + 8 + 4
+
+
+def test_a_later_call_finds_the_pages_of_an_earlier_one():
+    """A conversation: the second prompt is the first with its answer, and three tokens more."""
+    case = prefix_case([9])
+    case.answer_lengths = [[7]]
+    run = Run(case).to_the_end()
+    scheduler = Scheduler(run.cache, 8, 99)
+    scheduler.add([Prompt([case.token(0, 0, 0)] * 20, 1, 1, 4)])
+    ((sequence, count),) = scheduler.schedule().chunks
+    # The last of 9 + 7 tokens was drawn and not computed: three pages.
+    assert (sequence.computed, count) == (12, 8)
+    scheduler.clear()
+    run.cache.forget()
+    scheduler.add([Prompt([case.token(0, 0, 0)] * 20, 1, 1, 4)])
+    assert scheduler.schedule().chunks[0][1] == 20
+
+
+def test_pages_that_nothing_finds_are_taken_first_then_the_least_recent():
+    cache = KVCache(1, 6, 2, 1, 1, torch.float32, torch.device("cpu"), keeps_prefixes=True)
+    old, new = cache.allocate(2), cache.allocate(2)
+    cache.publish([1, 2, 3, 4], old)
+    cache.publish([1, 2, 7, 8], new)  # its first page is a double, which cannot be found
+    cache.release(new)
+    cache.release(old)
+    assert cache.num_free == 6
+    assert cache.find([1, 2, 7, 8, 9]) == ([0, 3], None)
+    assert cache.find([1, 2, 5, 6]) == ([0], (1, (5, 6)))
+    assert cache.allocate(3) == [2, 4, 5]
+    cache.retain([0])
+    assert cache.allocate(1) == [3]
+    assert cache.find([1, 2, 7, 8]) == ([0], (1, (7, 8)))
+    assert cache.allocate(1) == [1]
+    assert cache.num_free == 0
+    cache.release([0])
+    assert cache.allocate(1) == [0]
+    assert cache.find([1, 2]) == ([], (0, (1, 2)))
 
 
 def test_separate_prompts_are_admitted_in_groups():

@@ -99,6 +99,19 @@ Row = Callable[[PretrainedConfig], ModelSpec]
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
+def check_shares(spec: ModelSpec, size: int) -> None:
+    """Raise ``UserError`` unless ``size`` ranks can share the heads and the MLP evenly."""
+    for unit, count in (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("MLP columns", spec.intermediate_size),
+    ):
+        if count % size:
+            raise UserError(
+                f"--inference_tp_size {size} does not divide the model's {count} {unit}"
+            )
+
+
 def model_spec(config: PretrainedConfig) -> ModelSpec:
     """The spec of a transformers ``config``.
 

@@ -24,6 +24,11 @@ from dschat.inference.model.kv_cache import KVCache
 _KERNEL_BYTES_PER_S, _TORCH_BYTES_PER_S, _TORCH_START_S = 16e9, 9e9, 25e-6
 
 
+# Keys that one batch of chunks with cached prefixes gathers: 128 MiB a layer for Llama-2-7B's in
+# bf16.
+_GATHERED_TOKENS = 8192
+
+
 @dataclass
 class Decodes:
     """The decoding sequences, one token each: the first rows of the packed tokens."""
@@ -47,10 +52,15 @@ class Chunk:
 
 @dataclass
 class _Dense:
-    """Prompts without a cached prefix as one padded batch, and its mapping to packed tokens."""
+    """Chunks with prefixes of one length as a padded batch, and its mapping to packed tokens.
+
+    ``pages`` (rows, pages) int64 hold prefix and chunk; None without a prefix.
+    """
 
     rows: int
     longest: int
+    prefix: int
+    pages: Tensor | None
     cells: Tensor | None  # (rows * longest,): packed index of each cell; None: no padding
     packed: Tensor | None  # cell of each packed token
     first: int
@@ -69,24 +79,30 @@ class Attention:
     slopes: Tensor | None = None  # (H,) fp32: ALiBi's, of this rank's heads
     _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     _dense: list[_Dense] = field(default_factory=list)
-    _later: list[tuple[Chunk, Tensor]] = field(default_factory=list)  # with its pages, int64
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
         if self.decodes is not None and self._kernel_is_faster(self.decodes):
             self._kernel = self._prepared(self.decodes)
-        fresh = [c for c in self.chunks if c.prefix == 0]
-        # NOTE: one tensor for all layers; on CUDA, each is a copy that the host waits for.
-        self._later = [(c, self._pages(c)) for c in self.chunks if c.prefix > 0]
         group: list[Chunk] = []
-        for chunk in fresh:  # longest first; one less than half as long starts another batch
-            adjacent = not group or group[-1].start + group[-1].length == chunk.start
-            if group and (2 * chunk.length < group[0].length or not adjacent):
+        for chunk in self.chunks:
+            if group and not self._joins(group, chunk):
                 self._dense.append(self._padded(group))
                 group = []
             group.append(chunk)
         if group:
             self._dense.append(self._padded(group))
+
+    def _joins(self, group: list[Chunk], chunk: Chunk) -> bool:
+        """Whether a padded batch of ``group``, which is sorted by length, takes ``chunk`` too."""
+        longest, last = group[0], group[-1]
+        tokens = (len(group) + 1) * (longest.prefix + longest.length)
+        return (
+            last.start + last.length == chunk.start
+            and 2 * chunk.length >= longest.length >= chunk.length
+            and chunk.prefix == longest.prefix
+            and (not chunk.prefix or tokens <= _GATHERED_TOKENS)
+        )
 
     def __call__(self, layer: int, heads_THD: Tensor, layout: HeadLayout) -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D)."""
@@ -108,10 +124,10 @@ class Attention:
         for dense in self._dense:
             end = dense.first + dense.num_tokens
             part = slice(dense.first, end)
-            outputs.append(self._fresh(layer, dense, q_THD[part], k_TKD[part], v_TKD[part]))
-        for chunk, pages in self._later:
-            part = slice(chunk.start, chunk.start + chunk.length)
-            outputs.append(self._continued(layer, chunk, pages, q_THD[part], keys, values))
+            if dense.pages is None:
+                outputs.append(self._fresh(layer, dense, q_THD[part], k_TKD[part], v_TKD[part]))
+            else:
+                outputs.append(self._continued(layer, dense, q_THD[part], keys, values))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _store(self, rows: Tensor, heads_THD: Tensor, layout: HeadLayout) -> None:
@@ -208,9 +224,10 @@ class Attention:
     def _padded(self, group: list[Chunk]) -> _Dense:
         rows, longest = len(group), max(c.length for c in group)
         first, num_tokens = group[0].start, sum(c.length for c in group)
-        device = self.slot_mapping.device
+        device, prefix = self.slot_mapping.device, group[0].prefix
+        pages = self._pages(group, prefix + longest) if prefix else None
         if num_tokens == rows * longest:
-            return _Dense(rows, longest, None, None, first, num_tokens)
+            return _Dense(rows, longest, prefix, pages, None, None, first, num_tokens)
         cells = torch.zeros(rows, longest, dtype=torch.int64)
         packed = torch.empty(num_tokens, dtype=torch.int64)
         for row, chunk in enumerate(group):
@@ -219,40 +236,44 @@ class Attention:
             cells[row, : chunk.length] = offset + inside
             packed[offset : offset + chunk.length] = row * longest + inside
         cells, packed = cells.view(-1).to(device), packed.to(device)
-        return _Dense(rows, longest, cells, packed, first, num_tokens)
+        return _Dense(rows, longest, prefix, pages, cells, packed, first, num_tokens)
+
+    def _pages(self, group: list[Chunk], num_tokens: int) -> Tensor:
+        """The pages that a batch attends to, (rows, pages); where a row has fewer, any."""
+        width = self.cache.pages_for(num_tokens)
+        rows = [(c.pages + c.pages[:1] * width)[:width] for c in group]
+        return torch.tensor(rows, device=self.slot_mapping.device)
 
     def _fresh(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of whole prompts: no token attends to the padding on its right."""
-        if dense.cells is not None:
-            q, k, v = (x.index_select(0, dense.cells) for x in (q, k, v))
-        q, k, v = (
-            x.view(dense.rows, dense.longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-        )
-        bias = self._prompt_bias(layer, q, 0, dense.longest)
-        out = self._attend(layer, q, k, v, bias)
-        out = out.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
-        return out if dense.packed is None else out.index_select(0, dense.packed)
-
-    def _pages(self, chunk: Chunk) -> Tensor:
-        """The pages of all keys that a chunk attends to."""
-        count = self.cache.pages_for(chunk.prefix + chunk.length)
-        return torch.tensor(chunk.pages[:count], device=self.slot_mapping.device)
+        q, k, v = (self._rows(dense, x) for x in (q, k, v))
+        return self._packed(dense, self._attend(layer, dense, q, k, v))
 
     def _continued(
-        self, layer: int, chunk: Chunk, pages: Tensor, q: Tensor, keys: Tensor, values: Tensor
+        self, layer: int, dense: _Dense, q: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention of a later chunk of a prompt over the cache, which already holds the chunk."""
-        total = chunk.prefix + chunk.length
-        k, v = (
-            x.index_select(0, pages).flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
-            for x in (keys, values)
-        )
-        q = q.transpose(0, 1).unsqueeze(0)
-        out = self._attend(layer, q, k, v, self._prompt_bias(layer, q, chunk.prefix, total))
-        return out.transpose(1, 2).reshape(chunk.length, -1)
+        """Attention of chunks over the cache, which already holds them after their prefixes."""
+        assert dense.pages is not None
+        total = dense.prefix + dense.longest
+        k, v = (x[dense.pages].flatten(1, 2)[:, :total].transpose(1, 2) for x in (keys, values))
+        return self._packed(dense, self._attend(layer, dense, self._rows(dense, q), k, v))
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """(rows, heads, tokens, D); ``bias`` None: causal."""
+    @staticmethod
+    def _rows(dense: _Dense, packed: Tensor) -> Tensor:
+        """Packed heads (tokens, heads, D) as padded rows, (rows, heads, longest, D)."""
+        if dense.cells is not None:
+            packed = packed.index_select(0, dense.cells)
+        return packed.view(dense.rows, dense.longest, *packed.shape[1:]).transpose(1, 2)
+
+    @staticmethod
+    def _packed(dense: _Dense, rows: Tensor) -> Tensor:
+        """The inverse of `_rows`, with heads joined: (tokens, H * D)."""
+        out = rows.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
+        return out if dense.packed is None else out.index_select(0, dense.packed)
+
+    def _attend(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of (rows, heads, tokens, D)."""
+        bias = self._prompt_bias(layer, q, dense.prefix, dense.prefix + dense.longest)
         shared = k.shape[1] != q.shape[1]
         in_place = shared and _reads_shared_heads(q, bias)
         if shared and not in_place:

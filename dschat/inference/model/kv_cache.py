@@ -1,12 +1,16 @@
 """Stores keys and values in a pool of reference-counted pages.
 
 A page holds `page_size` tokens of all layers. Several sequences may share a page; it is free again
-when the last one releases it.
+when the last one releases it. A full page may then still be found by its tokens (`PrefixIndex`),
+until it is allocated for others: pages that nothing can find first, then the least recently used.
 """
 
 import heapq
+from collections import OrderedDict
 
 import torch
+
+from dschat.inference.model.prefix_index import Key, PrefixIndex
 
 
 class KVCache:
@@ -26,7 +30,9 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        keeps_prefixes: bool = False,
     ) -> None:
+        """``keeps_prefixes``: full pages can be found by their tokens."""
         shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_size)
         # NOTE: zeros, not empty: masked keys have weight 0, and 0 x NaN is NaN. Tensors created in
         # inference mode could not be written outside it.
@@ -42,10 +48,13 @@ class KVCache:
         self.trash_page = num_pages
         self._free = list(range(num_pages))  # a heap: the lowest number first
         self._users = [0] * num_pages
+        self.keeps_prefixes = keeps_prefixes
+        self._index = PrefixIndex(page_size)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free but in the index, oldest first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     @property
     def nbytes(self) -> int:
@@ -57,24 +66,57 @@ class KVCache:
 
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` lowest free pages, with one user each."""
-        assert count <= len(self._free), "more pages than there are"
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        assert count <= self.num_free, "more pages than there are"
+        pages = [self._take() for _ in range(count)]
         for page in pages:
             self._users[page] = 1
         return pages
 
+    def _take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        page, _ = self._idle.popitem(last=False)
+        self._index.remove(page)
+        return page
+
     def retain(self, pages: list[int]) -> None:
         """Add a user to each page."""
         for page in pages:
+            if self._users[page] == 0:
+                del self._idle[page]
             self._users[page] += 1
 
     def release(self, pages: list[int]) -> None:
         """Remove a user from each page; pages without users become free."""
-        for page in pages:
+        for page in reversed(pages):  # a prefix is found by its first page, which goes last
             self._users[page] -= 1
             assert self._users[page] >= 0
             if self._users[page] == 0:
-                heapq.heappush(self._free, page)
+                if page in self._index:
+                    self._idle[page] = None
+                else:
+                    heapq.heappush(self._free, page)
+
+    # -- prefixes ----------------------------------------------------------------------------------
+
+    def find(self, tokens: list[int]) -> tuple[list[int], Key | None]:
+        """See `PrefixIndex.find`. The caller must `retain` the pages before it allocates others."""
+        return self._index.find(tokens) if self.keeps_prefixes else ([], None)
+
+    def publish(self, tokens: list[int], pages: list[int]) -> None:
+        """Let others find the pages that ``tokens`` fill, which are computed."""
+        if self.keeps_prefixes:
+            self._index.add(tokens, pages)
+
+    def forget(self) -> None:
+        """Find no page any more: the weights have changed. No page may be in use."""
+        assert not any(self._users)
+        self._index.clear()
+        for page in self._idle:
+            heapq.heappush(self._free, page)
+        self._idle.clear()
+
+    # -- pages -------------------------------------------------------------------------------------
 
     def num_users(self, page: int) -> int:
         return self._users[page]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import Group
-from dschat.inference.model.architectures import ModelSpec, WeightSource
+from dschat.inference.model.architectures import ModelSpec, WeightSource, check_shares
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
 from dschat.models.cpu_matmul import Backend, Shape
@@ -26,19 +26,6 @@ LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (
 
 class WeightMismatch(UserError):
     """The tensors do not match the model; the message names one."""
-
-
-def check_shares(spec: ModelSpec, size: int) -> None:
-    """Raise ``UserError`` unless ``size`` ranks can share the heads and the MLP evenly."""
-    for unit, count in (
-        ("attention heads", spec.num_heads),
-        ("key-value heads", spec.num_kv_heads),
-        ("MLP columns", spec.intermediate_size),
-    ):
-        if count % size:
-            raise UserError(
-                f"--inference_tp_size {size} does not divide the model's {count} {unit}"
-            )
 
 
 class Weights:
@@ -74,6 +61,7 @@ class Weights:
             self._parts[source.target].add(source.part)
         self._borrowed = False
         self.version = 0  # changes when tensors and linears are replaced, not when written in place
+        self.loads = 0  # changes with every value that is loaded
         self.names = frozenset(self._by_name)
 
     # -- shapes ------------------------------------------------------------------------------------
@@ -241,6 +229,7 @@ class Weights:
             WeightMismatch: a tensor is missing, unknown, of another shape, or repeated.
         """
         assert not self._borrowed, "borrowed weights cannot be written"
+        self.loads += 1
         self._create()
         waiting = {target: set(parts) for target, parts in self._parts.items()}
         seen: set[str] = set()
@@ -305,6 +294,7 @@ class Weights:
         self._check_complete(set(tensors))
         self._borrowed = True
         self.version += 1
+        self.loads += 1
         parts: dict[str, dict[str, BorrowedPart]] = defaultdict(dict)
         for source in self._sources:
             base, _, suffix = source.target.rpartition(".")
@@ -334,6 +324,7 @@ class Weights:
         Raises:
             WeightMismatch: an adapter's weight is not a linear layer of the decoder, or repeated.
         """
+        self.loads += 1
         factors: dict[str, list[tuple[WeightSource, Tensor, Tensor]]] = defaultdict(list)
         seen: set[str] = set()
         for name, a, b, scaling in adapters:

@@ -1,0 +1,128 @@
+"""Answers are the same with and without the prefix cache, which is only faster."""
+
+import copy
+
+import pytest
+from families import CONFIGS, engine, stream
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dschat.inference import SamplingParams
+
+SYSTEM = [(7 * i) % 50 + 3 for i in range(21)]
+PROMPTS = [
+    [*SYSTEM, 5, 6, 7],
+    [*SYSTEM, 5, 6, 8, 9],
+    SYSTEM[:16],  # four pages, of which the last token is computed again
+    SYSTEM[:17],
+    [9, *SYSTEM[1:]],  # another first token: nothing is shared
+    [3],
+    [*SYSTEM, 5, 6, 7],
+]
+PAGE = 4
+
+
+def without_prefixes(made):
+    made.cache.keeps_prefixes = False
+    return made
+
+
+def same(one, other):
+    assert one.token_ids == other.token_ids
+    assert one.finish_reasons == other.finish_reasons
+    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_answers_are_those_without_it(name, module_of):
+    """Two calls: the second one finds what the first one computed, answers included."""
+    module = module_of(name)
+    cached, plain = (engine(module, page_size=PAGE, max_num_seqs=3) for _ in range(2))
+    without_prefixes(plain)
+    sampling = SamplingParams(max_new_tokens=7, n=2, seed=3)
+    prompts = PROMPTS
+    for _ in range(2):
+        one, other = (made.generate(prompts, sampling) for made in (cached, plain))
+        same(one, other)
+        assert cached.stats.cached_tokens >= 3 * 20
+        assert plain.stats.cached_tokens == 0
+        total = plain.stats.prefill_tokens
+        assert cached.stats.prefill_tokens + cached.stats.cached_tokens == total
+        prompts = [(p + a)[:40] for p, a in zip(prompts, one.token_ids[::2], strict=True)]
+    assert cached.cache.num_free == cached.cache.num_pages
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_calls_of_any_kind(module_of, data):
+    """Pages are evicted, sequences preempted, prompts cut into chunks, with any kind of draw."""
+    tokens = data.draw(st.sampled_from([5, 16, 64]))
+    sizes = {"page_size": data.draw(st.sampled_from([1, 3, 8])), "max_num_seqs": 4}
+    sizes["max_num_batched_tokens"] = tokens
+    module = module_of(data.draw(st.sampled_from(["llama", "bloom", "mistral"])))
+    per_token = engine(module).bytes_per_token()
+    sizes["kv_cache_gib"] = data.draw(st.integers(70, 150)) * per_token / 2**30
+    cached, plain = engine(module, **sizes), without_prefixes(engine(module, **sizes))
+    texts = st.builds(
+        lambda prefix, rest: SYSTEM[:prefix] + rest,
+        st.integers(0, 21),
+        st.lists(st.integers(3, 5), min_size=1, max_size=6),
+    )
+    for seed in range(3):
+        prompts = data.draw(st.lists(texts, min_size=1, max_size=6))
+        sampling = SamplingParams(
+            max_new_tokens=data.draw(st.integers(1, 9)),
+            n=data.draw(st.integers(1, 3)),
+            temperature=data.draw(st.sampled_from([0.0, 1.0])),
+            top_p=data.draw(st.sampled_from([1.0, 0.7])),
+            min_new_tokens=data.draw(st.integers(0, 1)),
+            seed=seed,
+        )
+        same(cached.generate(prompts, sampling), plain.generate(prompts, sampling))
+        assert cached.cache.num_free == cached.cache.num_pages
+
+
+def test_other_weights_find_nothing(module_of):
+    module = module_of("llama")
+    other = copy.deepcopy(module)
+    for parameter in other.parameters():
+        parameter.data *= 1.5
+    made = engine(module, page_size=PAGE)
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    before = made.generate(PROMPTS[:1], sampling)
+    made.weights.load(stream(other))
+    after = made.generate(PROMPTS[:1], sampling)
+    assert made.stats.cached_tokens == 0
+    same(after, engine(other).generate(PROMPTS[:1], sampling))
+    assert after.logprobs != before.logprobs
+
+
+def test_weights_changed_in_place_are_to_be_announced(module_of):
+    module = module_of("llama")
+    made = engine(module, page_size=PAGE)
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
+    for cached in (0, 20, 0):
+        made.generate(PROMPTS[:1], sampling)
+        assert made.stats.cached_tokens == cached
+        if cached:
+            made.forget_prefixes()
+
+
+def test_a_page_for_a_whole_sequence_keeps_nothing(module_of):
+    made = engine(module_of("llama"))
+    for _ in range(2):
+        made.generate([SYSTEM], SamplingParams(max_new_tokens=2))
+        assert made.stats.cached_tokens == 0
+
+
+def test_a_stream_that_is_closed_leaves_what_it_computed(module_of):
+    made = engine(module_of("llama"), page_size=PAGE)
+    stream_of = made.stream(SYSTEM, SamplingParams(max_new_tokens=9, ignore_eos=True))
+    answer = [next(stream_of) for _ in range(5)]
+    stream_of.close()
+    assert made.cache.num_free == made.cache.num_pages
+    made.generate([SYSTEM + answer], SamplingParams(max_new_tokens=1))
+    assert made.stats.cached_tokens >= 20
