@@ -26,7 +26,7 @@ logger = logging.getLogger("dschat")
 # Chat models below an output folder, for the error message about a folder without a model.
 _CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
 _MAX_SEQ_LEN = 32_768  # tokens of a conversation, even if the model has more positions
-_PAGE_SIZE = 256
+_PAGE_SIZE = 16  # the next turn computes at most one page of the conversation again
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 

@@ -193,11 +193,12 @@ class EngineRollout:
     def enter(self, version: int) -> InferenceEngine:
         """Collective. The engine, refreshed if its weights are of another version."""
         self.last_refresh = Refresh()
+        # Also without a step: a resumed run, which has no cached prefixes, computes the same.
+        self._engine.forget_prefixes()
         # NOTE: addresses change without a step, too: a checkpoint was loaded, states were moved.
         moved = self._layout == "zero_copy" and self._engine.borrow_weights(self._storage())
         if self._version != version or moved:
             span = DeviceSpan(dist.device())
-            self._engine.forget_prefixes()
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
             self._refresh(buckets)
             self._version = version

@@ -1,4 +1,7 @@
-"""A prompt is computed once for all its answers, and the statistics count every token."""
+"""A prompt is computed once for all its answers, and the statistics count every token.
+
+Some prompts share their first 16 tokens.
+"""
 
 import pytest
 from families import POSITIONS, VOCAB, cache_gib, engine
@@ -25,7 +28,7 @@ def test_sixteen_prompts_by_four(page_size, max_num_seqs, max_num_batched_tokens
     rollout = made.generate(PROMPTS, SAMPLING)
     stats = made.stats
     assert stats.preemptions == 0
-    assert stats.prefill_tokens == sum(LENGTHS)
+    assert stats.prefill_tokens + stats.cached_tokens == sum(LENGTHS)
     assert stats.answer_tokens == rollout.num_tokens
     assert stats.prompts == 16
     assert 0 < stats.occupancy <= 1
