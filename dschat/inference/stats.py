@@ -58,7 +58,7 @@ class GenerationStats:
             self.prefill_tokens += sum(count for _, count in schedule.chunks)
             self.prefill_steps += 1
         else:
-            self.decode_tokens += num_drawn
+            self.decode_tokens += len(schedule.decodes)  # one may draw for several samples
             self.decode_steps += 1
         self._add(bool(schedule.chunks), span)
 
