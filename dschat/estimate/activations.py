@@ -9,7 +9,7 @@ Fused attention is assumed to save queries, keys, values, output and one number 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
@@ -122,7 +122,7 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
     module.train(train)
     try:
         with torch.set_grad_enabled(train), _fused_attention(), ledger:
-            loss = _WORK[work](module, rows)
+            loss = _loss(module, rows, work)
             if train:
                 loss.backward()
     finally:
@@ -132,24 +132,13 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
     return ledger.result()
 
 
-def _sft(module: nn.Module, rows: PackedRows) -> Tensor:
-    return -module(rows)[0].sum()
-
-
-def _policy(module: nn.Module, rows: PackedRows) -> Tensor:
+def _loss(module: nn.Module, rows: PackedRows, work: Work) -> Tensor:
+    if work == "value":
+        return module(rows).square().sum()
+    if work == "sft":
+        return -module(rows)[0].sum()
     logprobs, _ = module(rows, with_entropy=not torch.is_grad_enabled())
     return logprobs.exp().sum()
-
-
-def _value(module: nn.Module, rows: PackedRows) -> Tensor:
-    return module(rows).square().sum()
-
-
-_WORK: dict[str, Callable[[nn.Module, PackedRows], Tensor]] = {
-    "sft": _sft,
-    "policy": _policy,
-    "value": _value,
-}
 
 
 class _Ledger(TorchDispatchMode):

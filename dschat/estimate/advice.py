@@ -9,7 +9,7 @@ from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
-from dschat.estimate.modes import StepEstimate
+from dschat.estimate.result import StepEstimate
 
 Estimator = Callable[[CommonConfig], StepEstimate]
 

@@ -1,20 +1,13 @@
 """Computes the memory of weights, gradients and optimizer states under ZeRO, per process.
 
 `dschat.runtime.deepspeed_engine` decides stage, precision and offload. The rules below are from the
-source of DeepSpeed 0.19 and from measurements:
-
-- ZeRO 1 to 3 update fp32 masters of this process's partition, also of fp32 weights; Adam has two
-  fp32 moments. ZeRO 0 (fp32 only) has only the moments.
-- Gradients: all of them in stages 0 and 1; this process's partition in stages 2 and 3, in fp32 if
-  the weights are bf16, from the first reduction until the step in stage 2, permanently in stage 3.
-- A full bucket of gradients is reduced through a flat copy, the last one after the backward pass.
-  A GPU allocates the whole bucket, a CPU only the part that has been written.
-- In stage 3 a pass gathers up to ``stage3_max_live_parameters``, and keeps parameters needed again
-  within ``stage3_max_reuse_distance``.
+source of DeepSpeed 0.19 and from measurements. A full bucket of gradients is reduced through a flat
+copy, the last one after the backward pass; a GPU allocates the whole bucket, a CPU only the part
+that has been written.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,19 +33,16 @@ class Held:
         return Held(self.device + other.device, self.host + other.host)
 
 
-NOTHING = Held()
-
-
 @dataclass(frozen=True)
 class Training:
     """Bytes of one trained model.
 
     Attributes:
         weights: of the forward pass: all, or this process's shard.
+        gathered: weights gathered from other processes during a pass.
         masters, moments: fp32.
         gradients: persistent ones.
         buffers: persistent ones.
-        gathered: weights gathered from other processes during a pass.
         per_gradient: of a gradient element after its backward pass.
         accumulates: gradients stay until the step; else they are reduced into ``partition``.
         partition: gradients of this process's partition, from the first reduction to the step.
@@ -63,82 +53,139 @@ class Training:
     """
 
     weights: Held
+    gathered: int
     masters: Held
     moments: Held
-    gradients: Held
-    buffers: int
-    gathered: int
-    per_gradient: int
-    accumulates: bool
-    partition: int
-    reduces_early: bool
-    backward: int
     reduction: tuple[int, int]
     update: tuple[int, int]
+    gradients: Held = Held()
+    buffers: int = 0
+    per_gradient: int = 0
+    accumulates: bool = False
+    partition: int = 0
+    reduces_early: bool = False
+    backward: int = 0
+
+
+class _Elements(NamedTuple):
+    """A model to train: numbers of elements, and bytes of some."""
+
+    trained: int
+    largest: int  # of one tensor
+    shard: int  # that this process updates
+    in_bucket: int  # that fill a bucket of gradients
+    size: int  # bytes of an element
+    sum_size: int  # bytes of a reduced gradient element
+    bucket: int  # bytes allocated
+
+    @property
+    def flat(self) -> int:
+        """Bytes of the copy through which a bucket is reduced."""
+        return self.size * self.in_bucket
+
+    @property
+    def reduces_early(self) -> bool:
+        return self.trained > self.in_bucket
 
 
 def training_bytes(
     total: int, trained: int, largest: int, zero: ZeroSettings, num_processes: int, on_gpu: bool
 ) -> Training:
     """Memory for training ``trained`` of ``total`` parameters; ``largest``: numel of one tensor."""
-    size, stage, offload = zero.dtype.itemsize, zero.used_stage, zero.offload_optimizer
-    shard = -(-trained // num_processes)  # elements that this process updates
-    limits = bucket_sizes(zero)
-    used = min(trained, limits["reduce_bucket_size"])
-    bucket = size * (limits["reduce_bucket_size"] if on_gpu else used)
-    sum_size = 4 if zero.dtype == torch.bfloat16 else size  # of a reduced gradient element
-    converts = sum_size != size
     weights, gathered = frozen_bytes(total, zero, num_processes)
-    flat = size * used
-
-    masters, moments = NOTHING, Held(8 * trained)
-    if stage > 0:
-        masters, moments = _placed(4 * shard, offload), _placed(8 * shard, offload)
-    gradients, buffers, partition = NOTHING, 0, 0
-    if stage == 0:
-        reduced = min(trained, ALLREDUCE_BUCKET + largest) if num_processes > 1 else 0
-        backward, reduction, step = 0, (size * trained, size * reduced), size * reduced
-    elif stage == 1:
-        backward = bucket if on_gpu else 0
-        reduction, step = (size * (trained - used), bucket + flat), 4 * shard
-    elif stage == 2:
-        backward = bucket if on_gpu else 0
-        partition = sum_size * shard
-        in_place = keeps_gradients_in_place(zero, num_processes, on_gpu)
-        space = (0 if in_place else bucket + flat) + (4 * largest if converts else 0)
-        step = 0 if converts else size * shard + (4 * shard if size != 4 else 0)
-        if offload:
-            # A buffer of one tensor on device and host; gradients and 16-bit weights on the host.
-            gradients = Held(size * largest, (4 + size) * shard + size * largest)
-            partition, step = (partition if converts else 0), 0
-        # fp32 and fp16 sums move from the bucket to the partition after its copy is freed.
-        reduction = (partition if converts else 0, space)
-    else:
-        gradients = _placed(sum_size * shard, offload)
-        gradients += Held(0, 4 * shard) if offload else NOTHING
-        buffers, backward = bucket, 0
-        reduction = (0, flat + (-(-4 * used // num_processes) if converts else 0))
-        step = 0 if offload else 4 * min(shard, limits["sub_group_size"])
-    early = stage > 1 and trained > used
-    return Training(
-        weights=weights,
-        masters=masters,
-        moments=moments,
-        gradients=gradients,
-        buffers=buffers,
-        gathered=gathered,
-        per_gradient=size if stage < 2 or (stage == 2 and not on_gpu and not early) else 0,
-        accumulates=stage < 2,
-        partition=partition,
-        reduces_early=early,
-        backward=reduction[1] if early else backward,
-        reduction=reduction,
-        update=(size * trained if stage < 2 else partition, step),
+    size, limit = zero.dtype.itemsize, bucket_sizes(zero)["reduce_bucket_size"]
+    elements = _Elements(
+        trained,
+        largest,
+        shard=-(-trained // num_processes),
+        in_bucket=min(trained, limit),
+        size=size,
+        sum_size=4 if zero.dtype == torch.bfloat16 else size,
+        bucket=size * (limit if on_gpu else min(trained, limit)),
     )
+    fields: dict[str, Any] = {
+        "masters": _placed(4 * elements.shard, zero.offload_optimizer),
+        "moments": _placed(8 * elements.shard, zero.offload_optimizer),
+    }
+    fields |= _STAGES[zero.used_stage](elements, zero, num_processes, on_gpu)
+    return Training(weights=weights, gathered=gathered, **fields)
+
+
+def _stage_0(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
+    """fp32 without masters; all gradients, reduced through a copy if there are other processes."""
+    reduced = min(e.trained, ALLREDUCE_BUCKET + e.largest) if num_processes > 1 else 0
+    gradients_and_copy = e.size * e.trained, e.size * reduced
+    return {
+        "masters": Held(),
+        "moments": Held(8 * e.trained),
+        "per_gradient": e.size,
+        "accumulates": True,
+        "reduction": gradients_and_copy,
+        "update": gradients_and_copy,
+    }
+
+
+def _stage_1(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
+    """All gradients; masters of this process's partition, also of fp32 weights, in every stage."""
+    return {
+        "per_gradient": e.size,
+        "accumulates": True,
+        "backward": e.bucket if on_gpu else 0,
+        "reduction": (e.size * (e.trained - e.in_bucket), e.bucket + e.flat),
+        "update": (e.size * e.trained, 4 * e.shard),
+    }
+
+
+def _stage_2(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
+    """Gradients of this process's partition, in fp32 if the weights are bf16, from the first
+    reduction until the step.
+    """
+    converts = e.sum_size != e.size
+    in_place = keeps_gradients_in_place(zero, num_processes, on_gpu)
+    space = (0 if in_place else e.bucket + e.flat) + (4 * e.largest if converts else 0)
+    partition, gradients, step = e.sum_size * e.shard, Held(), 0
+    if zero.offload_optimizer:
+        # A buffer of one tensor on device and host; gradients and 16-bit weights on the host.
+        buffer = e.size * e.largest
+        gradients = Held(buffer, (4 + e.size) * e.shard + buffer)
+        partition = partition if converts else 0
+    elif not converts:
+        step = e.size * e.shard + (4 * e.shard if e.size != 4 else 0)
+    before_reduction = e.bucket if on_gpu else 0
+    return {
+        "gradients": gradients,
+        "per_gradient": 0 if on_gpu or e.reduces_early else e.size,
+        "partition": partition,
+        "reduces_early": e.reduces_early,
+        "backward": space if e.reduces_early else before_reduction,
+        # fp32 and fp16 sums move from the bucket to the partition after its copy is freed.
+        "reduction": (partition if converts else 0, space),
+        "update": (partition, step),
+    }
+
+
+def _stage_3(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
+    """Gradients of this process's partition, as in stage 2, but permanently; so is the bucket."""
+    offload = zero.offload_optimizer
+    gradients = _placed(e.sum_size * e.shard, offload) + Held(0, 4 * e.shard if offload else 0)
+    space = e.flat + (-(-4 * e.in_bucket // num_processes) if e.sum_size != e.size else 0)
+    return {
+        "gradients": gradients,
+        "buffers": e.bucket,
+        "reduces_early": e.reduces_early,
+        "backward": space if e.reduces_early else 0,
+        "reduction": (0, space),
+        "update": (0, 0 if offload else 4 * min(e.shard, bucket_sizes(zero)["sub_group_size"])),
+    }
+
+
+_STAGES = (_stage_0, _stage_1, _stage_2, _stage_3)
 
 
 def frozen_bytes(total: int, zero: ZeroSettings, num_processes: int) -> tuple[Held, int]:
-    """Bytes of a model's weights, and the bytes that a forward pass gathers on top."""
+    """Bytes of a model's weights, and the bytes that a forward pass gathers on top: in stage 3 up
+    to ``stage3_max_live_parameters``.
+    """
     size = zero.dtype.itemsize
     if not zero.shards_parameters:
         return Held(size * total), 0

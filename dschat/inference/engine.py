@@ -31,7 +31,7 @@ from dschat.inference.model.checkpoint_reader import (
 )
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.rotary import rotary_limit
+from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampler import Sampler
@@ -77,10 +77,7 @@ class InferenceEngine:
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
-        bound = self.spec.max_positions
-        if self.spec.rotary:
-            assert bound is not None, "rotary models declare their maximum length"
-            bound = rotary_limit(config, bound)
+        bound = model_positions(self.spec, config)
         self.max_seq_len = sizes.seq_len(bound)
         self.max_num_seqs = sizes.max_num_seqs
         self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
@@ -174,8 +171,7 @@ class InferenceEngine:
 
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, on this rank."""
-        heads = 2 * self.weights.num_kv_heads * self.spec.head_size
-        return self.spec.num_layers * heads * self.dtype.itemsize
+        return self.spec.token_bytes(self.group.size, self.dtype.itemsize)
 
     @property
     def cache(self) -> KVCache:

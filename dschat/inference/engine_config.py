@@ -75,6 +75,10 @@ class EngineConfig:
         bounds = (self.max_seq_len or max_positions or 2048, max_positions)
         return min(bound for bound in bounds if bound is not None)
 
+    def captures(self, on_gpu: bool) -> bool:
+        """Whether decode steps are captured, as far as is known before a capture."""
+        return self.cuda_graphs is not False and on_gpu
+
     def tokens_per_page(self, seq_len: int, is_captured: bool) -> int:
         """``page_size``, or its default, within a sequence of ``seq_len``."""
         return min(self.page_size or (CAPTURED_PAGE if is_captured else seq_len), seq_len)

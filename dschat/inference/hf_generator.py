@@ -42,6 +42,7 @@ logger = logging.getLogger("dschat")
 
 # Config fields for the size of a local attention window (sliding_window, GPT-Neo's window_size).
 _WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
+MAX_ROWS = 256  # that decode together
 _CHECKED_TOKENS = 8  # per answer of the self-check
 # Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed: 1e-6
 # to 1e-4 in fp32, 0.9 to 30 with wrong results. In 16 bits a MoE router may choose another expert.
@@ -74,7 +75,7 @@ class HuggingFaceGenerator:
         module: "PreTrainedModel | PeftModel",
         stop_ids: tuple[int, ...],
         pad_id: int,
-        max_num_seqs: int = 256,
+        max_num_seqs: int = MAX_ROWS,
         num_tokens: int | None = None,
         self_check: bool = False,
     ) -> None:

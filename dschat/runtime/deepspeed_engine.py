@@ -48,11 +48,14 @@ def resolve_dtype(name: str) -> torch.dtype:
 
     Raises ``UserError`` for fp16 where DeepSpeed does not support it: on most CPUs.
     """
-    if name == "auto":
-        name = "bf16" if torch.cuda.is_available() else "fp32"
     if name == "fp16" and not get_accelerator().is_fp16_supported():
         raise UserError("--dtype fp16 does not work on this device; use bf16 or fp32")
-    return DTYPES[name]
+    return dtype_on(name, torch.cuda.is_available())
+
+
+def dtype_on(name: str, on_gpu: bool) -> torch.dtype:
+    """The dtype of ``--dtype`` on a GPU or a CPU, which need not be here."""
+    return DTYPES[("bf16" if on_gpu else "fp32") if name == "auto" else name]
 
 
 @dataclass

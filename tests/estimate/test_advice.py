@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from estimates import estimated, pairs_estimate
 
-from dschat.config import RewardConfig, SFTConfig
-from dschat.estimate import report
+from dschat.config import RewardConfig, SFTConfig, UserError
+from dschat.estimate import run
 from dschat.estimate.advice import _changes, advise
-from dschat.estimate.device import GIB, Device
+from dschat.estimate.result import GIB, Device
 
 
 def not_fitting(fields: dict, number: int):
@@ -40,7 +40,7 @@ def test_first_advice_saves_the_stated_bytes(opt):
     }
     before, make = not_fitting(fields, 3)
     advice = check_advice(before, make)
-    text = report.table(before, "PPO", advice)
+    text = run.table(before, "PPO", advice)
     assert "DOES NOT FIT" in text
     first = advice[0]
     assert f"1. {first.change.flags(3)}: saves {first.saved / GIB:.3g} GiB" in text
@@ -69,7 +69,19 @@ def test_host_memory_counts(opt):
     small = replace(done, device=Device("cuda", 80 * GIB, 8 * GIB, "a GPU"))
     assert done.peak.total < small.device.memory
     assert not small.fits
-    assert "fits on the device, not in host memory" in report.line(small, [])
+    assert "fits on the device, not in host memory" in run.line(small, [])
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_heads(tiny):
+    """The error of the run; such a size is not advised either."""
+    fields = {"actor_model_name_or_path": tiny("llama"), "critic_model_name_or_path": tiny("llama")}
+    refused = "--inference_tp_size 2 does not divide the model's 1 key-value heads"
+    with pytest.raises(UserError, match=refused):
+        estimated(fields | {"inference_tp_size": 2}, num_processes=2)
+    before, make = estimated(fields, num_processes=2, gib=0.7)
+    assert not before.fits
+    assert {"inference_tp_size": 2} in [change.fields for change in _changes(before)]
+    assert all("inference_tp_size" not in entry.change.fields for entry in advise(before, make))
 
 
 def test_advice_for_the_policy_on_pairs(tiny):

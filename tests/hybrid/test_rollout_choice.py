@@ -5,8 +5,8 @@ from families import build
 from rollout_cases import Actor
 
 from dschat.config import RLHFConfig, UserError
-from dschat.estimate import rollout as estimate
-from dschat.estimate.device import Device
+from dschat.estimate.result import Device
+from dschat.estimate.rollout import RolloutEstimator
 from dschat.hybrid.rollout_choice import rollout_choice
 
 GIB = 2**30
@@ -75,7 +75,8 @@ GPU = Device("cuda", 80 * GIB, 64 * GIB, "")
 
 def planned(device, num_processes=1, **knobs):
     config = RLHFConfig(actor_model_name_or_path="x", critic_model_name_or_path="y", **knobs)
-    choice = estimate._choice(config, num_processes, device)
+    estimator = RolloutEstimator(config, None, None, 0, None, num_processes, device)
+    choice = estimator._choice()
     return choice.layout, choice.lora
 
 

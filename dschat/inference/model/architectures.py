@@ -76,6 +76,10 @@ class ModelSpec:
     def embedding_size(self) -> int:
         return self.embed_size or self.hidden_size
 
+    def token_bytes(self, num_ranks: int, itemsize: int) -> int:
+        """Bytes of a token's keys and values in all layers, on one of ``num_ranks``."""
+        return 2 * self.num_layers * (self.num_kv_heads // num_ranks) * self.head_size * itemsize
+
     def layer_sources(self) -> Iterator[WeightSource]:
         """Every source; those of layers once per layer."""
         for s in self.sources:

@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dschat.inference.model.architectures import ModelSpec
+
 
 class Rotary:
     """cos and sin of every position: (num_positions, rotary_dim) each, in the model's dtype.
@@ -62,6 +64,14 @@ def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float
     dim = int(head_size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def model_positions(spec: ModelSpec, config: PretrainedConfig) -> int | None:
+    """Longest sequence that the model reads; None: unbounded."""
+    if not spec.rotary:
+        return spec.max_positions
+    assert spec.max_positions is not None, "rotary models declare their maximum length"
+    return rotary_limit(config, spec.max_positions)
 
 
 def rotary_limit(config: PretrainedConfig, max_positions: int) -> int:

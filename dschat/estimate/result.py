@@ -1,13 +1,16 @@
-"""Describes the device of an estimate: its kind, its memory, and the host memory.
+"""The result of an estimate: bytes by item on one device, in every mode of a step.
 
 NOTE: reading a GPU's memory creates a CUDA context, which takes memory itself; the estimate runs in
 a short-lived process.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dschat.config import CommonConfig
 from dschat.memory import available_memory
 
 GIB = 2**30
@@ -15,6 +18,8 @@ GIB = 2**30
 # Memory of a process before any model. CPU: Python with torch, transformers, DeepSpeed and data,
 # measured. GPU: an allowance for the CUDA context, cuBLAS and NCCL.
 LIBRARIES = {"cpu": 0.5 * GIB, "cuda": 0.75 * GIB}
+
+Items = Counter[str]  # item -> bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,53 @@ def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
         properties = torch.cuda.get_device_properties(0)
         return Device("cuda", properties.total_memory, free, properties.name, processes_here)
     shared = f", shared by {processes_here} processes" if processes_here > 1 else ""
-    return Device(
-        "cpu", free, None, f"the memory available on this machine{shared}", processes_here
-    )
+    origin = f"the memory available on this machine{shared}"
+    return Device("cpu", free, None, origin, processes_here)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Memory of one device at the peak of a mode."""
+
+    name: str
+    items: Items
+    moment: str = ""  # of the peak, if the mode has several moments
+
+    @property
+    def total(self) -> int:
+        return self.items.total()
+
+
+def fullest(name: str, moments: Sequence[tuple[str, Items]]) -> Mode:
+    """The mode ``name`` at the moment with the largest total."""
+    modes = [Mode(name, items, moment) for moment, items in moments]
+    return max(modes, key=lambda mode: mode.total)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Memory of a step on one device. ``host``: bytes of host memory by item."""
+
+    number: int
+    config: CommonConfig
+    device: Device
+    num_processes: int
+    models: list[str]  # one line per model
+    modes: list[Mode]
+    host: Items
+
+    @property
+    def peak(self) -> Mode:
+        return max(self.modes, key=lambda mode: mode.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into device and host memory."""
+        return self.excess == 0
+
+    @property
+    def excess(self) -> int:
+        """Bytes that do not fit, of device and host memory together."""
+        on_device = max(0, self.peak.total - self.device.memory)
+        host_memory = self.device.host_memory
+        return on_device + (0 if host_memory is None else max(0, self.host.total() - host_memory))
