@@ -389,6 +389,17 @@ def test_pages_that_nothing_finds_are_taken_first_then_the_least_recent():
     assert cache.find([1, 2]) == ([], (0, (1, 2)))
 
 
+def test_a_forgotten_page_is_free_once_nobody_uses_it():
+    cache = KVCache(1, 2, 2, 1, 1, torch.float32, torch.device("cpu"), keeps_prefixes=True)
+    for page, tokens in zip(cache.allocate(2), ([1, 2], [3, 4]), strict=True):
+        cache.publish(tokens, [page])
+    cache.release([1])
+    cache.forget()
+    cache.release([0])
+    assert (cache.num_free, cache.find([1, 2])[0], cache.find([3, 4])[0]) == (2, [], [])
+    assert cache.allocate(2) == [0, 1]
+
+
 def test_separate_prompts_are_admitted_in_groups():
     """16 sequences run and one ends in each step; the other 16 prompts come two at a time."""
     lengths = [[2 + i % 16] for i in range(32)]
