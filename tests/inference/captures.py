@@ -3,7 +3,6 @@
 from collections import deque
 from functools import partial
 
-import pytest
 from families import engine
 
 from dschat.inference import engine as engine_module
@@ -56,13 +55,6 @@ def on_graphs(module, capture=again, **knobs):
     made = engine(module, **knobs)
     made._capture = capture
     return made
-
-
-def assert_same(got, expected):
-    assert got.token_ids == expected.token_ids
-    assert got.finish_reasons == expected.finish_reasons
-    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
-        assert a == pytest.approx(b, abs=5e-5)
 
 
 def assert_idle(made):

@@ -177,6 +177,14 @@ def engine(module, **knobs):
     return made
 
 
+def assert_same(got, expected):
+    """Two rollouts: the same tokens, and log-probs but for rounding."""
+    assert got.token_ids == expected.token_ids
+    assert got.finish_reasons == expected.finish_reasons
+    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
+        assert a == pytest.approx(b, abs=5e-5)
+
+
 def cache_gib(made, num_tokens):
     """The ``kv_cache_gib`` that holds just ``num_tokens`` of an engine like ``made``."""
     return num_tokens * made.bytes_per_token() / 2**30

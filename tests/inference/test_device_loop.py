@@ -7,8 +7,8 @@ of the device is done at once or as late as possible (`LateQueue`).
 from dataclasses import replace
 
 import pytest
-from captures import LateQueue, again, assert_idle, assert_same, on_graphs, use
-from families import EOS, PROMPTS, VOCAB, cache_gib, engine
+from captures import LateQueue, again, assert_idle, on_graphs, use
+from families import EOS, PROMPTS, VOCAB, assert_same, cache_gib, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from soft_graph import soft_capture

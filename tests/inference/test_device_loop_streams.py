@@ -1,8 +1,8 @@
 """Streams, rollouts beside them and errors on the device's decode loop."""
 
 import pytest
-from captures import LateQueue, assert_idle, assert_same, on_graphs, use
-from families import PROMPTS, engine
+from captures import LateQueue, assert_idle, on_graphs, use
+from families import PROMPTS, assert_same, engine
 
 from dschat.inference import SamplingParams
 from dschat.inference.decode_state import DecodeState

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from families import CONFIGS, engine, stream
+from families import CONFIGS, assert_same, engine, stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +27,6 @@ def without_prefixes(made):
     return made
 
 
-def same(one, other):
-    assert one.token_ids == other.token_ids
-    assert one.finish_reasons == other.finish_reasons
-    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
-        assert ours == pytest.approx(theirs, abs=2e-5)
-
-
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_answers_are_those_without_it(name, module_of):
     """Two calls: the second one finds what the first one computed, answers included."""
@@ -44,7 +37,7 @@ def test_answers_are_those_without_it(name, module_of):
     prompts = PROMPTS
     for _ in range(2):
         one, other = (made.generate(prompts, sampling) for made in (cached, plain))
-        same(one, other)
+        assert_same(one, other)
         assert cached.stats.cached_tokens >= 3 * 20
         assert plain.stats.cached_tokens == 0
         total = plain.stats.prefill_tokens
@@ -81,7 +74,7 @@ def test_calls_of_any_kind(module_of, data):
             min_new_tokens=data.draw(st.integers(0, 1)),
             seed=seed,
         )
-        same(cached.generate(prompts, sampling), plain.generate(prompts, sampling))
+        assert_same(cached.generate(prompts, sampling), plain.generate(prompts, sampling))
         assert cached.cache.num_free == cached.cache.num_pages
 
 
@@ -96,7 +89,7 @@ def test_other_weights_find_nothing(module_of):
     made.weights.load(stream(other))
     after = made.generate(PROMPTS[:1], sampling)
     assert made.stats.cached_tokens == 0
-    same(after, engine(other).generate(PROMPTS[:1], sampling))
+    assert_same(after, engine(other).generate(PROMPTS[:1], sampling))
     assert after.logprobs != before.logprobs
 
 

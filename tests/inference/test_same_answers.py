@@ -5,7 +5,7 @@ batch, the order, the pages and the budget. The reference is one prompt at a tim
 """
 
 import pytest
-from families import EOS, PROMPTS, cache_gib, engine
+from families import EOS, PROMPTS, assert_same, cache_gib, engine
 
 from dschat.inference import SamplingParams
 from dschat.inference.protocol import Rollout
@@ -52,13 +52,6 @@ def joined(rollouts):
         whole.logprobs += part.logprobs
         whole.finish_reasons += part.finish_reasons
     return whole
-
-
-def assert_same(got, expected):
-    assert got.token_ids == expected.token_ids
-    assert got.finish_reasons == expected.finish_reasons
-    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
-        assert a == pytest.approx(b, abs=5e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

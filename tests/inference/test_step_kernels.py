@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captures import assert_same
 from fake_cuda import DEVICE
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
-from families import CONFIGS
+from families import CONFIGS, assert_same
 from transformers import LlamaConfig, OPTConfig
 
 from dschat.config.errors import UserError
