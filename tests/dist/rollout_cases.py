@@ -4,13 +4,11 @@ A `Case` with its ``options`` gives a JSON-able dict, the same on every rank. An
 DeepSpeed engine around a model of ``families``, trained on random ids.
 """
 
-import random
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from step_cases import Case
 from tiny_models import causal_lm
@@ -38,7 +36,7 @@ from dschat.runtime.optimizer_step import OptimizerStep
 
 # One tiny model per family, and prompts of awkward lengths, are in the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
-from families import EOS, POSITIONS, PROMPTS, VOCAB, build, cache_gib  # noqa: E402
+from families import EOS, POSITIONS, PROMPTS, VOCAB, build  # noqa: E402
 
 SAMPLED = SamplingParams(max_new_tokens=10, n=2, seed=3)
 SHORT = SamplingParams(max_new_tokens=6, n=2, seed=4)
@@ -346,53 +344,10 @@ def _loading_a_nan(out: Path) -> str:
     return same
 
 
-def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """Random rollouts on a cache far too small, steps in between; a second form has room."""
-    options = _form_options(case)
-    rollouts = options.pop("rollouts")
-    actor = _actor(case)
-    roomy = actor.form(max_num_seqs=64)
-    gib = cache_gib(roomy.enter(0), POSITIONS + 16) / options.get("tp_size", 1)
-    pressed = {"page_size": 4, "kv_cache_gib": gib, "max_num_seqs": 6, "max_num_batched_tokens": 21}
-    tight = actor.form(**options | pressed)
-    alike, mine = random.Random(7), random.Random(dist.rank())  # ranks bring other prompts
-    preemptions, wrong, memory = 0, [], []
-    for i in range(rollouts):
-        for _ in range(alike.choice([0, 0, 1, 2])):
-            actor.step()
-        sampling = SamplingParams(
-            alike.choice([1, 6, 20]),
-            n=alike.choice([1, 1, 3]),
-            seed=i,
-            temperature=alike.choice([0.0, 1.0]),
-        )
-        prompts = _random_prompts(mine)
-        numbers = mine.sample(range(1000), len(prompts))
-        generator = tight.enter(actor.version)
-        got = generator.generate(prompts, sampling, numbers)
-        preemptions += generator.stats.preemptions
-        tight.leave()
-        expected = roomy.enter(actor.version).generate(prompts, sampling, numbers)
-        roomy.leave()
-        if len(got) != len(prompts) * sampling.n or got.token_ids != expected.token_ids:
-            wrong.append(i)
-        memory.append(psutil.Process().memory_info().rss)
-    mine = {"wrong": wrong, "preemptions": preemptions, "memory": memory}
-    return {"ranks": dist.gather_objects(mine), "steps": actor.version}
-
-
-def _random_prompts(rng: random.Random) -> list[list[int]]:
-    return [
-        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 36))]
-        for _ in range(rng.choice([0, 1, 3, 8]))
-    ]
-
-
 RUNNERS = {
     "parity": run_parity,
     "answers": run_answers,
     "bytes": run_bytes,
     "buckets": run_buckets,
     "refusals": run_refusals,
-    "soak": run_soak,
 }

@@ -125,10 +125,12 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     import collective_cases
     import preference_cases
     import rollout_cases
+    import soak_cases
 
     out.mkdir(parents=True, exist_ok=True)
     runners = (
         rollout_cases.RUNNERS
+        | {"soak": soak_cases.run_soak}
         | preference_cases.RUNNERS
         | balance_cases.RUNNERS
         | collective_cases.RUNNERS

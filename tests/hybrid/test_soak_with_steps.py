@@ -1,6 +1,6 @@
 """Many alternating rollouts and optimizer steps, with a cache so small that sequences must wait.
 
-Runs `rollout_cases.run_soak`, where a second form of the same actor with a large cache gives the
+Runs `soak_cases.run_soak`, where a second form of the same actor with a large cache gives the
 expected answers. tests/dist does the same with tensor parallelism.
 """
 
@@ -14,6 +14,7 @@ def check(result, rollouts):
     (alone,) = result["ranks"]
     assert len(alone["memory"]) == rollouts
     assert alone["wrong"] == []
+    assert alone["near"] <= 2  # of thousands of answers: steps are not reproducible to the bit
     assert alone["preemptions"] > rollouts // 4
     assert result["steps"] > rollouts // 4
     return alone["memory"]

@@ -162,3 +162,15 @@ def test_what_is_trained_stays_where_it_is():
     assert place_adjacent(named, [["q", "k"]]) == 48
     assert are_adjacent([first, second])
     assert place_adjacent(named, [["q", "k"]]) == 0
+
+
+def test_a_step_leaves_no_cached_prefix():
+    """The engine's weights change where they are; its keys and values do not follow."""
+    actor = Actor(build("llama"), 2)
+    form = actor.form(layout="zero_copy", page_size=4)
+    for _ in range(2):
+        got = form.enter(actor.version).generate([[7] * 21], GREEDY)
+        form.leave()
+        expected = actor.form().enter(actor.version).generate([[7] * 21], GREEDY)
+        assert got.logprobs[0] == pytest.approx(expected.logprobs[0], abs=5e-5)
+        actor.step()
