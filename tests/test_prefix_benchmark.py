@@ -18,4 +18,6 @@ def test_the_prefill_of_common_pages_is_counted_once():
     line = prefix_cache.prefix(module, device, 1, 0.1)
     assert line["prefill_tokens"] == {"with": 54 + 63 * (54 - 32), "without": 64 * 54}
     line = prefix_cache.chat(module, device, 1, 0.05)
-    assert line["ratio_turn5"] > 0
+    turns = {f"turn{number}_s" for number in range(1, 6)}
+    assert line["with"].keys() == line["without"].keys() == turns
+    assert {f"ratio_{turn.removesuffix('_s')}" for turn in turns} <= line.keys()

@@ -10,7 +10,7 @@ CAPTURED_PAGE = 64
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and limits of an `InferenceEngine`. Flags and errors have the same names.
+    """Sizes and limits of an `InferenceEngine`, under the names that its errors use.
 
     Attributes:
         stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
