@@ -69,6 +69,11 @@ class RolloutConfig:
     cuda_graphs: Optional[bool] = flag(
         None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
     )
+    speculate: Literal["off", "history", "auto"] = flag(
+        "off",
+        "Draft tokens from earlier answers, so that a step decodes several (auto: if that is "
+        "faster). Answers are the same.",
+    )
     release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
     tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.", ge=1)
@@ -106,6 +111,14 @@ class RolloutConfig:
         require(
             self.inference_tp_size == 1 or self.enable_hybrid_engine,
             f"--inference_tp_size {self.inference_tp_size} needs --enable_hybrid_engine",
+        )
+        require(
+            self.speculate != "history" or self.enable_hybrid_engine,
+            "--speculate history needs --enable_hybrid_engine",
+        )
+        require(
+            self.speculate != "history" or not self.cuda_graphs,
+            "--speculate history needs --no_cuda_graphs: captured steps decode one token each",
         )
         require(
             self.inference_tp_size == 1 or self.rollout_layout != "zero_copy",

@@ -1,5 +1,6 @@
 """Generates step by step: schedule, compute, draw, and wait for the tokens before the next step."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Scheduler, Sequence, StepSchedule
+from dschat.inference.speculation import Drafter
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.observability.device_span import DeviceSpan
@@ -24,6 +26,7 @@ class EagerLoop:
     sampler: Sampler
     stats: GenerationStats
     stops: frozenset[int]
+    drafter: Drafter | None = None
 
     def run(self) -> Iterator[Event]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
@@ -38,37 +41,58 @@ class EagerLoop:
 
     def _step(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
         scheduler, stats = self.scheduler, self.stats
+        started = time.perf_counter()
+        if self.drafter is not None:
+            self.drafter.propose(schedule)
         ready, logits = schedule.ready, self.runner.logits(schedule)
         scheduler.computed(schedule)
         rows = [scheduler.spawn(s) for s in ready]
         tokens, logprobs = self._draw(rows, logits)
-        stats.count(schedule, len(tokens), span.stop())
+        stats.count(schedule, span.stop())
         events = self._advance(rows, tokens, logprobs)
+        num_sequences = sum(map(len, rows))
+        drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
+        stats.count_draws(schedule, len(events), drafted, accepted)
         stats.follow(scheduler)
+        if self.drafter is not None and not schedule.chunks:
+            self.drafter.took(len(tokens), time.perf_counter() - started)
         return events
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
-        """Draw one token per sequence. ``rows[r]``: sequences that share row r of the logits."""
-        sequences = [s for row in rows for s in row]
-        if not sequences:
+        """Draw a token for each sequence and each token of its draft. ``rows[r]``: sequences that
+        share a row of the logits; they have no drafts.
+        """
+        places = [(s, ahead) for row in rows for s in row for ahead in range(len(s.draft) + 1)]
+        if not places:
             return [], []
-        if len(sequences) > len(rows):
-            repeats = torch.tensor([len(row) for row in rows], device=logits.device)
+        if len(places) > len(logits):
+            uses = [n for row in rows for n in [len(row)] + [1] * len(row[0].draft)]
+            repeats = torch.tensor(uses, device=logits.device)
             # NOTE: without its size, the host would wait for the device to learn it.
-            logits = logits.repeat_interleave(repeats, dim=0, output_size=len(sequences))
-        return self.sampler.draw(logits, sequences)
+            logits = logits.repeat_interleave(repeats, dim=0, output_size=len(places))
+        return self.sampler.draw(logits, places)
 
     def _advance(
         self, rows: list[list[Sequence]], tokens: list[int], logprobs: list[float]
     ) -> list[Event]:
-        """Append the drawn tokens; finish sequences, and queue the other samples of new prompts."""
-        drawn = iter(zip(tokens, logprobs, strict=True))
-        events = []
+        """Append the drawn tokens; finish sequences, and queue the other samples of new prompts.
+
+        Of a sequence with a draft, up to the first token that differs from the draft: those after
+        it were drawn from logits of other tokens.
+        """
+        events: list[Event] = []
+        place = 0
         for row in rows:
             unfinished = []
             for sequence in row:
-                event = self._append(sequence, *next(drawn))
-                events.append(event)
+                draft, sequence.draft = sequence.draft, []
+                for i, drafted in enumerate((*draft, None)):
+                    event = self._append(sequence, tokens[place + i], logprobs[place + i])
+                    events.append(event)
+                    if event[2] or drafted != event[1]:
+                        break
+                sequence.computed += i
+                place += len(draft) + 1
                 if not event[2]:
                     unfinished.append(sequence)
             first = row[0]
@@ -81,6 +105,7 @@ class EagerLoop:
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:
         sequence.answer.append(token)
         sequence.logprobs.append(logprob)
+        del sequence.uniforms[-1:]  # NOTE: greedy decoding has none
         sequence.stopped = token in self.stops
         is_last = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
         return sequence, token, is_last

@@ -5,6 +5,7 @@ and without a transformers module. A prompt is computed once for all its samples
 not depend on the other sequences of its batches.
 """
 
+import copy
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Prompt, Scheduler, Sequence
+from dschat.inference.speculation import AnswerHistory, Drafter, StepCost
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
@@ -94,7 +96,16 @@ class InferenceEngine:
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
+        self._history = AnswerHistory() if self._drafts(sizes) else None
+        self._step_cost = StepCost()
         self.stats = GenerationStats()
+
+    def _drafts(self, sizes: EngineConfig) -> bool:
+        if sizes.speculate == "history" and self._capture is not None:
+            raise UserError(
+                "speculate history needs --no_cuda_graphs: captured steps decode one token each"
+            )
+        return sizes.speculate != "off" and self._capture is None
 
     @classmethod
     def from_pretrained(
@@ -163,6 +174,11 @@ class InferenceEngine:
     def max_positions(self) -> int:
         """Longest prompt + answer that fits the model's positions and the cache."""
         return min(self.max_seq_len, self.cache.num_pages * self.page_size)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether decode steps compute drafted tokens too."""
+        return self._history is not None
 
     @property
     def captures(self) -> bool:
@@ -250,17 +266,20 @@ class InferenceEngine:
             if len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")
         local = list(zip(prompts, indices, limits, strict=True))
-        pooled = self.group.gather_objects((self._problem(local), local))
-        for problem, _ in pooled:
+        pooled = self.group.gather_objects((self._problem(local), local, self._step_cost))
+        for problem, _, _ in pooled:
             if problem is not None:
                 raise UserError(problem)
-        entries = [entry for _, part in pooled for entry in part]
+        self._step_cost = copy.copy(pooled[0][2])  # all ranks must draft alike
+        entries = [entry for _, part, _ in pooled for entry in part]
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
         done: dict[tuple[int, int], Sequence] = {}
         for sequence, _, finished in self._steps(queue, sampling):
             if finished:
                 done[id(sequence.prompt), sequence.sample] = sequence
-        first = sum(len(part) for _, part in pooled[: self.group.rank])
+        if self._history is not None:
+            self._history.add((s.prompt.ids, s.answer) for s in done.values())
+        first = sum(len(part) for _, part, _ in pooled[: self.group.rank])
         local_queue = queue[first : first + len(local)]
         answers = [done[id(p), i] for p in local_queue for i in range(sampling.n)]
         return Rollout(
@@ -319,7 +338,14 @@ class InferenceEngine:
         scheduler = Scheduler(self.cache, *limits, separate_prefill)
         scheduler.add(queue)
         parts = runner, scheduler, sampler, stats, stops
-        loop = EagerLoop(*parts) if self._capture is None else DeviceLoop(*parts, streaming)
+        loop: EagerLoop
+        if self._capture is not None:
+            loop = DeviceLoop(*parts, streaming=streaming)
+        elif self._history is not None:
+            is_auto = self._sizes.speculate == "auto"
+            loop = EagerLoop(*parts, Drafter(scheduler, self._history, self._step_cost, is_auto))
+        else:
+            loop = EagerLoop(*parts)
         yield from loop.run()
 
     def _step_runner(self) -> StepRunner:

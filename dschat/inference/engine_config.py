@@ -1,6 +1,7 @@
 """Declares the sizes and limits of an inference engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dschat.config import RLHFConfig, UserError
 
@@ -27,6 +28,8 @@ class EngineConfig:
             ``max_seq_len``, one page per sequence.
         cuda_graphs: capture decode steps and replay them. True: an error where that is not
             possible; None: on CUDA, with a warning if a capture fails.
+        speculate: draft tokens from earlier answers (see `dschat.inference.speculation`), always
+            or where it saves time; the answers are the same.
 
     Raises:
         UserError: a size below 1, by its name.
@@ -41,6 +44,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     page_size: int | None = None
     cuda_graphs: bool | None = None
+    speculate: Literal["off", "history", "auto"] = "off"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"):
@@ -64,6 +68,7 @@ class EngineConfig:
             kv_cache_gib=args.kv_cache_gib,
             page_size=args.kv_page_size,
             cuda_graphs=args.cuda_graphs,
+            speculate=args.speculate,
         )
 
     def batched_tokens(self, on_gpu: bool) -> int:

@@ -43,17 +43,24 @@ class Sampler:
         self.stops = [t for t in sorted(stops) if 0 <= t < num_tokens]  # that can be drawn
         self._stops = torch.tensor(self.stops, dtype=torch.int64, device=device)
 
-    def draw(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-        """Collective in the group. A token and its log-prob for each sequence, from its row of
+    def draw(
+        self, logits: Tensor, places: list[tuple[Sequence, int]]
+    ) -> tuple[list[int], list[float]]:
+        """Collective in the group. A token and its log-prob for each place, from its row of
         ``logits`` (R, V).
+
+        ``places``: a sequence, and how many positions after its last token, 0 or more within its
+        draft, the token is drawn for.
         """
         sampling, uniform, forbidden = self.sampling, None, None
         if sampling.temperature > 0:
-            _refill_uniforms([s for s in sequences if not s.uniforms], sampling)
-            numbers = [s.uniforms.pop() for s in sequences]
+            missing = [s for s, ahead in places if not ahead and len(s.uniforms) <= len(s.draft)]
+            _refill_uniforms(missing, sampling)
+            numbers = [s.uniforms[-1 - ahead] for s, ahead in places]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if sampling.min_new_tokens and len(self._stops):
-            too_short = [len(s.answer) < sampling.min_new_tokens for s in sequences]
+            youngest = sampling.min_new_tokens
+            too_short = [len(s.answer) + ahead < youngest for s, ahead in places]
             if any(too_short):
                 forbidden = (torch.tensor(too_short, device=self._device), self._stops)
         kernels = cpu.load() if self._kernel_applies(logits, forbidden) else None
@@ -80,7 +87,9 @@ class Sampler:
 
 
 def _refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None:
-    """Set the random numbers of the next positions, last position first, as they are popped."""
+    """Set the random numbers of the next positions, last position first: a drawn token removes
+    one.
+    """
     if not sequences:
         return
     ahead = min(_AHEAD, sampling.max_new_tokens)

@@ -46,6 +46,7 @@ class Sequence:
     stopped: bool = False
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    draft: list[int] = field(default_factory=list)  # of the next positions, for one step
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
     forked: bool = False  # waits to share its prompt's pages
     next_key: Key | None = None  # of the first page that it computes itself
@@ -62,15 +63,24 @@ class Sequence:
 
 @dataclass
 class StepSchedule:
-    """The sequences of one step: each decode computes one token, each chunk a number of them."""
+    """The sequences of one step: each decode computes one token and its draft, each chunk a number
+    of tokens.
+    """
 
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
 
     @property
     def ready(self) -> list[Sequence]:
-        """Sequences whose tokens are all computed after the step, in row order: each draws one."""
+        """Sequences whose tokens are all computed after the step, in row order: each draws one, and
+        one more for each token of its draft.
+        """
         return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, without drafts."""
+        return len(self.decodes) + sum(count for _, count in self.chunks)
 
 
 class Scheduler:
@@ -164,6 +174,22 @@ class Scheduler:
             sequence.pages += self._cache.allocate(1)
             self._count_pages()
         return True
+
+    def draft_budget(self, schedule: StepSchedule) -> int:
+        """Tokens of drafts that fit into a step."""
+        return max(0, self._max_num_batched_tokens - schedule.num_tokens)
+
+    def room_for(self, sequence: Sequence, count: int) -> int:
+        """Allocate pages for up to ``count`` tokens of a draft, and return for how many there are.
+
+        No sequence is preempted for them.
+        """
+        cache = self._cache
+        missing = cache.pages_for(len(sequence) + count) - len(sequence.pages)
+        if missing > 0 and cache.num_free:
+            sequence.pages += cache.allocate(min(missing, cache.num_free))
+            self._count_pages()
+        return min(count, len(sequence.pages) * cache.page_size - len(sequence))
 
     @property
     def would_admit(self) -> bool:

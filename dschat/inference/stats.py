@@ -22,8 +22,11 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
+    decoded_rows: int = 0  # sequences in decode steps, summed over the steps
     decode_s: float = 0.0
     answer_tokens: int = 0
+    drafted_tokens: int = 0  # computed beside an answer's last token
+    accepted_tokens: int = 0  # of these, those that were drawn
     preemptions: int = 0
     peak_pages: int = 0
     num_pages: int = 0
@@ -42,30 +45,42 @@ class GenerationStats:
     def occupancy(self) -> float:
         """Mean share of ``max_num_seqs`` that decoded in a decode step."""
         slots = self.decode_steps * self.max_num_seqs
-        return self.decode_tokens / slots if slots else 0.0
+        return self.decoded_rows / slots if slots else 0.0
 
     @property
     def cache_use(self) -> float:
         """Peak share of the pages in use."""
         return self.peak_pages / self.num_pages if self.num_pages else 0.0
 
-    def count(self, schedule: StepSchedule, num_drawn: int, span: DeviceSpan) -> None:
-        """Add a step that took ``span`` and drew ``num_drawn`` tokens."""
-        self.answer_tokens += num_drawn
+    def count(self, schedule: StepSchedule, span: DeviceSpan) -> None:
+        """Add a step that took ``span``, before its tokens are appended."""
         # The last token of a prompt may be among the decoding rows.
         self.prefill_tokens += sum(not s.answer for s in schedule.decodes)
         if schedule.chunks:
             self.prefill_tokens += sum(count for _, count in schedule.chunks)
             self.prefill_steps += 1
         else:
-            self.decode_tokens += len(schedule.decodes)  # one may draw for several samples
+            # One sequence may draw for several samples.
+            self.decode_tokens += len(schedule.decodes)
+            self.decoded_rows += len(schedule.decodes)
             self.decode_steps += 1
         self._add(bool(schedule.chunks), span)
+
+    def count_draws(
+        self, schedule: StepSchedule, num_drawn: int, drafted: int, accepted: int
+    ) -> None:
+        """Add a step's tokens of answers; ``accepted`` of them were among ``drafted`` ones."""
+        self.answer_tokens += num_drawn
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        if not schedule.chunks:
+            self.decode_tokens += accepted
 
     def count_decodes(self, num_drawn: int, span: DeviceSpan) -> None:
         """Add decode steps of the device, whose number is counted when they are launched."""
         self.answer_tokens += num_drawn
         self.decode_tokens += num_drawn
+        self.decoded_rows += num_drawn
         self._add(False, span)
 
     def follow(self, scheduler: Scheduler) -> None:

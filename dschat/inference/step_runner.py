@@ -15,7 +15,7 @@ from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.scheduler import Sequence, StepSchedule
+from dschat.inference.scheduler import StepSchedule
 
 logger = logging.getLogger("dschat")
 
@@ -43,15 +43,22 @@ class StepRunner:
         self._fused: FusedDecode | None = None
 
     def logits(self, schedule: StepSchedule) -> Tensor:
-        """Logits (R, V) of the rows in ``schedule.ready``."""
+        """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
+        for each token of the draft.
+        """
         cache, size = self._cache, self._cache.page_size
         tokens, positions, slot_mapping, last_rows = [], [], [], []
+        pages: list[list[int]] = []  # of each decoding row
         chunks: list[Chunk] = []
         for s in schedule.decodes:
-            p = s.computed
-            tokens.append(s.answer[-1] if s.answer else s.prompt.ids[-1])
-            positions.append(p)
-            slot_mapping.append(s.pages[p // size] * size + p % size)
+            last = s.answer[-1] if s.answer else s.prompt.ids[-1]
+            # NOTE: keys and values of a draft that is not accepted are overwritten later, and no
+            # row attends to them until then.
+            for p, token in enumerate((last, *s.draft), s.computed):
+                tokens.append(token)
+                positions.append(p)
+                slot_mapping.append(s.pages[p // size] * size + p % size)
+                pages.append(s.pages)
         for s, count in schedule.chunks:
             first, end = s.computed, s.computed + count
             chunks.append(Chunk(len(tokens), count, first, s.pages))
@@ -62,7 +69,7 @@ class StepRunner:
                 last_rows.append(len(tokens) - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
-        decodes = self._decodes(schedule.decodes, positions_T) if schedule.decodes else None
+        decodes = self._decodes(pages, positions, positions_T) if pages else None
         if decodes is not None and not chunks and self._decoder.weights.has_panels:
             logits = self._fused_step().logits(tokens_T, positions_T, slots_T, decodes)
             if logits is not None:
@@ -77,7 +84,7 @@ class StepRunner:
         )
         hidden = self._decoder.hidden(tokens_T, positions_T, attention)
         if chunks:
-            rows = torch.tensor([*range(len(schedule.decodes)), *last_rows], dtype=torch.int64)
+            rows = torch.tensor([*range(len(pages)), *last_rows], dtype=torch.int64)
             hidden = hidden.index_select(0, rows.to(self.device))
         return self._decoder.logits(hidden)
 
@@ -102,20 +109,21 @@ class StepRunner:
         """Whether ``graphs`` read the present weights and cache."""
         return graphs.fits(self._decoder, self._cache)
 
-    def _decodes(self, sequences: list[Sequence], positions: Tensor) -> Decodes:
-        lengths = [s.computed + 1 for s in sequences]
-        longest, size = max(lengths), self._cache.page_size
-        ragged = min(lengths) < longest
-        count = len(sequences)
+    def _decodes(
+        self, pages: list[list[int]], positions: list[int], positions_T: Tensor
+    ) -> Decodes:
+        """``pages``: of each decoding row. ``positions``: of these and other rows."""
+        count = len(pages)
+        longest, size = max(positions[:count]) + 1, self._cache.page_size
+        ragged = min(positions[:count]) + 1 < longest
         table = None
-        pages = [s.pages for s in sequences]
         if size < longest or not _in_order(pages):
             width = -(-longest // size)
             rows = [(p + [p[0]] * width)[:width] for p in pages]
             table = torch.tensor(rows, device=self.device)
             if size < longest:
                 ragged = ragged or width * size > longest
-        return Decodes(count, positions[:count] + 1, longest, table, ragged)
+        return Decodes(count, positions_T[:count] + 1, longest, table, ragged)
 
 
 def _in_order(pages: list[list[int]]) -> bool:

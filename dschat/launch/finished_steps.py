@@ -51,6 +51,7 @@ LAYOUT = {
     "rollout_layout",
     "rollout_lora",
     "cuda_graphs",
+    "speculate",
     "release_inference_cache",
     "unpin_actor_parameters",
     "max_num_seqs",

@@ -132,4 +132,4 @@ def _means(sums: dict[str, float], weight: int) -> dict[str, float]:
 
 
 def _adds_up(name: str) -> bool:
-    return name.startswith("time/") or name in ("rollout/unscored", "rollout/preemptions")
+    return name.startswith("time/") or name in ("rollout/unscored", "throughput/preemptions")

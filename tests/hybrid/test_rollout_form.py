@@ -42,6 +42,14 @@ def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
     ("knobs", "message"),
     [
         ({"rollout_layout": "zero_copy"}, "--rollout_layout zero_copy needs --inference_tp_size 1"),
+        (
+            {"enable_hybrid_engine": False, "speculate": "history", "inference_tp_size": 1},
+            "--speculate history needs --enable_hybrid_engine",
+        ),
+        (
+            {"cuda_graphs": True, "speculate": "history"},
+            "--speculate history needs --no_cuda_graphs",
+        ),
         ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
     ],
 )
@@ -49,8 +57,7 @@ def test_flags_that_cannot_be_together(knobs, message, tiny):
     config = RLHFConfig(
         actor_model_name_or_path=tiny("llama"),
         critic_model_name_or_path=tiny("llama_reward"),
-        inference_tp_size=2,
-        **knobs,
+        **{"inference_tp_size": 2} | knobs,
     )
     with pytest.raises(UserError, match=message):
         config.validate_rollout()

@@ -43,7 +43,7 @@ def drawn(sampling, stops, step, logits):
     too_short = age < sampling.min_new_tokens
     got = step.draw(logits, kind, (prompt, sample, age), too_short, NUM_TOKENS)
     ends = step.is_stop(got[0], kind).tolist() if kind.num_stops else None
-    return [x.tolist() for x in got], plain.draw(logits, sequences), ends
+    return [x.tolist() for x in got], plain.draw(logits, [(s, 0) for s in sequences]), ends
 
 
 @pytest.mark.parametrize("stops", [(), (3, 17), MANY])

@@ -127,7 +127,7 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
         e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
-        return PendingRollout(e, total, {"rollout/occupancy": float(total)})
+        return PendingRollout(e, total, {"throughput/occupancy": float(total)})
 
     sampler = sampler_of(rule, more=([[i]] for i in range(100)), generate=generate)
     rollout = sampler.generate(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
@@ -138,7 +138,7 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     assert rollout.metrics["sampling/kept_prompts"] == 8
     assert rollout.metrics["sampling/waste"] == pytest.approx(5 / 13)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
-    assert rollout.metrics["rollout/occupancy"] == pytest.approx(weighed)
+    assert rollout.metrics["throughput/occupancy"] == pytest.approx(weighed)
 
 
 def test_exhausted_prompts_are_sampled_again():

@@ -371,8 +371,8 @@ def test_a_rollout_reports_its_refresh_and_its_engine(models_folder):
     assert first["time/refresh_s"] > 0
     assert first["throughput/prefill_tokens_per_s"] > 0
     assert first["throughput/decode_tokens_per_s"] > 0
-    assert 0 < first["rollout/occupancy"] <= 1
-    assert 0 < first["rollout/cache_use"] <= 1
-    assert first["rollout/preemptions"] == 0
+    assert 0 < first["throughput/occupancy"] <= 1
+    assert 0 < first["throughput/cache_use"] <= 1
+    assert first["throughput/preemptions"] == 0
     trainer.generate_experience(prompts)
     assert trainer.metrics["memory/refresh_gib"] == 0  # no step between: nothing to refresh

@@ -85,7 +85,7 @@ class FusedDecode:
         qkv_size = out_size + 2 * spec.num_kv_heads * spec.head_size
         width = 3 * spec.hidden_size + max(spec.hidden_size, out_size) + qkv_size
         width += spec.intermediate_size * (3 if spec.gated else 2)
-        self._scratch = torch.empty(max_num_seqs * width)
+        self._width, self._scratch = width, torch.empty(max_num_seqs * width)
         self._vocab_size = weights.vocab_size
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
@@ -99,7 +99,7 @@ class FusedDecode:
     def logits(
         self, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, decodes: Decodes
     ) -> Tensor | None:
-        """Logits (B, V) of a step in which B sequences decode one token each.
+        """Logits (B, V) of a step of B decoding rows.
 
         ``tokens``, ``positions``, ``slot_mapping`` (B,) int64, contiguous. None if the weights have
         no panels (borrowed, or with LoRA side products).
@@ -114,6 +114,8 @@ class FusedDecode:
             self._cache.page_size,
             self._decoder.slopes,
         )
+        if self._scratch.numel() < decodes.count * self._width:  # drafts take rows too
+            self._scratch = torch.empty(decodes.count * self._width)
         logits = self._scratch.new_empty(decodes.count, self._vocab_size)
         kernels.decode_step(
             ctypes.addressof(self._model),

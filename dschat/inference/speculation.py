@@ -1,0 +1,194 @@
+"""Drafts tokens from text seen before, so that one step computes several positions of an answer.
+
+Speculative decoding without a second model: a draft continues the last tokens of an answer as they
+went on elsewhere, in earlier answers to the prompt, in its other samples, in the prompt or in the
+answer itself (prompt lookup decoding). The step that computes the draft draws a token at each of
+its positions, with the random number that belongs there, and keeps the draft as far as it equals
+them. So the answers are those of decoding one by one; drafts decide only how many steps it takes.
+
+A draft of p expected tokens costs p rows more in a step, which may be worth it or not: see
+`StepCost`. Depends on tokens, and under tensor parallelism on one rank's clock, so that all ranks
+draft alike.
+"""
+
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from dschat.inference.scheduler import Prompt, Scheduler, Sequence, StepSchedule
+
+MAX_DRAFT = 16
+_CONTEXT = 3  # tokens that must match before a draft
+_WORTH = 0.25  # `history`: draft a token that is accepted with at least this probability
+_FIRST_RATE = 0.7  # assumed acceptance before any is known
+_SEQUENCE_SHARE, _OVERALL_SHARE = 0.2, 0.01  # of one observation in the moving averages
+
+_Context = tuple[int, int, int]
+_Place = tuple[Tokens[int], int]  # tokens, and the index of the next one
+
+
+class AnswerHistory:
+    """Answers of earlier calls by prompt: at most ``max_tokens``, least recently used prompts go
+    first.
+    """
+
+    def __init__(self, max_tokens: int = 1 << 23) -> None:
+        self._max_tokens = max_tokens
+        self._answers: OrderedDict[tuple[int, ...], list[Tokens[int]]] = OrderedDict()
+        self.num_tokens = 0
+
+    def add(self, answered: Iterable[tuple[list[int], list[int]]]) -> None:
+        """Prompts and answers of a call, which replace earlier answers to the same prompts."""
+        latest: dict[tuple[int, ...], list[Tokens[int]]] = {}
+        for prompt, answer in answered:
+            latest.setdefault(tuple(prompt), []).append(array("i", answer))
+        for key, answers in latest.items():
+            self.num_tokens -= sum(map(len, self._answers.pop(key, [])))
+            self._answers[key] = answers
+            self.num_tokens += sum(map(len, answers))
+        while self.num_tokens > self._max_tokens:
+            _, answers = self._answers.popitem(last=False)
+            self.num_tokens -= sum(map(len, answers))
+
+    def of(self, prompt: list[int]) -> list[Tokens[int]]:
+        return self._answers.get(tuple(prompt), [])
+
+
+class StepCost:
+    """Seconds of a decode step as a + b rows, fitted to the latest steps; and how often drafts are
+    accepted. ``auto`` drafts where that saves time.
+    """
+
+    _DECAY = 0.98
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # weights, rows, seconds, rows^2, rows x seconds
+        self.acceptance = _FIRST_RATE
+
+    def add(self, rows: int, seconds: float) -> None:
+        values = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [self._DECAY * s + v for s, v in zip(self._sums, values, strict=True)]
+
+    def fit(self) -> tuple[float, float]:
+        """a and b. Without steps of different sizes: half of the seconds each."""
+        weight, rows, seconds, squares, products = self._sums
+        if not weight:
+            return 1.0, 1.0
+        rows, seconds, squares, products = (x / weight for x in (rows, seconds, squares, products))
+        variance, most = squares - rows * rows, seconds / rows
+        row_s = most / 2
+        if variance > 1e-3 * rows * rows:
+            row_s = min(max((products - rows * seconds) / variance, 0.01 * most), 0.99 * most)
+        return seconds - row_s * rows, row_s
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """Where a sequence's next tokens may be found."""
+
+    index: dict[_Context, _Place]
+    context: _Context
+    tokens: Tokens[int] = ()  # that it follows, from ``position`` on
+    position: int = 0
+    known: int = 0  # number of answer tokens taken into account
+    rate: float = _FIRST_RATE  # share of the followed tokens that were right
+
+
+class Drafter:
+    """Drafts for the sequences of one call of `generate`. ``is_auto``: only where it saves time."""
+
+    def __init__(
+        self, scheduler: Scheduler, history: AnswerHistory, cost: StepCost, is_auto: bool
+    ) -> None:
+        self._scheduler, self._history, self._cost = scheduler, history, cost
+        self._fit = cost.fit() if is_auto else None  # NOTE: not later: ranks must draft alike
+        self._indices: dict[Prompt, dict[_Context, _Place]] = {}
+        self._followers: dict[Sequence, _Follower] = {}
+
+    def propose(self, schedule: StepSchedule) -> None:
+        """Set `Sequence.draft` of the sequences that decode in a step."""
+        worth = self._worth(len(schedule.decodes))
+        budget = self._scheduler.draft_budget(schedule)
+        for sequence in schedule.decodes:
+            if not sequence.answer:
+                continue  # its first token is drawn for all samples of the prompt
+            follower = self._followers.get(sequence)
+            if follower is None:
+                follower = self._followers[sequence] = self._follower(sequence)
+            self._catch_up(follower, sequence.answer)
+            rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
+            found = len(follower.tokens) - follower.position
+            size = min(_length(follower.rate, worth), found, rest, budget)
+            if size > 0:
+                size = self._scheduler.room_for(sequence, size)
+                first = follower.position
+                sequence.draft = list(follower.tokens[first : first + size])
+                budget -= size
+
+    def _worth(self, num_sequences: int) -> float:
+        """Least probability of a drafted token.
+
+        It adds a row, b seconds. If it is accepted, its sequence takes one step less, that is its
+        share of a step: a / ``num_sequences`` + b.
+        """
+        if self._fit is None:
+            return _WORTH
+        start_s, row_s = self._fit
+        return row_s / (row_s + start_s / max(1, num_sequences))
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A decode step of ``rows`` rows took ``seconds``."""
+        self._cost.add(rows, seconds)
+
+    def _follower(self, sequence: Sequence) -> _Follower:
+        prompt = sequence.prompt
+        if prompt not in self._indices:
+            self._indices[prompt] = _index(prompt.ids, self._history.of(prompt.ids))
+        return _Follower(self._indices[prompt], _end(prompt.ids), rate=self._cost.acceptance)
+
+    def _catch_up(self, f: _Follower, answer: list[int]) -> None:
+        """Take the new tokens of an answer into account."""
+        for i in range(f.known, len(answer)):
+            token, is_right = answer[i], False
+            if f.position < len(f.tokens):
+                is_right = f.tokens[f.position] == token
+                f.rate += _SEQUENCE_SHARE * (is_right - f.rate)
+                self._cost.acceptance += _OVERALL_SHARE * (is_right - self._cost.acceptance)
+                if not is_right:  # whoever is here next may follow this answer instead
+                    f.index[f.context] = answer, i
+            f.context = (f.context[1], f.context[2], token)
+            f.position += 1
+            if not is_right:
+                # NOTE: without another place, the same one: only this token may differ.
+                here = answer, i + 1
+                place = f.index.setdefault(f.context, here)
+                if place is not here:
+                    f.tokens, f.position = place
+        f.known = len(answer)
+
+
+def _index(prompt: list[int], answers: Iterable[Tokens[int]]) -> dict[_Context, _Place]:
+    """The place after each context in a prompt and its answers: of several, the last one."""
+    index: dict[_Context, _Place] = {}
+    for tokens, context in [(prompt, _end([])), *((a, _end(prompt)) for a in answers)]:
+        for i, token in enumerate(tokens):
+            index[context] = tokens, i
+            context = (context[1], context[2], token)
+    return index
+
+
+def _length(rate: float, worth: float) -> int:
+    """How many tokens to draft: all whose probability rate^i to be accepted is worth it."""
+    if rate <= worth:
+        return 0
+    if rate >= worth ** (1 / MAX_DRAFT):
+        return MAX_DRAFT
+    return int(math.log(worth) / math.log(rate))
+
+
+def _end(ids: list[int]) -> _Context:
+    first, second, third = ([-1] * _CONTEXT + list(ids[-_CONTEXT:]))[-_CONTEXT:]
+    return first, second, third
