@@ -3,6 +3,7 @@
 Part of `dschat.config.RLHFConfig`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -54,6 +55,21 @@ class RolloutConfig:
         remedy="; 0 turns it off",
     )
     min_answer_seq_len: int = flag(0, "Minimum answer length in tokens: no EOS before.")
+    partial_rollout: bool = flag(
+        False,
+        "End a rollout when enough prompts are answered, and continue the others in the next one.",
+    )
+    oversample: float = flag(
+        0.5,
+        "Extra prompts under way with --partial_rollout, as a share of a rollout's.",
+        gt=0,
+        le=1,
+    )
+    max_staleness: Optional[int] = flag(
+        None,
+        "With --partial_rollout: complete a prompt's answers after N iterations; default: 2.",
+        ge=1,
+    )
     # the hybrid engine
     enable_hybrid_engine: bool = flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
@@ -91,6 +107,11 @@ class RolloutConfig:
         None, "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence.", ge=1
     )
 
+    @property
+    def staleness_bound(self) -> int:
+        """Iterations after which a prompt under way is completed."""
+        return self.max_staleness or 2
+
     def rollout_prompts(self, world_size: int) -> int:
         """Prompts in one rollout, over all processes."""
         return self.per_device_generation_batch_size * self.generation_batches * world_size
@@ -98,6 +119,12 @@ class RolloutConfig:
     def rollout_samples(self, world_size: int) -> int:
         """Sequences in one rollout, over all processes."""
         return self.rollout_prompts(world_size) * self.num_samples_per_prompt
+
+    @property
+    def samples_under_way(self) -> int:
+        """Most sequences that a process generates together."""
+        extra = self.oversample if self.partial_rollout else 0.0
+        return math.ceil((1 + extra) * self.rollout_prompts(1)) * self.num_samples_per_prompt
 
     def validate_rollout(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
@@ -111,6 +138,14 @@ class RolloutConfig:
         require(
             self.inference_tp_size == 1 or self.enable_hybrid_engine,
             f"--inference_tp_size {self.inference_tp_size} needs --enable_hybrid_engine",
+        )
+        require(
+            not self.partial_rollout or self.enable_hybrid_engine,
+            "--partial_rollout needs --enable_hybrid_engine",
+        )
+        require(
+            self.max_staleness is None or self.partial_rollout,
+            f"--max_staleness {self.max_staleness} needs --partial_rollout",
         )
         require(
             self.speculate != "history" or self.enable_hybrid_engine,

@@ -375,6 +375,10 @@ class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConf
             bool(self.actor_model_name_or_path),
             "--actor_model_name_or_path is missing; name a folder or a hub model",
         )
+        require(
+            not (self.partial_rollout and self.dynamic_sampling),
+            "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
+        )
         longest = self.max_prompt_seq_len + self.max_answer_seq_len
         self.validate_micro_batches(longest, "--max_prompt_seq_len + --max_answer_seq_len")
         require(

@@ -63,7 +63,7 @@ class RolloutEstimator:
     def _of_module(self) -> RolloutBytes:
         c, shape, size = self.config, shape_of(self.model), self.dtype.itemsize
         sharded = c.actor_zero_stage == 3
-        rows = min(MAX_ROWS, c.rollout_samples(1) * c.inference_tp_size)
+        rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
         seq_len = c.max_prompt_seq_len + c.max_answer_seq_len
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
         form = "an unsharded copy" if sharded else "training weights"

@@ -39,7 +39,7 @@ class DeviceLoop(EagerLoop):
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:
-            while scheduler.has_work:
+            while scheduler.has_work and not self.until():
                 span = DeviceSpan(self.runner.device)
                 schedule = scheduler.schedule()
                 if schedule.chunks:
@@ -128,7 +128,7 @@ class DeviceLoop(EagerLoop):
 
     def _can_proceed(self, graphs: DecodeGraphs) -> bool:
         """Whether the same rows can run another step, with pages for its tokens."""
-        if not self._live or self.scheduler.would_admit:
+        if not self._live or self.until() or self.scheduler.would_admit:
             return False
         if graphs.state.owner is not self or not self.runner.fits(graphs):
             return False

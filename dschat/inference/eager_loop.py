@@ -1,7 +1,7 @@
 """Generates step by step: schedule, compute, draw, and wait for the tokens before the next step."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +19,24 @@ Event = tuple[Sequence, int, bool]  # a token drawn, and whether it is the seque
 
 @dataclass
 class EagerLoop:
-    """Runs the queue of ``scheduler`` to its end. ``stops``: tokens that end an answer."""
+    """Runs the queue of ``scheduler`` to its end, or to where ``until`` says so after a step.
+
+    ``stops``: tokens that end an answer.
+    """
 
     runner: StepRunner
     scheduler: Scheduler
     sampler: Sampler
     stats: GenerationStats
     stops: frozenset[int]
+    until: Callable[[], bool] = lambda: False
     drafter: Drafter | None = None
 
     def run(self) -> Iterator[Event]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:
-            while scheduler.has_work:
+            while scheduler.has_work and not self.until():
                 span = DeviceSpan(self.runner.device)
                 yield from self._step(scheduler.schedule(), span)
         finally:

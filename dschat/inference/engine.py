@@ -6,9 +6,9 @@ not depend on the other sequences of its batches.
 """
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
 from dschat.startup.openmp import limit_spinning_late
+
+T = TypeVar("T")
+Entry = tuple[list[int], int, int]  # prompt, its index, limit of its answers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -266,20 +269,16 @@ class InferenceEngine:
             if len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")
         local = list(zip(prompts, indices, limits, strict=True))
-        pooled = self.group.gather_objects((self._problem(local), local, self._step_cost))
-        for problem, _, _ in pooled:
-            if problem is not None:
-                raise UserError(problem)
-        self._step_cost = copy.copy(pooled[0][2])  # all ranks must draft alike
-        entries = [entry for _, part, _ in pooled for entry in part]
+        pooled = [part for part, _ in self.gathered(local, None)]
+        entries = [entry for part in pooled for entry in part]
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
         done: dict[tuple[int, int], Sequence] = {}
-        for sequence, _, finished in self._steps(queue, sampling):
+        for sequence, _, finished in self.steps(queue, sampling):
             if finished:
                 done[id(sequence.prompt), sequence.sample] = sequence
         if self._history is not None:
             self._history.add((s.prompt.ids, s.answer) for s in done.values())
-        first = sum(len(part) for _, part, _ in pooled[: self.group.rank])
+        first = sum(map(len, pooled[: self.group.rank]))
         local_queue = queue[first : first + len(local)]
         answers = [done[id(p), i] for p in local_queue for i in range(sampling.n)]
         return Rollout(
@@ -295,11 +294,24 @@ class InferenceEngine:
         if (problem := self._problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
         queue = [Prompt(prompt, 0, 1, sampling.max_new_tokens)]
-        for _, token, _ in self._steps(queue, sampling, streaming=True):
+        for _, token, _ in self.steps(queue, sampling, streaming=True):
             yield token
 
-    def _problem(self, entries: list[tuple[list[int], int, int]]) -> str | None:
-        """One line about the first (prompt, index, limit) that cannot be answered, or None."""
+    def gathered(self, entries: list[Entry], more: T) -> list[tuple[list[Entry], T]]:
+        """Collective in the group. The entries of every rank, and ``more`` that it gives.
+
+        Raises:
+            UserError: as `generate`, on all ranks.
+        """
+        pooled = self.group.gather_objects((self._problem(entries), self._step_cost, entries, more))
+        for problem, *_ in pooled:
+            if problem is not None:
+                raise UserError(problem)
+        self._step_cost = copy.copy(pooled[0][1])  # all ranks must draft alike
+        return [(part, value) for _, _, part, value in pooled]
+
+    def _problem(self, entries: list[Entry]) -> str | None:
+        """One line about the first entry that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, (ids, _, limit) in enumerate(entries):
             if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
@@ -320,14 +332,24 @@ class InferenceEngine:
                 )
         return None
 
-    def _steps(
-        self, queue: list[Prompt], sampling: SamplingParams, streaming: bool = False
+    def steps(
+        self,
+        queue: list[Prompt],
+        sampling: SamplingParams,
+        streaming: bool = False,
+        begun: Iterable[Sequence] = (),
+        until: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Yields (sequence, token id, whether it is the last one) for every token drawn."""
+        """Yields (sequence, token id, whether it is the last one) for every token drawn.
+
+        ``begun``: sequences with tokens, to be continued. ``until``: asked between two steps
+        whether to stop before all sequences have ended.
+        """
+        begun = list(begun)
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
-        stats.num_pages = self.cache.num_pages if queue else 0
-        if not queue:
+        if not queue and not begun:
             return
+        stats.num_pages = self.cache.num_pages
         if self._cached_loads != self.weights.loads:
             self.cache.forget()
             self._cached_loads = self.weights.loads
@@ -336,8 +358,8 @@ class InferenceEngine:
         limits = self.max_num_seqs, self.max_num_batched_tokens
         separate_prefill = self._separate_prefill or self._capture is not None
         scheduler = Scheduler(self.cache, *limits, separate_prefill)
-        scheduler.add(queue)
-        parts = runner, scheduler, sampler, stats, stops
+        scheduler.add(queue, begun)
+        parts = runner, scheduler, sampler, stats, stops, until
         loop: EagerLoop
         if self._capture is not None:
             loop = DeviceLoop(*parts, streaming=streaming)

@@ -57,7 +57,7 @@ class EngineConfig:
         cls, args: RLHFConfig, stop_ids: tuple[int, ...] = (), num_tokens: int | None = None
     ) -> "EngineConfig":
         """The sizes of step 3's rollouts and evaluations."""
-        samples = args.rollout_samples(1) * args.inference_tp_size
+        samples = args.samples_under_way * args.inference_tp_size
         return cls(
             stop_ids=stop_ids,
             num_tokens=num_tokens,

@@ -12,6 +12,7 @@ whose first pages another one has computed, now or in an earlier call, shares th
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -111,10 +112,10 @@ class Scheduler:
         self.peak_pages = 0
         self.cached_tokens = 0
 
-    def add(self, prompts: list[Prompt]) -> None:
-        """Queue the first sample of each prompt, the longest prompt first."""
-        for prompt in sorted(prompts, key=lambda p: -len(p.ids)):
-            self._waiting.append(Sequence(prompt, 0))
+    def add(self, prompts: list[Prompt], begun: Iterable[Sequence] = ()) -> None:
+        """Queue sequences ``begun`` before and the first sample of each prompt, longest first."""
+        for sequences in (begun, [Sequence(prompt, 0) for prompt in prompts]):
+            self._waiting.extend(sorted(sequences, key=lambda s: -len(s)))
 
     @property
     def has_work(self) -> bool:

@@ -4,43 +4,33 @@ Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import dschat.distributed as dist
-from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.experience import Experience, joined
-from dschat.rlhf.prompt_table import PromptBatch, PromptTable
+from dschat.rlhf.prompt_queue import PromptQueue
+from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
 
 
 class DynamicSampler:
-    """Fills rollouts with more prompts, from a queue that lasts for the run."""
+    """Fills rollouts with prompts of ``more``."""
 
     def __init__(
-        self,
-        collector: RolloutCollector,
-        max_rounds: int,
-        more_prompts: Iterator[PromptBatch] | None = None,
+        self, collector: RolloutCollector, max_rounds: int, more: PromptQueue | None = None
     ) -> None:
-        """``more_prompts``: drawn from where a rollout is not full. Without it, or once it is
-        exhausted on any rank, the same prompts are sampled again.
-        """
         self._collector, self._max_rounds = collector, max_rounds
-        self._more = more_prompts
-        self._queue = PromptTable()  # of all ranks, drawn from `more_prompts`, not yet used
+        self._more = more or PromptQueue()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {"left": vars(self._queue), "taken": position_of(self._more)}
+        return self._collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._queue = PromptTable(**state["left"])
-        seek(self._more, state["taken"])
+        self._collector.load_state_dict(state)
 
     def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
         """Collective. Sample in rounds until enough prompts have answers of different scores; the
@@ -57,7 +47,7 @@ class DynamicSampler:
         while rounds < self._max_rounds and len(kept) < wanted:
             if rounds:
                 likely = math.ceil((wanted - len(kept)) * sampled / max(len(kept), 1))
-                prompts = self._next_prompts(first_prompts, min(wanted, likely))
+                prompts = self._more.take(min(wanted, likely), first_prompts)
             rollout = self._collector.generate(prompts, sampling, sampled)
             total = rollout.num_prompts
             parts.append(rollout.score())
@@ -91,21 +81,6 @@ class DynamicSampler:
         stats = dist.all_reduce_sum(stats)
         differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
         return (before + differ.nonzero().flatten()).tolist()
-
-    def _next_prompts(self, fallback: PromptTable, size: int) -> PromptTable:
-        """Collective. This rank's share of the next ``size`` prompts, whose order does not depend
-        on the number of ranks. ``fallback``: prompts to use once ``more_prompts`` is exhausted.
-        """
-        while len(self._queue.ids) < size:
-            batch = None if self._more is None else next(self._more, None)
-            prompts = fallback if batch is None else PromptTable.of(batch)
-            for of_rank, is_exhausted in dist.gather_objects((prompts, batch is None)):
-                self._queue = self._queue.concat(of_rank)
-                if is_exhausted:  # on one rank, therefore on all
-                    self._more = None
-        rows = list(range(len(self._queue.ids)))
-        taken, self._queue = self._queue.pick(rows[:size]), self._queue.pick(rows[size:])
-        return taken.pick(dist.my_share(rows[:size]))
 
 
 def _renumbered(e: Experience, kept: list[int], n: int) -> Experience:

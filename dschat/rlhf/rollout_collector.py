@@ -5,6 +5,7 @@ Reward functions score one batch of answers while the next is generated.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class PendingRollout:
     ) -> None:
         """``scorer``: None if the experience has its scores. ``calls``: of reward functions."""
         self.experience, self.num_prompts, self.metrics = experience, num_prompts, metrics
-        self._scorer, self._calls = scorer, calls
+        self._scorer, self.calls = scorer, calls
         self._moves: Moves | None = None  # of the answers, after their calls had started
 
     def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
@@ -71,7 +72,7 @@ class PendingRollout:
         assert self._scorer is not None, "already scored"
         scorer, self._scorer = self._scorer, None
         sources = scorer.reward_model(self.experience, size)
-        of_programs = joined_scores([call.result() for call in self._calls])
+        of_programs = joined_scores([call.result() for call in self.calls])
         if self._moves is not None:
             of_programs = self._moves.scores(of_programs)
         return sources + of_programs
@@ -83,6 +84,12 @@ class RolloutCollector:
     def __init__(self, engine: DeepSpeedRLHFEngine, scorer: RolloutScorer) -> None:
         self.scorer = scorer
         self._engine, self._programs = engine, scorer.programs
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scorer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scorer.load_state_dict(state)
 
     def generate(
         self,
@@ -121,20 +128,29 @@ class RolloutCollector:
 
         ``first``: the number of this rank's first prompt among those of all ranks.
         """
-        parts, pending, pad_id = [], [], self._engine.tokenizer.pad_token_id
+        parts: list[PendingRollout] = []
         size = max(1, -(-len(prompts.ids) // calls))
         for start in range(0, calls * size, size):
             rows = list(range(len(prompts.ids)))[start : start + size]
             part, numbers = prompts.pick(rows), [first + row for row in rows]
             rollout = generator.generate(part.ids, sampling, numbers)
-            repeated = part.repeated(sampling.n)
-            number = numbers[0] * sampling.n if numbers else 0
-            parts.append(from_rollout(repeated.ids, rollout, pad_id, number, repeated.sources))
-            if self._programs.names:
-                timeout_s = self.scorer.args.reward_timeout_s
-                samples = self._samples(repeated, rollout)
-                pending.append(self._programs.score(samples, timeout_s))
-        return PendingRollout(joined(parts), len(prompts.ids), {}, self.scorer, pending)
+            parts.append(self.pending(part, rollout, numbers[0] if numbers else 0))
+        e = joined([part.experience for part in parts])
+        pending = [call for part in parts for call in part.calls]
+        return PendingRollout(e, len(prompts.ids), {}, self.scorer, pending)
+
+    def pending(self, prompts: PromptTable, rollout: Rollout, first: int) -> PendingRollout:
+        """Start the reward functions on the answers to ``prompts``, the first of which has the
+        number ``first``.
+        """
+        n = len(rollout) // max(len(prompts.ids), 1)
+        repeated, pad_id = prompts.repeated(n), self._engine.tokenizer.pad_token_id
+        e = from_rollout(repeated.ids, rollout, pad_id, first * n, repeated.sources)
+        calls = []
+        if self._programs.names:
+            timeout_s = self.scorer.args.reward_timeout_s
+            calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))
+        return PendingRollout(e, len(prompts.ids), {}, self.scorer, calls)
 
     def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
         """``prompts``: one for each answer of ``rollout``."""

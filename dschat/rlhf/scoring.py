@@ -67,7 +67,7 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
     e.logprobs = e.rollout_logprobs.clone()
     rows = list(range(e.num_sequences))
     checked = [] if args.old_logprobs == "rollout" else rows
-    if args.old_logprobs == "auto" and args.rollout_is == "off":
+    if args.old_logprobs == "auto" and not _needs_all(args):
         checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
     with evaluating(engine.actor, engine.critic):
         if args.old_logprobs != "rollout":
@@ -80,9 +80,16 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
     return is_rollouts
 
 
+def _needs_all(args: RLHFConfig) -> bool:
+    """Whether the rollout's log-probs are known to be other ones than the training form's, or are
+    compared with them token by token.
+    """
+    return args.rollout_is != "off" or args.partial_rollout
+
+
 def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
     """Collective. Whether the generator's log-probs do for the answers that are not recomputed."""
-    if args.rollout_is != "off":
+    if _needs_all(args):
         return False
     mask = e.answer_mask & e.recomputed.unsqueeze(1)
     gap = float((e.rollout_logprobs - e.logprobs)[mask].abs().double().sum())

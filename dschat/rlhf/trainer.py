@@ -30,7 +30,6 @@ from dschat.losses import (
 from dschat.models.packing import PackedRows, pack
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.advantages import fill_in_advantages
-from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
@@ -40,9 +39,11 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
+from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptBatch, PromptTable
 from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.rollout_scorer import RolloutScorer
+from dschat.rlhf.rollout_source import rollout_source
 from dschat.rlhf.scoring import (
     action_logprobs,
     action_values,
@@ -107,12 +108,12 @@ class DeepSpeedPPOTrainer:
         self.metrics: dict[str, float] = {}
         self.programs = programs or RewardPrograms.of(self.args, reward_fns)
         self.collector = RolloutCollector(engine, RolloutScorer(engine, self.args, self.programs))
-        rounds = self.args.max_sampling_rounds
-        self._sampler = DynamicSampler(self.collector, rounds, more_prompts)
+        self._more = PromptQueue(more_prompts)
+        self._source = rollout_source(engine, self.collector, self.args, self._more)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
-        self._warned_of_gap = False
+        self._warned_of_gap = self.args.partial_rollout  # there, old policies explain the gap
         self._old_are_rollouts: bool | None = None
         # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
         self._measures_gap = False
@@ -131,7 +132,7 @@ class DeepSpeedPPOTrainer:
             "kl_began_at": self.args.kl_coef,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
-            "rollouts": self.collector.scorer.state_dict() | self._sampler.state_dict(),
+            "rollouts": self._source.state_dict() | self._more.state_dict(),
         }
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
@@ -151,8 +152,8 @@ class DeepSpeedPPOTrainer:
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
         seek(self._unsupervised, values["unsupervised"])
-        self.collector.scorer.load_state_dict(values["rollouts"])
-        self._sampler.load_state_dict(values["rollouts"])
+        self._source.load_state_dict(values["rollouts"])
+        self._more.load_state_dict(values["rollouts"])
 
     @property
     def _is_on_policy(self) -> bool:
@@ -186,8 +187,7 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
-        source = self._sampler if self.args.dynamic_sampling else self.collector
-        rollout = source.generate(PromptTable.of(prompt_batch), self.sampling())
+        rollout = self._source.generate(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt

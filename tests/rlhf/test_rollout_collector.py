@@ -14,6 +14,7 @@ from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardPrograms, SourceScores
 from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import PendingRollout
 from dschat.rlhf.rollout_scorer import RolloutScorer
@@ -34,7 +35,7 @@ def sampler_of(*functions, reward_model=False, more=None, generate=None):
     collector = SimpleNamespace(
         scorer=scorer_of(*functions, reward_model=reward_model), generate=generate
     )
-    return DynamicSampler(collector, RLHFConfig().max_sampling_rounds, more)
+    return DynamicSampler(collector, RLHFConfig().max_sampling_rounds, PromptQueue(more))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +143,9 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
 
 
 def test_exhausted_prompts_are_sampled_again():
-    sampler = sampler_of(rule, more=iter([[[3]], [[4], [5]]]))
+    queue = PromptQueue(iter([[[3]], [[4], [5]]]))
     again = PromptTable([[1], [2]])
-    rounds = [sampler._next_prompts(again, 2).ids for _ in range(4)]
+    rounds = [queue.take(2, again).ids for _ in range(4)]
     assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
 
 
@@ -155,8 +156,8 @@ def test_prompts_exhausted_on_one_rank_are_sampled_again_on_all(monkeypatch):
     )  # what the other rank brings: its own prompt, as it has no more
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
     taken = []
-    sampler = sampler_of(rule, more=(taken.append(i) or [[i]] for i in range(9)))
-    rounds = [sampler._next_prompts(PromptTable([[7]]), 2).ids for _ in range(3)]
+    queue = PromptQueue(taken.append(i) or [[i]] for i in range(9))
+    rounds = [queue.take(2, PromptTable([[7]])).ids for _ in range(3)]
     assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
     assert taken == [0]
 

@@ -1,0 +1,142 @@
+"""Generates until enough prompts have all their answers; the others are continued in a later call.
+
+A long answer then does not hold up a rollout. What was drawn keeps its log-probs, of the weights
+that drew it; keys and values are computed again, by the present weights.
+"""
+
+from dataclasses import dataclass, field
+
+from dschat.inference.engine import InferenceEngine
+from dschat.inference.protocol import FinishReason, Rollout, SamplingParams
+from dschat.inference.scheduler import Prompt, Sequence
+
+
+@dataclass
+class OpenPrompt:
+    """A prompt and its answers so far: none, or ``SamplingParams.n`` of them."""
+
+    ids: list[int]
+    token_ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: goes on
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.finish_reasons) and None not in self.finish_reasons
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+def advance(
+    engine: InferenceEngine,
+    prompts: list[OpenPrompt],
+    sampling: SamplingParams,
+    numbers: list[int],
+    wanted: int,
+    num_due: int = 0,
+) -> None:
+    """Collective in the tensor-parallel group. Continue ``prompts`` until ``wanted`` of them are
+    complete on every rank, those before included, and the first ``num_due`` of them are.
+
+    ``numbers``: of the prompts in the rollout, on which the draws depend (with ``sampling.seed``
+    and the position in the answer).
+    """
+    entries = [(p.ids, k, sampling.max_new_tokens) for p, k in zip(prompts, numbers, strict=True)]
+    state = prompts, wanted, num_due
+    fresh: list[Prompt] = []
+    begun: list[Sequence] = []
+    groups: list[_Group] = []
+    ranks: list[_Rank] = []
+    for part, (opened, rank_wanted, rank_due) in engine.gathered(entries, state):
+        rank = _Rank(rank_wanted, rank_due)
+        ranks.append(rank)
+        for i, (entry, open_prompt) in enumerate(zip(part, opened, strict=True)):
+            ids, number, limit = entry
+            group = _Group.of(Prompt(ids, number, sampling.n, limit), open_prompt)
+            group.rank, group.is_due = rank, i < rank_due
+            groups.append(group)
+            if not group.samples:
+                fresh.append(group.prompt)
+            elif not group.missing:
+                rank.complete(group)
+            begun += [s for s in group.samples.values() if not _is_over(s)]
+    by_prompt = {group.prompt: group for group in groups}
+
+    def is_enough() -> bool:
+        return all(rank.is_served for rank in ranks)
+
+    for sequence, _, finished in engine.steps(fresh, sampling, begun=begun, until=is_enough):
+        group = by_prompt[sequence.prompt]
+        group.samples[sequence.sample] = sequence
+        if finished:
+            group.missing -= 1
+            if not group.missing:
+                group.rank.complete(group)
+    mine = [group for group in groups if group.rank is ranks[engine.group.rank]]
+    for open_prompt, group in zip(prompts, mine, strict=True):
+        group.write(open_prompt)
+
+
+def rollout_of(prompts: list[OpenPrompt]) -> Rollout:
+    """The answers of complete ``prompts``."""
+    rollout = Rollout()
+    for prompt in prompts:
+        rollout.token_ids += prompt.token_ids
+        rollout.logprobs += prompt.logprobs
+        rollout.finish_reasons += [reason for reason in prompt.finish_reasons if reason]
+    assert len(rollout.finish_reasons) == len(rollout), "a prompt is not complete"
+    return rollout
+
+
+@dataclass(eq=False)
+class _Rank:
+    """What a rank still waits for."""
+
+    wanted: int
+    due: int
+
+    def complete(self, group: "_Group") -> None:
+        self.wanted -= 1
+        self.due -= group.is_due
+
+    @property
+    def is_served(self) -> bool:
+        return self.wanted <= 0 and self.due <= 0
+
+
+@dataclass(eq=False)
+class _Group:
+    """A prompt and its samples, by number."""
+
+    prompt: Prompt
+    samples: dict[int, Sequence]
+    missing: int
+    rank: _Rank = field(default_factory=lambda: _Rank(0, 0))
+    is_due: bool = False
+
+    @classmethod
+    def of(cls, prompt: Prompt, opened: OpenPrompt) -> "_Group":
+        samples = {}
+        answers = zip(opened.token_ids, opened.logprobs, opened.finish_reasons, strict=True)
+        for i, (tokens, logprobs, reason) in enumerate(answers):
+            samples[i] = Sequence(prompt, i, list(tokens), list(logprobs), reason == "stop")
+        missing = prompt.num_samples - sum(map(_is_over, samples.values()))
+        return cls(prompt, samples, missing)
+
+    def write(self, opened: OpenPrompt) -> None:
+        samples = [self.samples[i] for i in sorted(self.samples)]
+        opened.token_ids = [s.answer for s in samples]
+        opened.logprobs = [s.logprobs for s in samples]
+        opened.finish_reasons = [_finish_reason(s) for s in samples]
+
+
+def _is_over(sequence: Sequence) -> bool:
+    return _finish_reason(sequence) is not None
+
+
+def _finish_reason(sequence: Sequence) -> FinishReason | None:
+    if sequence.stopped:
+        return "stop"
+    return "length" if len(sequence.answer) == sequence.prompt.max_new_tokens else None

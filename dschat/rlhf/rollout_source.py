@@ -1,0 +1,33 @@
+"""Chooses how an iteration gets its answers: one rollout, dynamic sampling or partial rollouts."""
+
+from typing import Any, Protocol
+
+from dschat.config import RLHFConfig
+from dschat.inference.protocol import SamplingParams
+from dschat.rlhf.dynamic_sampling import DynamicSampler
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.partial_rollouts import PartialRollouts
+from dschat.rlhf.prompt_queue import PromptQueue
+from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+
+
+class RolloutSource(Protocol):
+    def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
+        """Collective. The answers of an iteration that takes ``prompts`` of this rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def rollout_source(
+    engine: DeepSpeedRLHFEngine, collector: RolloutCollector, args: RLHFConfig, more: PromptQueue
+) -> RolloutSource:
+    """The source that the flags ask for. ``more``: prompts in addition to an iteration's."""
+    if args.dynamic_sampling:
+        return DynamicSampler(collector, args.max_sampling_rounds, more)
+    if args.partial_rollout:
+        return PartialRollouts(engine, collector, args.oversample, args.staleness_bound, more)
+    return collector

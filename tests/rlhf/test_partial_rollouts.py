@@ -1,0 +1,132 @@
+"""Rollouts that carry unfinished prompts into the next iteration, with a real engine."""
+
+import json
+
+import pytest
+import torch
+from step_cases import Case, build_trainer, my_prompts, ppo_config
+from tiny_models import EOS
+
+from dschat.config import UserError
+
+CASE = Case("ppo", iterations=6)
+WANTED = 8  # prompts in a rollout, each with two answers
+
+
+def trainer_of(models_folder, **options):
+    config = ppo_config(CASE, models_folder)
+    options = {"partial_rollout": True, "max_answer_seq_len": 24} | options
+    for name, value in options.items():
+        setattr(config, name, value)
+    return build_trainer(config)
+
+
+def prompts_of(iteration, trainer):
+    """Different from each other in all iterations, so that answers are known by their prompts."""
+    prompts = my_prompts(CASE, iteration, trainer.args)
+    return [[*ids[:4], 3 + iteration, 3 + i] for i, ids in enumerate(prompts)]
+
+
+def answers_of(e):
+    """Prompt -> its answers, in order."""
+    found = {}
+    for ids, length, p in zip(e.input_ids, e.lengths, e.prompt_lengths, strict=True):
+        found.setdefault(tuple(ids[:p].tolist()), []).append(ids[p:length].tolist())
+    return found
+
+
+def test_rollouts_are_full_groups_are_whole_and_nobody_waits_too_long(models_folder):
+    trainer = trainer_of(models_folder, max_staleness=2)
+    asked, answered, carried = [], [], 0
+    for iteration in range(CASE.iterations):
+        asked += [tuple(ids) for ids in prompts_of(iteration, trainer)]
+        e = trainer.generate_experience(prompts_of(iteration, trainer))
+        groups = answers_of(e)
+        assert e.numbers.tolist() == list(range(2 * WANTED))
+        assert len(groups) == WANTED
+        for answers in groups.values():
+            assert len(answers) == 2
+            assert all(len(a) == 24 or a[-1] == EOS for a in answers)
+            assert all(EOS not in a[:-1] for a in answers)
+        answered += groups
+        assert e.finished.tolist() == [a[-1] == EOS for g in groups.values() for a in g]
+        metrics = trainer.metrics
+        assert metrics["rollout/staleness_max"] <= 2
+        assert metrics["rollout/staleness"] <= metrics["rollout/staleness_max"]
+        carried += metrics["rollout/carried_tokens"] > 0
+        assert metrics["rollout/carried_prompts"] == 4  # half of a rollout's
+        trainer.train_rlhf(e)
+    assert carried == CASE.iterations
+    extra = len(answered) + 4 - len(asked)  # drawn once, to have half a rollout more under way
+    assert extra == 4
+    assert set(answered) <= set(asked)
+
+
+def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):
+    """A large step between two rollouts: the continued answers' first tokens show the old policy,
+    whose probability the importance weight divides by.
+    """
+    trainer = trainer_of(models_folder, rollout_is="tis", rollout_is_max=1e6, kl_coef=0.0)
+    trainer.train_rlhf(trainer.generate_experience(prompts_of(0, trainer)))
+    under_way = trainer._source._open
+    begun = {
+        (tuple(p.ids), i): (tokens, logprobs)
+        for p in under_way
+        for i, (tokens, logprobs) in enumerate(zip(p.token_ids, p.logprobs, strict=True))
+    }
+    begun = {key: (list(tokens), list(lps)) for key, (tokens, lps) in begun.items()}
+    assert sum(len(tokens) for tokens, _ in begun.values()) > 0
+    e = trainer.generate_experience(prompts_of(1, trainer))
+    seen = 0
+    for row in range(e.num_sequences):
+        p, end = int(e.prompt_lengths[row]), int(e.lengths[row])
+        key = tuple(e.input_ids[row, :p].tolist()), int(e.numbers[row]) % 2
+        tokens, logprobs = begun.get(key, ([], []))
+        n = len(tokens)
+        assert e.input_ids[row, p:end].tolist()[:n] == tokens
+        assert e.rollout_logprobs[row, :n].tolist() == pytest.approx(logprobs)
+        gap = (e.logprobs - e.rollout_logprobs)[row, : end - p]
+        torch.testing.assert_close(e.weights[row, : end - p], gap.exp())
+        if n:
+            seen += 1
+            assert gap[:n].abs().max() > 1e-3
+        assert gap[n:].abs().max() < 1e-4 if end - p > n else True
+    assert seen > 0
+
+
+def test_a_resumed_run_continues_the_same_answers(models_folder):
+    first, second = (trainer_of(models_folder) for _ in range(2))
+    first.generate_experience(prompts_of(0, first))
+    state = json.loads(json.dumps(first.run_state().values))
+    second.load_run_state(state)
+    first.iteration = second.iteration = 1
+    one, other = (t.generate_experience(prompts_of(1, t)) for t in (first, second))
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
+    assert first.metrics["rollout/staleness"] == second.metrics["rollout/staleness"]
+
+
+def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
+    trainer = trainer_of(models_folder)
+    trainer.generate_experience(prompts_of(0, trainer))
+    state = trainer.run_state().values["rollouts"]
+    (part,) = state["under_way"]
+    older = part | {"ages": [age + 1 for age in part["ages"]]}
+    trainer._source.load_state_dict(state | {"under_way": [part, older]})
+    assert trainer._source._ages == [2] * 4 + [1] * 4
+    trainer.generate_experience(prompts_of(1, trainer))
+    assert trainer.metrics["rollout/staleness_max"] == 2
+
+
+def test_flags_that_need_it(models_folder):
+    for options, said in (
+        ({"partial_rollout": False, "max_staleness": 1}, "--max_staleness 1 needs --partial_ro"),
+        ({"enable_hybrid_engine": False}, "--partial_rollout needs --enable_hybrid_engine"),
+        ({"dynamic_sampling": True}, "--partial_rollout and --dynamic_sampling exclude each other"),
+        ({"max_staleness": 0}, "--max_staleness 0 must be at least 1"),
+    ):
+        config = ppo_config(CASE, models_folder)
+        for name, value in ({"partial_rollout": True} | options).items():
+            setattr(config, name, value)
+        with pytest.raises(UserError, match=said):
+            config.validate()
