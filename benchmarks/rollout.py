@@ -27,6 +27,11 @@ launches itself again, with one thread per rank on a CPU unless --threads is giv
   collectives and its peak of extra memory.
 - lora: separate adapters on a frozen base against merged ones, and the bytes of a refresh.
 - tp2: tensor parallelism of 2 against none: the same greedy tokens, and bytes per rank.
+
+Cases with two engines, with and without a feature, on a model of their own (rollout_reuse.py says
+what they report): prefix, chat, speculate, partial.
+
+    python benchmarks/rollout.py --cases prefix chat speculate partial
 """
 
 import argparse
@@ -39,6 +44,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import rollout_reuse
 import torch
 from report import ROOT, environment, machine_rates, rounded, spread
 from rollout_sides import RATES, EngineSide, GenerateSide, make_module
@@ -62,9 +68,14 @@ def main() -> None:
     if dist.world_size() > 1:
         measure_as_rank(args, device, dtype)
         return
-    alone = [name for name in args.cases if CASES[name].ranks == 1]
+    alone = [n for n in args.cases if n in rollout_reuse.CASES or CASES[n].ranks == 1]
     common = about(args, device, dtype) if alone else {}
     for name in args.cases:
+        if name in rollout_reuse.CASES:
+            line = rollout_reuse.measure(name, args, device, dtype)
+            first = {"benchmark": "rollout", "case": name} | common
+            print(json.dumps(first | line), flush=True)
+            continue
         if name not in alone:
             launch_ranks(name, args)
             continue
@@ -82,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=CASES,
+        choices=[*CASES, *rollout_reuse.CASES],
         help="default: all that the devices allow; on a CPU all but "
         + ", ".join(n for n in CASES if CASES[n].needs_gpu),
     )
@@ -98,6 +109,9 @@ def parse() -> argparse.Namespace:
         choices=[name for name in CASES if CASES[name].ranks == 1],
         help="only profile the engine in this case, to stderr",
     )
+    parser.add_argument("--scale", type=float, default=1.0, help="of tokens in prefix to partial")
+    parser.add_argument("--rows", type=int, default=16, help="prompts of speculate and partial")
+    parser.add_argument("--actor", help="a trained checkpoint for speculate")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds} must be at least 1")
@@ -106,7 +120,8 @@ def parse() -> argparse.Namespace:
     fitting = [n for n, c in CASES.items() if c.ranks == 1 or not on_gpu or c.ranks <= num_gpus]
     if not args.cases:
         args.cases = [n for n in fitting if args.device == "cuda" or not CASES[n].needs_gpu]
-    for name in args.cases:
+        args.cases += rollout_reuse.CASES
+    for name in set(args.cases) & set(CASES):
         ranks = CASES[name].ranks
         if name not in fitting:
             parser.error(f"--cases {name} needs {ranks} CUDA devices; torch sees {num_gpus}")
