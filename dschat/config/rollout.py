@@ -104,7 +104,10 @@ class RolloutConfig:
         None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory.", gt=0
     )
     kv_page_size: Optional[int] = flag(
-        None, "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence.", ge=1
+        None,
+        "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence, or 32 if "
+        "memory is short.",
+        ge=1,
     )
 
     @property

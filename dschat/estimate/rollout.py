@@ -82,9 +82,11 @@ class RolloutEstimator:
         weights = self._copy(choice)
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(model_positions(spec, self.model))
-        page = engine.tokens_per_page(seq_len, engine.captures(device.on_gpu))
-        page_bytes = page * spec.token_bytes(tp, self.dtype.itemsize)
+        token_bytes = spec.token_bytes(tp, self.dtype.itemsize)
         free = max(0, device.memory - held) - weights
+        captures = engine.captures(device.on_gpu)
+        page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
+        page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
         source = "its own copy" if choice.layout == "copy" else "training weights"
         return RolloutBytes(

@@ -87,7 +87,10 @@ class InferenceEngine:
         self.max_num_seqs = sizes.max_num_seqs
         self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
         self._capture = capture_for(device, sizes.cuda_graphs)
-        self.page_size = sizes.tokens_per_page(self.max_seq_len, self._capture is not None)
+        page_size = sizes.tokens_per_page(
+            self.max_seq_len, self._capture is not None, self.bytes_per_token(), self._free_bytes()
+        )
+        self.page_size = min(self.group.gather_objects(page_size))  # the ranks' memory may differ
         self._cache: KVCache | None = None
         self._cached_loads = 0  # `Weights.loads` of the weights that filled it
         # The same after every `release_cache`. A cache too small is refused before weights load.
@@ -220,9 +223,12 @@ class InferenceEngine:
         if self._cache is not None:
             self._cache.forget()
 
+    def _free_bytes(self) -> int:
+        return free_bytes(self.device) if self._sizes.kv_cache_gib is None else 0
+
     def _num_pages(self) -> int:
         page_bytes = self.page_size * self.bytes_per_token()
-        free = free_bytes(self.device) if self._sizes.kv_cache_gib is None else 0
+        free = self._free_bytes()
         num_pages = self._sizes.num_pages(self.max_seq_len, self.page_size, page_bytes, free)
         # All ranks of a group must have the same number of pages.
         num_pages = min(self.group.gather_objects(num_pages))

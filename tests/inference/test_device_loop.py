@@ -199,7 +199,7 @@ def test_sequences_are_admitted_as_early_as_step_by_step(monkeypatch, engines):
 def test_where_no_page_is_free_the_steps_go_on(monkeypatch, tight):
     """Slots are free, but samples that wait for pages do not interrupt the others."""
     use(monkeypatch)
-    made, entered, enter = tight(max_num_seqs=6), [], DecodeState.enter
+    made, entered, enter = tight(max_num_seqs=6, page_size=64), [], DecodeState.enter
 
     def counted(self, *args):
         entered.append(None)

@@ -34,9 +34,21 @@ def test_pages_fill_half_of_the_free_memory_but_no_more_than_are_used():
 def test_defaults_follow_the_device():
     sizes = EngineConfig()
     assert (sizes.batched_tokens(on_gpu=True), sizes.batched_tokens(on_gpu=False)) == (8192, 2048)
-    assert sizes.tokens_per_page(300, is_captured=False) == 300
-    assert sizes.tokens_per_page(300, is_captured=True) == 64
-    assert sizes.tokens_per_page(40, is_captured=True) == 40
+    memory = {"token_bytes": 10, "free_bytes": 10**9}
+    assert sizes.tokens_per_page(300, is_captured=False, **memory) == 300
+    assert sizes.tokens_per_page(300, is_captured=True, **memory) == 64
+    assert sizes.tokens_per_page(40, is_captured=True, **memory) == 40
+
+
+@pytest.mark.parametrize(("length", "page"), [(300, 32), (20, 20)])
+def test_pages_are_small_where_whole_sequences_do_not_fit(length, page):
+    """Half of the free memory holds 64 sequences of ``length``, or a byte less."""
+    sizes, enough = EngineConfig(max_num_seqs=64), 2 * 64 * length * 10
+    assert sizes.tokens_per_page(length, False, 10, enough) == length
+    assert sizes.tokens_per_page(length, False, 10, enough - 2) == page
+    fixed = EngineConfig(max_num_seqs=64, kv_cache_gib=(enough / 2 - 1) / 2**30)
+    assert fixed.tokens_per_page(length, False, 10, 0) == page
+    assert EngineConfig(page_size=7).tokens_per_page(length, False, 10, 0) == 7
 
 
 @pytest.mark.parametrize(("tp_size", "num_seqs"), [(1, 12), (2, 24), (8, 40)])

@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
 @pytest.mark.parametrize("gib", [0, -1, 1e-9])
 def test_a_cache_without_a_page(gib, module_of):
     with pytest.raises(
-        UserError, match="is smaller than a page of 64 tokens .* raise kv_cache_gib"
+        UserError, match="is smaller than a page of 32 tokens .* raise kv_cache_gib"
     ) as error:
         engine(module_of("llama"), kv_cache_gib=gib)
     assert_one_line(error)

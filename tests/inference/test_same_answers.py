@@ -94,7 +94,7 @@ def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, 
 
 def test_a_cache_of_one_sequence(module_of, expected):
     gib = cache_gib(engine(module_of("llama")), 64)
-    made = engine(module_of("llama"), kv_cache_gib=gib)
+    made = engine(module_of("llama"), kv_cache_gib=gib, page_size=64)
     assert made.cache.num_pages == 1
     assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
 
