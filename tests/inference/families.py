@@ -164,10 +164,10 @@ DEFAULT_SIZES = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS
 
 
 def empty_engine(config, **knobs):
-    """An fp32 engine without weights; by default of 8 slots and ``POSITIONS`` tokens."""
-    group = knobs.pop("group", None)
+    """An engine without weights; by default fp32, of 8 slots and ``POSITIONS`` tokens."""
+    group, dtype = knobs.pop("group", None), knobs.pop("dtype", torch.float32)
     sizes = EngineConfig(**{**DEFAULT_SIZES, **knobs})
-    return InferenceEngine(config, torch.float32, torch.device("cpu"), sizes, group)
+    return InferenceEngine(config, dtype, torch.device("cpu"), sizes, group)
 
 
 def engine(module, **knobs):
@@ -183,6 +183,15 @@ def assert_same(got, expected):
     assert got.finish_reasons == expected.finish_reasons
     for a, b in zip(got.logprobs, expected.logprobs, strict=True):
         assert a == pytest.approx(b, abs=5e-5)
+
+
+def assert_same_but_for_ties(got, expected, gap):
+    """Two greedy rollouts: where an answer first differs, both tokens are as likely, to ``gap``."""
+    for one, other in zip(got, expected, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, strict=False)
+        end = next((i + 1 for i, (a, b) in enumerate(pairs) if a != b), None)
+        assert one.logprobs[:end] == pytest.approx(other.logprobs[:end], abs=gap)
+        assert end is not None or len(one.token_ids) == len(other.token_ids)
 
 
 def cache_gib(made, num_tokens):

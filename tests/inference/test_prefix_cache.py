@@ -3,9 +3,12 @@
 import copy
 
 import pytest
-from families import CONFIGS, assert_same, engine, stream
+import torch
+from families import CONFIGS, assert_same, assert_same_but_for_ties, engine, stream
+from families import PROMPTS as TP_PROMPTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams
 
@@ -44,6 +47,32 @@ def test_answers_are_those_without_it(name, module_of):
         assert cached.stats.prefill_tokens + cached.stats.cached_tokens == total
         prompts = [(p + a)[:40] for p, a in zip(prompts, one.token_ids[::2], strict=True)]
     assert cached.cache.num_free == cached.cache.num_pages
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_bf16_answers_differ_in_ties_alone(name, module_of):
+    options = {"page_size": PAGE, "max_num_seqs": 3, "dtype": torch.bfloat16}
+    cached, plain = (engine(module_of(name), **options) for _ in range(2))
+    without_prefixes(plain)
+    sampling = SamplingParams(max_new_tokens=7, temperature=0.0)
+    for _ in range(2):
+        one, other = (made.generate(PROMPTS, sampling) for made in (cached, plain))
+        assert_same_but_for_ties(one, other, 0.05)
+        assert cached.stats.cached_tokens >= 3 * 20
+
+
+def test_tensor_parallel_ranks_find_the_same(module_of):
+    """The second call, which finds the first one's pages on both ranks."""
+    module, shares = module_of("llama"), [range(3), range(3, len(TP_PROMPTS))]
+
+    def prepare(made):
+        made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
+
+    expected = engine(module).generate(TP_PROMPTS, SAMPLING)
+    ranks = shared_rollout(module, 2, shares, prepare, page_size=PAGE)
+    for (rollout, made), share in zip(ranks, shares, strict=True):
+        assert rollout.token_ids == cut(expected, share)
+        assert made.stats.cached_tokens > 20
 
 
 @settings(

@@ -12,6 +12,7 @@ import torch
 from families import EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, stream
 
 from dschat.inference import SamplingParams
+from dschat.inference.speculation import AnswerHistory
 
 MIB = 2**20
 
@@ -44,7 +45,7 @@ def optimizer_step(module, generator):
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def soak(name, rollouts, layout, seed):
+def soak(name, rollouts, layout, seed, speculate="off"):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     module = build(name)
     roomy = empty_engine(module.config, max_num_seqs=56)
@@ -54,18 +55,22 @@ def soak(name, rollouts, layout, seed):
         page_size=4,
         max_num_batched_tokens=21,
         kv_cache_gib=cache_gib(roomy, POSITIONS + 16),
+        speculate=speculate,
     )
+    if tight.speculates:
+        tight._history = AnswerHistory(max_tokens=300)
     tensors = dict(module.named_parameters())
     if layout == "borrowed":
         tight.weights.borrow(tensors)
-    preemptions, waited, reasons, memory = 0, 0, set(), []
+    preemptions, waited, accepted, reasons, memory = 0, 0, 0, set(), []
     for i in range(rollouts):
         if i % 4 == 0:
             optimizer_step(module, generator)
             roomy.weights.load(stream(module))
             if layout == "copy":
                 tight.weights.load(stream(module))
-        prompts, numbers, sampling = random_rollout(rng)
+        if not i % 3 or speculate == "off":  # else the same again, which has a history
+            prompts, numbers, sampling = random_rollout(rng)
         got = tight.generate(prompts, sampling, indices=numbers)
         assert len(got) == len(prompts) * sampling.n  # every prompt answered, once a sample
         expected = roomy.generate(prompts, sampling, indices=numbers)
@@ -73,12 +78,15 @@ def soak(name, rollouts, layout, seed):
         assert got.finish_reasons == expected.finish_reasons
         assert tight.cache.num_free == tight.cache.num_pages
         check_ends(got, sampling)
+        assert not tight.speculates or tight._history.num_tokens <= 300
+        accepted += tight.stats.accepted_tokens
         preemptions += tight.stats.preemptions
         waited += tight.stats.cache_use == 1.0
         reasons |= set(got.finish_reasons)
         memory.append(psutil.Process().memory_info().rss)
     assert preemptions > rollouts // 4
     assert waited > 0
+    assert (accepted > rollouts) == (speculate == "history")
     assert reasons == {"stop", "length"}
     return memory
 
@@ -94,15 +102,18 @@ def check_ends(rollout, sampling):
         assert reason == "stop" or len(ids) == sampling.max_new_tokens
 
 
-def test_a_short_soak():
-    soak("llama", 24, "copy", seed=0)
+@pytest.mark.parametrize("speculate", ["off", "history"])
+def test_a_short_soak(speculate):
+    soak("llama", 24, "copy", 0, speculate)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["copy", "borrowed"])
+@pytest.mark.parametrize(
+    ("layout", "speculate"), [("copy", "off"), ("borrowed", "off"), ("copy", "history")]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "bloom", "mistral"])
-def test_two_hundred_rollouts(name, layout):
+def test_two_hundred_rollouts(name, layout, speculate):
     """Memory is flat: the weights alone of 50 versions would be 4 MiB and more, uncollected."""
-    memory = soak(name, 200, layout, seed=1)
+    memory = soak(name, 200, layout, 1, speculate)
     warm, late = sorted(memory[50:80]), sorted(memory[-30:])
     assert late[15] - warm[15] < 2 * MIB

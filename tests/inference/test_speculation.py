@@ -3,8 +3,9 @@
 import random
 
 import pytest
+import torch
 from captures import again
-from families import CONFIGS, assert_same, cache_gib, engine
+from families import CONFIGS, assert_same, assert_same_but_for_ties, cache_gib, engine
 from families import PROMPTS as TP_PROMPTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,19 @@ def test_answers_are_those_without_it(name, module_of):
         assert drafting.stats.decode_steps < plain.stats.decode_steps
         assert drafting.cache.num_free == drafting.cache.num_pages
     assert drafting.stats.drafted_tokens > drafting.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_bf16_answers_differ_in_ties_alone(name, module_of):
+    module = module_of(name)
+    plain, drafting = (
+        engine(module, dtype=torch.bfloat16, speculate=s) for s in ("off", "history")
+    )
+    sampling = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    expected = plain.generate(PROMPTS, sampling)
+    remember(drafting, PROMPTS, expected, 0.1)
+    assert_same_but_for_ties(drafting.generate(PROMPTS, sampling), expected, 0.05)
+    assert drafting.stats.accepted_tokens > 10
 
 
 @settings(
