@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dschat.startup.malloc import return_freed_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,6 +36,7 @@ def free_bytes(device: "torch.device") -> int:
     On CUDA that includes what torch's allocator has reserved and no tensor uses.
     """
     if device.type != "cuda":
+        return_freed_memory()
         return available_memory()
     import torch
 
@@ -44,7 +47,7 @@ def free_bytes(device: "torch.device") -> int:
 def restart_peak(device: "torch.device") -> int:
     """Restart `peak_bytes` at the bytes that this process holds now, which are returned.
 
-    On CUDA, torch's allocator first returns what no tensor uses.
+    First what no tensor uses is returned to the device or the system.
     """
     if device.type == "cuda":
         import torch
@@ -56,6 +59,7 @@ def restart_peak(device: "torch.device") -> int:
     import psutil
 
     _note_peak(device, peak_bytes(device))
+    return_freed_memory()
     with suppress(OSError):  # not Linux, or not permitted: the peak stays the process's
         Path("/proc/self/clear_refs").write_text("5")
     return psutil.Process().memory_info().rss

@@ -25,6 +25,7 @@ from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
 from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
+from dschat.startup.malloc import keep_freed_memory
 from dschat.startup.openmp import limit_spinning_late
 
 if not torch.cuda.is_available():
@@ -238,6 +239,8 @@ def start_deepspeed() -> None:
     """Collective. Join the process group and initialize DeepSpeed with it."""
     dist.init()
     limit_spinning_late()
+    if dist.device().type == "cpu":
+        keep_freed_memory()
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
