@@ -83,14 +83,23 @@ class Round:
 class Side:
     """One way for an actor to generate. Every `run` has a new version of the weights."""
 
-    def __init__(self, case: Case, module: nn.Module, stage: int, **settings: object) -> None:
+    def __init__(
+        self,
+        case: Case,
+        module: nn.Module,
+        stage: int,
+        cuda_graphs: bool | None = None,
+        **settings: object,
+    ) -> None:
         self.case, self.module = case, module
         config = module.get_base_model().config if hasattr(module, "peft_config") else module.config
         shared = RolloutSettings(
             dtype=config.dtype,
             pad_id=1,
             engine=EngineConfig(
-                max_num_seqs=case.slots, max_seq_len=case.prompt_tokens + case.new_tokens
+                max_num_seqs=case.slots,
+                max_seq_len=case.prompt_tokens + case.new_tokens,
+                cuda_graphs=cuda_graphs,
             ),
             sharded=stage == 3,
         )
