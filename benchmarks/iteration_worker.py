@@ -57,6 +57,7 @@ def main() -> None:
     import dschat.distributed as dist
     from dschat.memory import peak_memory_gib
     from dschat.observability import console
+    from dschat.startup.malloc import return_freed_memory
 
     def reply(message: dict[str, Any]) -> None:
         peaks = dist.gather_objects(peak_memory_gib(dist.device()))
@@ -69,7 +70,9 @@ def main() -> None:
     side = make_side(Spec(**json.loads(sys.argv[1])))
     reply({"threads": torch.get_num_threads()})
     for line in sys.stdin:
-        reply(side.run(int(line)))
+        measured = side.run(int(line))
+        return_freed_memory()  # the other sides run next
+        reply(measured)
     dist.shutdown()
 
 

@@ -9,8 +9,8 @@ one thread, on random weights and texts that fill every length. Measured: its pe
 libraries and the data. Estimated: the peak of the estimate, minus its share for libraries. One JSON
 line per case; `off` is estimated / measured - 1.
 
-Freed blocks that glibc retains count on both sides. Allocator settings are the system's defaults
-(MALLOC_*, arenas).
+Freed blocks that glibc retains count on both sides. Allocator settings are those of every run
+(`dschat/startup/malloc.py`), without MALLOC_* variables.
 """
 
 import argparse

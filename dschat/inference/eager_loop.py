@@ -45,9 +45,9 @@ class EagerLoop:
 
     def _step(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
         scheduler, stats = self.scheduler, self.stats
-        started = time.perf_counter()
         if self.drafter is not None:
             self.drafter.propose(schedule)
+        started = time.perf_counter()
         ready, logits = schedule.ready, self.runner.logits(schedule)
         scheduler.computed(schedule)
         rows = [scheduler.spawn(s) for s in ready]
