@@ -299,7 +299,8 @@ class InferenceEngine:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
         if (problem := self._problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
-        queue = [Prompt(prompt, 0, 1, sampling.max_new_tokens)]
+        # A copy: the caller may extend its list while it reads the answer.
+        queue = [Prompt(list(prompt), 0, 1, sampling.max_new_tokens)]
         for _, token, _ in self.steps(queue, sampling, streaming=True):
             yield token
 

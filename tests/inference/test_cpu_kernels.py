@@ -254,16 +254,19 @@ def test_engine_answers_as_without(kernels, monkeypatch, module_of, name):
 
 
 def test_large_steps_are_left_to_torch(kernels, monkeypatch):
-    def chosen(rows, length, threads):
+    def chosen(rows, length, threads, pages=1):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        cache = KVCache(1, rows, length, 4, 32, torch.float32, torch.device("cpu"))
-        decodes = Decodes(rows, torch.full((rows,), length), length, None, False)
+        size = length // pages
+        cache = KVCache(1, rows * pages, size, 4, 32, torch.float32, torch.device("cpu"))
+        table = torch.arange(rows * pages).view(rows, pages) if pages > 1 else None
+        decodes = Decodes(rows, torch.full((rows,), length), length, table, False)
         slot_mapping = torch.arange(rows) * length
         return Attention(None, cache, slot_mapping, decodes, [])._kernel is not None
 
     assert chosen(16, 100, 2)
     assert not chosen(64, 1000, 8)
     assert chosen(64, 1000, 1)
+    assert chosen(64, 1000, 8, pages=10)  # torch would copy them first
 
 
 # -- compiling -------------------------------------------------------------------------------------

@@ -165,3 +165,12 @@ def test_no_prompts_no_answers(made):
 def test_the_longest_sequence_the_engine_takes(made):
     prompt = [3] * (POSITIONS - 20)
     assert [len(ids) for ids in made.generate([prompt], FREE).token_ids] == [20, 20]
+
+
+def test_a_prompt_may_be_extended_while_its_answer_streams(module_of):
+    made, history = engine(module_of("llama")), [5, 6, 7]
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    (expected,) = made.generate([list(history)], sampling).token_ids
+    for token in made.stream(history, sampling):
+        history.append(token)
+    assert history[3:] == expected

@@ -20,8 +20,10 @@ from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 
 # Measured on two AVX-512 cores, fp32: our kernel reads keys and values at 16 GB/s on one thread;
-# torch's takes 25 us to start, then reads 9 GB/s on each of its threads.
+# torch's takes 25 us to start, then reads 9 GB/s on each of its threads, or 1 GB/s if it has to
+# gather pages first.
 _KERNEL_BYTES_PER_S, _TORCH_BYTES_PER_S, _TORCH_START_S = 16e9, 9e9, 25e-6
+_TORCH_GATHERED_BYTES_PER_S = 1e9
 
 
 # Keys that one batch of chunks with cached prefixes gathers: 128 MiB a layer for Llama-2-7B's in
@@ -148,7 +150,9 @@ class Attention:
         if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
             return False
         num_bytes = d.count * d.max_length * pairs.stride(2) * pairs.itemsize
-        torch_s = _TORCH_START_S + num_bytes / (_TORCH_BYTES_PER_S * torch.get_num_threads())
+        is_gathered = d.block_table is not None and self.cache.page_size < d.max_length
+        rate = _TORCH_GATHERED_BYTES_PER_S if is_gathered else _TORCH_BYTES_PER_S
+        torch_s = _TORCH_START_S + num_bytes / (rate * torch.get_num_threads())
         return num_bytes / _KERNEL_BYTES_PER_S < torch_s
 
     def _prepared(self, d: Decodes) -> cpu.DecodeAttention:
