@@ -16,7 +16,7 @@ def llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaCo
         num_attention_heads=heads,
         intermediate_size=mlp,
         vocab_size=vocab,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
     )
 
 
