@@ -150,10 +150,14 @@ PRESSED = {"page_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 9}
 SHARES = [
     shared((3, 5), zero=3),
     shared((5, 0), tp_size=1, **PRESSED),
-    shared((1, 7), tp_size=1),
-    shared((5, 0), tp_size=2),
     shared((1, 7), tp_size=2, zero=3, **PRESSED),
 ]
+SHARES += slow(
+    [
+        shared((1, 7), tp_size=1),
+        shared((5, 0), tp_size=2),
+    ]
+)
 SHARES += slow(
     [
         shared(shares, zero, tp_size=tp_size, **knobs)

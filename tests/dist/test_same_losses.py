@@ -66,7 +66,6 @@ TWO = [
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
-    Case("sft", 2, 2, options=BUDGET),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -83,6 +82,7 @@ SLOW_HERE += [
 ]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [
+    Case("sft", 2, 2, options=BUDGET),
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5)),
     Case("ppo", 2, 2, shares=(3, 5), options=PP_BASELINE),

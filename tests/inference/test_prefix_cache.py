@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from families import CONFIGS, assert_same, assert_same_but_for_ties, engine, stream
 from families import PROMPTS as TP_PROMPTS
+from families import assert_same, assert_same_but_for_ties, engine, every_family, stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
@@ -30,7 +30,7 @@ def without_prefixes(made):
     return made
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@every_family()
 def test_answers_are_those_without_it(name, module_of):
     """Two calls: the second one finds what the first one computed, answers included."""
     module = module_of(name)

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from captures import again
-from families import CONFIGS, assert_same, assert_same_but_for_ties, cache_gib, engine
 from families import PROMPTS as TP_PROMPTS
+from families import assert_same, assert_same_but_for_ties, cache_gib, engine, every_family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
@@ -32,7 +32,7 @@ def remember(made, prompts, rollout, changed, seed=0):
     )
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@every_family()
 def test_answers_are_those_without_it(name, module_of):
     module = module_of(name)
     plain, drafting = engine(module), engine(module, speculate="history")

@@ -65,7 +65,7 @@ def test_steps_are_counted_where_they_ran_without_waiting(gpu):
     for schedule, ms in ((prefill, 400.0), (decode, 30.0), (decode, 20.0)):
         span = DeviceSpan(torch.device("cuda"))
         now[0] += ms
-        stats.count(schedule, 1, span.stop())
+        stats.count(schedule, span.stop())
         reached[0] = now[0] - ms  # the device is a step behind
     assert (stats.prefill_s, stats.decode_s) == (0.4, 0.0)
     stats.finish()
