@@ -70,6 +70,7 @@ def ask(programs, samples, name, pool, **flags):
 
 SLOW = [  # they wait for a timeout, as others do
     *(("hangs", "none"), ("hangs", "process"), ("is_slow", "none")),
+    ("keeps_the_interpreter", "process"),
     *(("waits_for_ever", "none"), ("blocks", "none")),
 ]
 
@@ -135,7 +136,7 @@ def test_skip_retries_sample_by_sample_and_names_one(programs, samples, caplog, 
         ("only_alone", "none", []),  # retried one sample at a time, it works
         ("one_number", "none", range(8)),
         slow("hangs", "none", range(4, 8)),  # it used up the time of all later samples
-        slow("hangs", "thread", range(4, 8)),
+        pytest.param("hangs", "thread", range(4, 8), marks=pytest.mark.slow),
     ],
 )
 def test_skip_drops_only_the_failed_samples(programs, samples, caplog, name, pool, lost):
