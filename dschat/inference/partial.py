@@ -54,8 +54,8 @@ def advance(
         ranks.append(rank)
         for i, (entry, open_prompt) in enumerate(zip(part, opened, strict=True)):
             ids, number, limit = entry
-            group = _Group.of(Prompt(ids, number, sampling.n, limit), open_prompt)
-            group.rank, group.is_due = rank, i < rank_due
+            prompt = Prompt(ids, number, sampling.n, limit)
+            group = _Group.of(prompt, open_prompt, rank, i < rank_due)
             groups.append(group)
             if not group.samples:
                 fresh.append(group.prompt)
@@ -113,17 +113,17 @@ class _Group:
     prompt: Prompt
     samples: dict[int, Sequence]
     missing: int
-    rank: _Rank = field(default_factory=lambda: _Rank(0, 0))
-    is_due: bool = False
+    rank: _Rank
+    is_due: bool
 
     @classmethod
-    def of(cls, prompt: Prompt, opened: OpenPrompt) -> "_Group":
+    def of(cls, prompt: Prompt, opened: OpenPrompt, rank: _Rank, is_due: bool) -> "_Group":
         samples = {}
         answers = zip(opened.token_ids, opened.logprobs, opened.finish_reasons, strict=True)
         for i, (tokens, logprobs, reason) in enumerate(answers):
             samples[i] = Sequence(prompt, i, list(tokens), list(logprobs), reason == "stop")
         missing = prompt.num_samples - sum(map(_is_over, samples.values()))
-        return cls(prompt, samples, missing)
+        return cls(prompt, samples, missing, rank, is_due)
 
     def write(self, opened: OpenPrompt) -> None:
         samples = [self.samples[i] for i in sorted(self.samples)]

@@ -50,7 +50,7 @@ class PartialRollouts:
         mine = {
             "table": vars(self._table),
             "open": [asdict(prompt) for prompt in self._open],
-            "ages": self._ages,
+            "ages": list(self._ages),  # NOTE: the next iteration changes the list in place
         }
         return self._collector.state_dict() | {"under_way": dist.gather_objects(mine)}
 
