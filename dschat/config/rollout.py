@@ -63,7 +63,6 @@ class RolloutConfig:
         0.5,
         "Extra prompts under way with --partial_rollout, as a share of a rollout's.",
         gt=0,
-        le=1,
     )
     max_staleness: Optional[int] = flag(
         None,
@@ -105,8 +104,8 @@ class RolloutConfig:
     )
     kv_page_size: Optional[int] = flag(
         None,
-        "Tokens per KV cache page; default: with CUDA graphs 64, else a whole sequence, or 32 if "
-        "memory is short.",
+        "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where memory "
+        "is enough.",
         ge=1,
     )
 

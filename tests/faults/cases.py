@@ -6,6 +6,8 @@ PPO = "--enable_ema --actor_zero_stage 3 --critic_zero_stage 2 --actor_lora_dim 
 PTX = "--unsupervised_dataset_name {models}/text.txt"
 GRPO = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
 GRPO += " --normalize_reward --dynamic_sampling"
+PARTIAL = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
+PARTIAL += " --partial_rollout --rollout_is tis --speculate history --kv_page_size 4"
 
 STEP1 = Case(1, "--zero_stage 0")
 SWEEP = {  # kills in `make faults`
@@ -20,7 +22,9 @@ SWEEP = {  # kills in `make faults`
     Case(2, "--loss dpo --precompute_ref_logprobs"): 8,
     Case(3, f"{PTX} --enable_ema --keep_best"): 10,
     Case(3, f"{GRPO} --actor_zero_stage 2"): 10,
+    Case(3, PARTIAL): 8,
     Case(3, "--enable_ema", ranks=2): 8,
     Case(3, f"{PPO} {PTX}", ranks=2): 8,
     Case(3, f"{GRPO} --actor_zero_stage 3", ranks=2): 8,
+    Case(3, f"{PARTIAL} --actor_zero_stage 3", ranks=2): 8,
 }

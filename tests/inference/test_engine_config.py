@@ -36,7 +36,7 @@ def test_defaults_follow_the_device():
     assert (sizes.batched_tokens(on_gpu=True), sizes.batched_tokens(on_gpu=False)) == (8192, 2048)
     memory = {"token_bytes": 10, "free_bytes": 10**9}
     assert sizes.tokens_per_page(300, is_captured=False, **memory) == 300
-    assert sizes.tokens_per_page(300, is_captured=True, **memory) == 64
+    assert sizes.tokens_per_page(300, is_captured=True, **memory) == 32
     assert sizes.tokens_per_page(40, is_captured=True, **memory) == 40
 
 

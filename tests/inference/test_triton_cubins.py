@@ -44,7 +44,7 @@ def drawing(vocab, greedy=False, forbids=False, truncation=(0, False, False)):
     return "draw", (meta(8, vocab), *numbers, *forbidden, vocab, blocks, *out)
 
 
-def attention(batch, heads, kv_heads, size, page_size=64, **options):
+def attention(batch, heads, kv_heads, size, page_size=32, **options):
     rotary = options.get("rotary", 0)
     table = integers(batch, 16) if options.get("pages", True) else None
     slopes = meta(heads, dtype=torch.float32) if options.get("alibi") else None
@@ -92,7 +92,7 @@ REST = {
     "product-llama-down": Wanted(product(64, 4096, 11008), 3, 8, True),
     "product-bloom-32": Wanted(product(32, 4096, 1024, "gelu"), 4, 8, True),
     "attention-gpt2-splits": Wanted(attention(1, 12, 12, 64), 5, 8),
-    "attention-page-16": Wanted(attention(8, 32, 32, 64, page_size=16), 5, 8),
+    "attention-page-64": Wanted(attention(8, 32, 32, 64, page_size=64), 5, 8),
     "attention-whole": Wanted(attention(8, 32, 32, 64, page_size=2048, pages=False), 5, 8),
     "attention-llama": Wanted(attention(64, 32, 32, 128, rotary=128), 3, 8),
     "attention-bloom": Wanted(attention(8, 32, 32, 128, alibi=True), 3, 8),
