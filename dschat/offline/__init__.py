@@ -1,0 +1,1 @@
+"""Batch generation and evaluation over local files."""

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server and web chat on the inference engine."""
