@@ -19,6 +19,7 @@ class OpenPrompt:
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: goes on
+    staleness: int = 0  # calls of `advance` since the one that drew its first token
 
     @property
     def is_complete(self) -> bool:
@@ -126,6 +127,7 @@ class _Group:
         return cls(prompt, samples, missing, rank, is_due)
 
     def write(self, opened: OpenPrompt) -> None:
+        opened.staleness += bool(opened.token_ids)
         samples = [self.samples[i] for i in sorted(self.samples)]
         opened.token_ids = [s.answer for s in samples]
         opened.logprobs = [s.logprobs for s in samples]

@@ -95,15 +95,15 @@ class PartialRollouts:
     def _take(self, wanted: int, first: int, metrics: dict[str, float]) -> PendingRollout:
         """Collective. The oldest ``wanted`` complete prompts; the others grow older."""
         done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][:wanted]
-        ages = [self._ages[i] for i in done]
+        staleness = [self._open[i].staleness for i in done]
         answered = rollout_of([self._open[i] for i in done])
         rollout = self._collector.pending(self._table.pick(done), answered, first)
         self._keep([i for i in range(len(self._open)) if i not in set(done)])
         self._ages = [age + 1 for age in self._ages]
         carried = sum(prompt.num_tokens for prompt in self._open)
-        oldest = max(dist.gather_objects(max(ages, default=0)))
+        oldest = max(dist.gather_objects(max(staleness, default=0)))
         total, count, prompts, tokens = dist.sum_floats(
-            [float(sum(ages)), float(len(ages)), float(len(self._open)), float(carried)]
+            [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
         )
         rollout.metrics = metrics | {
             "rollout/staleness": total / max(count, 1.0),

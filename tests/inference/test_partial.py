@@ -62,6 +62,14 @@ def test_nothing_runs_where_enough_is_complete(module_of):
     assert prompts == opened()
 
 
+def test_staleness_counts_from_the_first_token(module_of):
+    """One slot: the second prompt has no token before the first is complete."""
+    made, prompts = engine(module_of("llama"), max_num_seqs=1), opened()[:2]
+    for wanted, staleness in ((1, [0, 0]), (2, [1, 0]), (2, [2, 1])):
+        advance(made, prompts, SAMPLING, NUMBERS[:2], wanted)
+        assert sorted((p.staleness for p in prompts), reverse=True) == staleness
+
+
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

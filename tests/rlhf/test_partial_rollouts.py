@@ -111,7 +111,8 @@ def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     trainer.generate_experience(prompts_of(0, trainer))
     state = trainer.run_state().values["rollouts"]
     (part,) = state["under_way"]
-    older = part | {"ages": [age + 1 for age in part["ages"]]}
+    opened = [prompt | {"staleness": 1} for prompt in part["open"]]
+    older = part | {"ages": [age + 1 for age in part["ages"]], "open": opened}
     trainer._source.load_state_dict(state | {"under_way": [part, older]})
     assert trainer._source._ages == [2] * 4 + [1] * 4
     trainer.generate_experience(prompts_of(1, trainer))
