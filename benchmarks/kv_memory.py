@@ -23,7 +23,8 @@ from rollout_workloads import MODELS
 
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.scheduler import Prompt, Scheduler
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Prompt
 
 LENGTHS, BATCHES, PAGES = (256, 1024, 4096), (8, 64, 256), ("16", "32", "64", "whole")
 

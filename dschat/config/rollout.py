@@ -104,8 +104,8 @@ class RolloutConfig:
     )
     kv_page_size: Optional[int] = flag(
         None,
-        "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where memory "
-        "is enough.",
+        "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where "
+        "memory is enough.",
         ge=1,
     )
 

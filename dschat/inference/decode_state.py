@@ -20,7 +20,7 @@ from torch import Tensor
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampler import SamplingKind, StepSampling
-from dschat.inference.scheduler import Sequence
+from dschat.inference.sequence import Sequence
 
 RING = 128  # steps that may run before the host reads the first one
 

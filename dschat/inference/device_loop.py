@@ -19,7 +19,7 @@ from dschat.inference.cuda_graphs import DecodeGraphs, Step
 from dschat.inference.decode_state import RING
 from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.sampler import SamplingKind
-from dschat.inference.scheduler import Sequence
+from dschat.inference.sequence import Sequence
 from dschat.observability.device_span import DeviceSpan
 
 
@@ -43,7 +43,7 @@ class DeviceLoop(EagerLoop):
                 span = DeviceSpan(self.runner.device)
                 schedule = scheduler.schedule()
                 if schedule.chunks:
-                    yield from self._step(schedule, span)
+                    yield from self.step(schedule, span)
                 else:
                     yield from self._decode(schedule.decodes, span)
         finally:

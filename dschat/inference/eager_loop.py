@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dschat.inference.sampler import Sampler
-from dschat.inference.scheduler import Scheduler, Sequence, StepSchedule
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Sequence, StepSchedule
 from dschat.inference.speculation import Drafter
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
@@ -38,12 +39,13 @@ class EagerLoop:
         try:
             while scheduler.has_work and not self.until():
                 span = DeviceSpan(self.runner.device)
-                yield from self._step(scheduler.schedule(), span)
+                yield from self.step(scheduler.schedule(), span)
         finally:
             scheduler.clear()
             self.stats.finish()
 
-    def _step(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
+    def step(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
+        """Collective in the tensor-parallel group. The tokens of one step."""
         scheduler, stats = self.scheduler, self.stats
         if self.drafter is not None:
             self.drafter.propose(schedule)
@@ -61,6 +63,9 @@ class EagerLoop:
         if self.drafter is not None and not schedule.chunks:
             self.drafter.took(len(tokens), time.perf_counter() - started)
         return events
+
+    def is_end(self, sequence: Sequence, token: int) -> bool:
+        return token in self.stops
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
         """Draw a token for each sequence and each token of its draft. ``rows[r]``: sequences that
@@ -110,6 +115,6 @@ class EagerLoop:
         sequence.answer.append(token)
         sequence.logprobs.append(logprob)
         del sequence.uniforms[-1:]  # NOTE: greedy decoding has none
-        sequence.stopped = token in self.stops
+        sequence.stopped = self.is_end(sequence, token)
         is_last = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
         return sequence, token, is_last

@@ -36,7 +36,8 @@ from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampler import Sampler
-from dschat.inference.scheduler import Prompt, Scheduler, Sequence
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Prompt, Sequence
 from dschat.inference.speculation import AnswerHistory, Drafter, StepCost
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
@@ -297,7 +298,7 @@ class InferenceEngine:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
-        if (problem := self._problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
+        if (problem := self.problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
         # A copy: the caller may extend its list while it reads the answer.
         queue = [Prompt(list(prompt), 0, 1, sampling.max_new_tokens)]
@@ -310,14 +311,14 @@ class InferenceEngine:
         Raises:
             UserError: as `generate`, on all ranks.
         """
-        pooled = self.group.gather_objects((self._problem(entries), self._step_cost, entries, more))
+        pooled = self.group.gather_objects((self.problem(entries), self._step_cost, entries, more))
         for problem, *_ in pooled:
             if problem is not None:
                 raise UserError(problem)
         self._step_cost = copy.copy(pooled[0][1])  # all ranks must draft alike
         return [(part, value) for _, _, part, value in pooled]
 
-    def _problem(self, entries: list[Entry]) -> str | None:
+    def problem(self, entries: list[Entry]) -> str | None:
         """One line about the first entry that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, (ids, _, limit) in enumerate(entries):
@@ -357,10 +358,7 @@ class InferenceEngine:
         if not queue and not begun:
             return
         stats.num_pages = self.cache.num_pages
-        if self._cached_loads != self.weights.loads:
-            self.cache.forget()
-            self._cached_loads = self.weights.loads
-        runner, stops = self._step_runner(), sampling.end_ids(self.stop_ids)
+        runner, stops = self.step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
         limits = self.max_num_seqs, self.max_num_batched_tokens
         separate_prefill = self._separate_prefill or self._capture is not None
@@ -377,8 +375,11 @@ class InferenceEngine:
             loop = EagerLoop(*parts)
         yield from loop.run()
 
-    def _step_runner(self) -> StepRunner:
-        """The step runner, made on first use and after a release."""
+    def step_runner(self) -> StepRunner:
+        """The step runner, made on first use and after a release; new weights empty the cache."""
+        if self._cached_loads != self.weights.loads:
+            self.cache.forget()
+            self._cached_loads = self.weights.loads
         if self._decoder is None:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:

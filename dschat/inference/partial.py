@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason, Rollout, SamplingParams
-from dschat.inference.scheduler import Prompt, Sequence
+from dschat.inference.sequence import Prompt, Sequence
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampling import SamplingNumbers, sample, uniforms
-from dschat.inference.scheduler import Sequence
+from dschat.inference.sequence import Sequence
 
 _AHEAD = 128  # positions per batch of random numbers
 
@@ -55,7 +55,7 @@ class Sampler:
         sampling, uniform, forbidden = self.sampling, None, None
         if sampling.temperature > 0:
             missing = [s for s, ahead in places if not ahead and len(s.uniforms) <= len(s.draft)]
-            _refill_uniforms(missing, sampling)
+            refill_uniforms(missing, sampling)
             numbers = [s.uniforms[-1 - ahead] for s, ahead in places]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if sampling.min_new_tokens and len(self._stops):
@@ -86,7 +86,7 @@ class Sampler:
         )
 
 
-def _refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None:
+def refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None:
     """Set the random numbers of the next positions, last position first: a drawn token removes
     one.
     """

@@ -13,75 +13,14 @@ whose first pages another one has computed, now or in an earlier call, shares th
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.prefix_index import Key
+from dschat.inference.sequence import Prompt, Sequence, StepSchedule
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
 _GROUP = 1 / 8
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt and its pending samples."""
-
-    ids: list[int]
-    number: int  # its index in the whole rollout, on which random numbers depend
-    num_samples: int
-    max_new_tokens: int
-    pages: list[int] = field(default_factory=list)  # held for samples that wait to share them
-    waiting: int = 0  # number of such samples
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One sample of a prompt: the answer so far and its pages."""
-
-    prompt: Prompt
-    sample: int
-    answer: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    draft: list[int] = field(default_factory=list)  # of the next positions, for one step
-    uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
-    forked: bool = False  # waits to share its prompt's pages
-    next_key: Key | None = None  # of the first page that it computes itself
-
-    def __len__(self) -> int:
-        return len(self.prompt.ids) + len(self.answer)
-
-    def tokens(self, first: int, last: int) -> list[int]:
-        ids, num_ids = self.prompt.ids, len(self.prompt.ids)
-        if first >= num_ids:
-            return self.answer[first - num_ids : last - num_ids]
-        return ids[first:last] + self.answer[: max(0, last - num_ids)]
-
-
-@dataclass
-class StepSchedule:
-    """The sequences of one step: each decode computes one token and its draft, each chunk a number
-    of tokens.
-    """
-
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int]]
-
-    @property
-    def ready(self) -> list[Sequence]:
-        """Sequences whose tokens are all computed after the step, in row order: each draws one, and
-        one more for each token of its draft.
-        """
-        return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, without drafts."""
-        return len(self.decodes) + sum(count for _, count in self.chunks)
 
 
 class Scheduler:
@@ -377,6 +316,17 @@ class Scheduler:
         self._cache.publish(sequence.tokens(0, known), sequence.pages)
         self._cache.release(sequence.pages)
         sequence.pages = []
+
+    def drop(self, prompt: Prompt, sample: int | None = None) -> None:
+        """Remove the samples of ``prompt``, or one of them, before they have their last token."""
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.prompt is not prompt or sample not in (None, sequence.sample):
+                continue
+            if sequence in self._running:
+                self.finish(sequence)
+            else:
+                self._waiting.remove(sequence)
+                self._leave_group(sequence)
 
     def clear(self) -> None:
         """Drop all sequences and free their pages."""

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from dschat.inference.scheduler import Prompt, Scheduler, Sequence, StepSchedule
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Prompt, Sequence, StepSchedule
 
 MAX_DRAFT = 16
 _CONTEXT = 3  # tokens that must match before a draft

@@ -3,7 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dschat.inference.scheduler import Scheduler, StepSchedule
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import StepSchedule
 from dschat.observability.device_span import DeviceSpan
 
 

@@ -15,7 +15,7 @@ from dschat.inference.kernels.fused_decode import FusedDecode
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.scheduler import StepSchedule
+from dschat.inference.sequence import StepSchedule
 
 logger = logging.getLogger("dschat")
 

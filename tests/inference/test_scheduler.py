@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.scheduler import Prompt, Scheduler
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Prompt
 
 MAX_SEQ_LEN = 24
 

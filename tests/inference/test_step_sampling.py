@@ -8,7 +8,7 @@ import torch
 from dschat.distributed import Group
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampler import Sampler, StepSampling
-from dschat.inference.scheduler import Prompt, Sequence
+from dschat.inference.sequence import Prompt, Sequence
 
 CPU = torch.device("cpu")
 VOCAB, NUM_TOKENS = 5000, 4990  # drawn on two levels; the head has more rows than the tokenizer

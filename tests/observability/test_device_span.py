@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from dschat.inference.scheduler import StepSchedule
+from dschat.inference.sequence import StepSchedule
 from dschat.inference.stats import GenerationStats
 from dschat.observability.device_span import DeviceSpan
 
