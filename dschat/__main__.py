@@ -24,6 +24,7 @@ COMMANDS = {
     "reward": ("step2_reward/main.py", "step 2 alone: reward model, or DPO, cDPO, IPO, KTO"),
     "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
     "chat": ("chat.py", "talk to a trained model"),
+    "serve": ("dschat.serving.__main__", "OpenAI-compatible server and web chat"),
     "data": ("dschat.data.__main__", "show data files as the model will see them"),
 }
 USAGE = "usage: dschat COMMAND [FLAGS]"

@@ -87,7 +87,7 @@ def load_chat(config: ChatConfig) -> "Chat":
         UserError: before weights load, if ``--path`` is not a causal LM with a tokenizer or the
             chat template refuses ``--system``; afterwards, if the weights do not match the model.
     """
-    name = _causal_lm(config.path, config.trust_remote_code)
+    name = causal_lm(config.path, config.trust_remote_code)
 
     from dschat.chat.session import Chat, check_system
     from dschat.models.fit import check_fit
@@ -99,7 +99,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     system = config.system and os.fsencode(config.system).decode("utf-8", "replace")
     check_system(tokenizer, system)
     check_fit(load_config(name, "--path", config.trust_remote_code), name, "--path", "lm")
-    dtype = _resolve_dtype(config.dtype)
+    dtype = resolve_dtype(config.dtype)
     generator, stops = _load_generator(name, config, dtype, tokenizer)
     precision = str(dtype).removeprefix("torch.")
     logger.info(
@@ -147,7 +147,7 @@ def _load_generator(
     return generator, stops
 
 
-def _causal_lm(path: str, trust_remote_code: bool) -> str:
+def causal_lm(path: str, trust_remote_code: bool) -> str:
     """``path`` in the form ``from_pretrained`` takes; ``UserError`` if it is not a causal LM."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
@@ -175,7 +175,7 @@ def _is_missing_sibling(folder: Path) -> bool:
     return folder.parent != Path(".") and os.path.isdir(folder.parent)
 
 
-def _resolve_dtype(name: str) -> "torch.dtype":
+def resolve_dtype(name: str) -> "torch.dtype":
     import torch
 
     if name == "auto":

@@ -241,7 +241,8 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
     if default not in (None, "") and default is not False:
         shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
         help += f" (default: {shown})"
-    options = {key: f.metadata[key] for key in ("nargs", "const") if key in f.metadata}
+    given = ("action", "nargs", "const")
+    options = {key: f.metadata[key] for key in given if key in f.metadata}
     options["help"] = help
     if get_origin(hint) is Union and hint != IntOrAuto:  # Optional
         hint = get_args(hint)[0]

@@ -1,0 +1,73 @@
+"""``dschat serve``: an OpenAI-compatible server on the inference engine."""
+
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.startup.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
+import os
+import socket
+import sys
+
+from dschat.config import UserError, parser
+from dschat.distributed import entrypoint
+from dschat.serving.flags import KEYS_VARIABLE, ServeConfig, api_keys
+
+_SHUTDOWN_S = 5  # for requests that run when the server is stopped
+# Seconds that a Python thread may keep the interpreter while others wait. With the default of 5 ms,
+# an engine's thread that has left it for a moment waits as long as a decode step takes.
+_SWITCH_S = 2e-4
+
+
+def main() -> None:
+    config = parser.parse(ServeConfig, takes_file=False)
+    keys = api_keys(config, os.environ.get(KEYS_VARIABLE))
+    listener = _listen(config.host, config.port)
+    try:
+        import uvicorn
+
+        from dschat.serving.app import Server, create_app
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install 'dschat[serve]'") from None
+
+    from dschat.observability import console
+    from dschat.serving.load import load_models
+
+    console.setup()
+    app = create_app(Server(config, load_models(config)), keys)
+    host, port = listener.getsockname()[:2]
+    names = ", ".join(name for name, _ in config.models)
+    sys.stdout.write(f"serving {names} at http://{_in_url(host)}:{port} (Ctrl-C stops)\n")
+    sys.stdout.flush()
+    sys.setswitchinterval(_SWITCH_S)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        server_header=False,
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; before models load, which takes longer."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise UserError(f"--host {host}: {error.strerror}") from None
+    except OSError as error:
+        raise UserError(
+            f"--port {port} of {host}: {(error.strerror or str(error)).lower()}; choose another"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+if __name__ == "__main__":
+    entrypoint.run(main)

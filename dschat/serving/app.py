@@ -1,0 +1,241 @@
+"""The HTTP application: OpenAI's routes, and the state of the server."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from dschat.config import UserError
+from dschat.data.segments import prompt_text_ids
+from dschat.serving.errors import describe, handle_errors
+from dschat.serving.flags import ServeConfig
+from dschat.serving.generation import EngineFailure, Event, Generation, ServedModel, TimedOut
+from dschat.serving.limits import Guard
+from dschat.serving.load import LoadedModel
+from dschat.serving.metrics import Counted, ServerMetrics
+from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
+from dschat.serving.schema import ChatRequest, CompletionRequest
+from dschat.serving.worker import EngineWorker
+
+_CLIENT_LEFT = 499  # nginx's status; nobody reads it
+_SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
+
+Format = ChatFormat | CompletionFormat
+Body = ChatRequest | CompletionRequest
+
+
+@dataclass
+class Server:
+    """What the routes share."""
+
+    config: ServeConfig
+    loaded: list[LoadedModel]
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
+    _encoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def start(self) -> None:
+        """Start the engines, in the event loop."""
+        created = int(time.time())
+        for loaded in self.loaded:
+            worker = EngineWorker(loaded.engine, self.config.max_waiting)
+            model = ServedModel(loaded.name, loaded.tokenizer, loaded.encoder, worker, created)
+            self.models[loaded.name] = model
+        self.metrics.follow(list(self.models.values()))
+
+    def stop(self) -> None:
+        for model in self.models.values():
+            model.worker.close()
+        self._encoders.shutdown()
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model called ``name``; the first one without a name."""
+        if not name:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise HTTPException(404, f"the model {name[:100]} does not exist; there is {known}")
+        return self.models[name]
+
+    async def encode(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function`` of a model's encoder, in their thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *args)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        model = self.model(body.model)
+        messages = [message.as_dict() for message in body.messages]
+        ids = await self.encode(prompt_text_ids, model.encoder, messages)
+        room = model.worker.engine.max_positions - len(ids)
+        generation = self._generation(model, body, [ids], body.max_new_tokens or max(1, room))
+        return await self._respond(request, body, ChatFormat(generation, body.logprobs))
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        model = self.model(body.model)
+        prompts = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                prompt = await self.encode(model.encoder.encode, prompt)
+            prompts.append(prompt)
+        room = min((model.worker.engine.max_positions - len(ids) for ids in prompts), default=1)
+        generation = self._generation(model, body, prompts, body.max_new_tokens or max(1, room))
+        has_logprobs = body.logprobs is not None
+        return await self._respond(request, body, CompletionFormat(generation, has_logprobs))
+
+    def _generation(
+        self, model: ServedModel, body: Body, prompts: list[list[int]], max_new_tokens: int
+    ) -> Generation:
+        if not prompts:
+            raise UserError("prompt: is empty; write at least one")
+        if len(prompts) * body.n > self.config.max_num_seqs + self.config.max_waiting:
+            raise UserError(f"{len(prompts)} prompts with n {body.n} are more than the queue holds")
+        sampling = body.sampling(max_new_tokens)
+        return Generation(model, prompts, sampling, body.stops, body.num_top)
+
+    async def _respond(self, request: Request, body: Body, answers: Format) -> Response:
+        if body.stream:
+            timeout_s = self.config.request_timeout_s + _SEND_TIMEOUT_S
+            return _Stream(self._chunks(body, answers), answers.generation, timeout_s)
+        choices: list[list[Event]] = [[] for _ in range(answers.generation.num_choices)]
+
+        async def collect() -> None:
+            async with aclosing(self._events(answers.generation)) as batches:
+                async for events in batches:
+                    for event in events:
+                        choices[event.choice].append(event)
+
+        collecting = asyncio.create_task(collect())
+        leaving = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=_CLIENT_LEFT)
+            collecting.result()
+        finally:
+            leaving.cancel()
+            collecting.cancel()
+        return JSONResponse(answers.whole(choices))
+
+    async def _chunks(self, body: Body, answers: Format) -> AsyncIterator[str]:
+        """The server-sent events of an answer."""
+        has_logprobs = answers.has_logprobs
+        yield "".join(map(server_sent, answers.first_chunks()))
+        try:
+            async with aclosing(self._events(answers.generation)) as batches:
+                async for events in batches:
+                    shown = [e for e in events if e.text or e.finish_reason or has_logprobs]
+                    yield "".join(server_sent(answers.chunk(event)) for event in shown)
+        except (TimedOut, EngineFailure) as error:
+            _, problem, _ = describe(error)
+            yield server_sent(problem)
+        else:
+            if body.has_usage:
+                yield server_sent(answers.usage_chunk())
+        yield server_sent("[DONE]")
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[list[Event], None]:
+        """The events of ``generation``, counted."""
+        name, metrics, started = generation.model.name, self.metrics, time.perf_counter()
+        metrics.prompt_tokens.labels(name).inc(generation.prompt_tokens)
+        is_first = is_left = True
+        try:
+            async with aclosing(generation.events(self.config.request_timeout_s)) as batches:
+                async for events in batches:
+                    if is_first:
+                        metrics.first_token_s.labels(name).observe(time.perf_counter() - started)
+                        is_first = False
+                    yield events
+            is_left = False
+        except (TimedOut, EngineFailure):
+            is_left = False
+            raise
+        finally:
+            metrics.cancelled.labels(name).inc(is_left)
+            metrics.answer_tokens.labels(name).inc(generation.completion_tokens)
+            metrics.request_s.labels(name).observe(time.perf_counter() - started)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def list_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [model.as_dict() for model in self.models.values()]}
+
+    async def describe_model(self, name: str) -> dict[str, Any]:
+        return self.model(name).as_dict()
+
+    async def health(self) -> JSONResponse:
+        """Status 503 if an engine's thread has ended."""
+        ended = [name for name, model in self.models.items() if not model.worker.is_alive]
+        status = {"status": "ok"} if not ended else {"status": "failed", "models": ended}
+        return JSONResponse(status, 503 if ended else 200)
+
+    async def render_metrics(self) -> Response:
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+def create_app(server: Server, keys: list[str]) -> FastAPI:
+    """The application of ``server``, for requests with one of ``keys`` (none: for all)."""
+    config = server.config
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop()
+
+    app = FastAPI(title="dschat", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.post("/v1/chat/completions")(server.chat)
+    app.post("/v1/completions")(server.complete)
+    app.get("/v1/models")(server.list_models)
+    app.get("/v1/models/{name:path}")(server.describe_model)
+    app.get("/health")(server.health)
+    app.get("/metrics")(server.render_metrics)
+    handle_errors(app)
+    app.add_middleware(Counted, counter=server.metrics.requests)
+    app.add_middleware(Guard, keys=keys, max_bytes=int(config.max_request_mib * 2**20))
+    if config.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    if config.is_local:  # a page of another origin could otherwise give this address its own name
+        local = ["localhost", "127.0.0.1", "[::1]", "testserver", config.host]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=local)
+    return app
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; ends the generation with the connection."""
+
+    def __init__(
+        self, chunks: AsyncIterator[str], generation: Generation, timeout_s: float
+    ) -> None:
+        super().__init__(
+            chunks, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+        self._generation, self._timeout_s = generation, timeout_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.wait_for(super().__call__(scope, receive, send), self._timeout_s)
+        finally:
+            self._generation.close()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

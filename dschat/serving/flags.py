@@ -1,0 +1,112 @@
+"""Declares the flags of ``dschat serve``."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from dschat.config import UserError
+from dschat.config.errors import require
+from dschat.config.fields import flag, require_types
+
+KEYS_VARIABLE = "DSCHAT_API_KEYS"
+# Folders that every run has: the one above them names the model.
+_COMMON_NAMES = ("actor", "actor_ema", "actor_best")
+
+
+@dataclass
+class ServeConfig:
+    """Serve models with OpenAI's HTTP interface, and a web chat that compares them."""
+
+    path: Optional[list[str]] = flag(
+        None,
+        "Models: folders or hub names, or NAME=FOLDER; requests without a model get the first.",
+        short=True,
+        action="extend",
+    )
+    reward_model: Optional[str] = flag(
+        None, "Reward model of step 2, whose scores the web chat shows.", short=True
+    )
+    host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0: all of this machine.", short=True)
+    port: int = flag(8000, "Port to listen on; 0: a free one.", ge=0, le=65535, short=True)
+    preferences: str = flag(
+        "output/preferences.jsonl",
+        "File to which the web chat appends preferences, for --data_path of step 2.",
+        short=True,
+    )
+    api_key_file: Optional[str] = flag(
+        None,
+        f"File with API keys, one per line, that requests must have; or set {KEYS_VARIABLE}.",
+        short=True,
+    )
+    allow_origin: Optional[list[str]] = flag(
+        None, "Web pages of these origins may send requests (CORS); default: only its own."
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = flag(
+        "auto",
+        "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU.",
+        short=True,
+    )
+    max_seq_len: Optional[int] = flag(
+        None, "Longest prompt + answer; default: the model's positions, at most 32768.", ge=2
+    )
+    max_num_seqs: int = flag(64, "Answers that decode together, per model.", ge=1)
+    max_waiting: int = flag(
+        256, "Answers that wait for a slot, per model; more are refused with status 429.", ge=0
+    )
+    kv_cache_gib: Optional[float] = flag(
+        None, "KV cache size in GiB per model; default: room for --max_num_seqs.", gt=0
+    )
+    request_timeout_s: float = flag(
+        600.0, "Longest time for a request in seconds, waiting included.", gt=0
+    )
+    max_request_mib: float = flag(1.0, "Largest request body in MiB.", gt=0)
+    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
+
+    def validate(self) -> None:
+        """Raise ``UserError`` (flag and remedy in one line) for the first invalid flag."""
+        require_types(self)
+        require(bool(self.path), "--path is missing; name a model's folder")
+        names = [name for name, _ in self.models]
+        for i, name in enumerate(names):
+            require(name not in names[:i], f"--path: two models are {name}; write NAME=FOLDER")
+
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """Name and path of each model."""
+        return [_named(path) for path in self.path or []]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def _named(path: str) -> tuple[str, str]:
+    name, separator, folder = path.partition("=")
+    if separator and name and folder:
+        return name, folder
+    parts = Path(path).parts
+    if len(parts) > 1 and parts[-1] in _COMMON_NAMES:
+        return (parts[-2] if parts[-1] == "actor" else "/".join(parts[-2:])), path
+    return (parts[-1] if parts else path), path
+
+
+def api_keys(config: ServeConfig, variable: str | None) -> list[str]:
+    """Keys of ``--api_key_file`` and of the environment ``variable`` (separated by commas)."""
+    keys = (variable or "").split(",")
+    if config.api_key_file is not None:
+        try:
+            keys += Path(config.api_key_file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise UserError(f"--api_key_file {config.api_key_file}: {reason}") from None
+    found = [key.strip() for key in keys if key.strip()]
+    if config.api_key_file is not None and not found:
+        raise UserError(f"--api_key_file {config.api_key_file} has no key; write one per line")
+    return found

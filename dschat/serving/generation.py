@@ -1,0 +1,142 @@
+"""Follows the answers of one HTTP request, from the engine's tokens to pieces of text."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from dschat.config import UserError
+from dschat.inference.protocol import SamplingParams
+from dschat.serving.text import AnswerText
+from dschat.serving.worker import EngineWorker, Handle, Token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TimedOut(Exception):
+    """A request took longer than the server allows."""
+
+
+class EngineFailure(Exception):
+    """A step of the engine failed; the server's log has the cause."""
+
+
+@dataclass
+class ServedModel:
+    """A model under its name. ``encoder``: the tokenizer's copy of another thread."""
+
+    name: str
+    tokenizer: "PreTrainedTokenizerBase"
+    encoder: "PreTrainedTokenizerBase"
+    worker: EngineWorker
+    created: int  # Unix time
+
+    def as_dict(self) -> dict[str, object]:
+        """OpenAI's description of a model, and how long prompt + answer may be."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dschat",
+            "max_model_len": self.worker.engine.max_positions,
+        }
+
+
+class Event(NamedTuple):
+    """A token of choice number ``choice``, and the text that it makes final."""
+
+    choice: int
+    text: str
+    token: Token
+    finish_reason: str | None
+
+
+class Generation:
+    """The answers to ``prompts``, ``sampling.n`` each: choice ``p * n + sample`` for prompt p.
+
+    Raises:
+        UserError: a prompt that the model cannot answer.
+        Overloaded: too many answers wait.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        stops: list[str],
+        num_top: int,
+    ) -> None:
+        self.model, engine = model, model.worker.engine
+        problem = engine.problem([(ids, 0, sampling.max_new_tokens) for ids in prompts])
+        if problem is not None:
+            raise UserError(problem)
+        self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
+        self._first: dict[Handle, int] = {}
+        ends = sampling.end_ids(engine.stop_ids)
+        self.num_choices = len(prompts) * sampling.n
+        self._texts = [AnswerText(model.tokenizer, stops, ends) for _ in range(self.num_choices)]
+        self._open = set(range(self.num_choices))
+        self.prompt_tokens = sum(map(len, prompts))
+        try:
+            for i, ids in enumerate(prompts):
+                handle = model.worker.submit(self._tokens, ids, sampling, num_top)
+                self._first[handle] = i * sampling.n
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(text.num_tokens for text in self._texts)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """OpenAI's counts of tokens."""
+        completion = self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+        }
+
+    def close(self) -> None:
+        """Stop all answers that go on."""
+        for handle in self._first:
+            self.model.worker.cancel(handle)
+
+    async def events(self, timeout_s: float) -> AsyncGenerator[list[Event], None]:
+        """The events since the last ones, until all choices have ended.
+
+        Raises:
+            TimedOut: after ``timeout_s``.
+            EngineFailure: the engine failed.
+        """
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(timeout_s, self._tokens.put_nowait, TimedOut())
+        try:
+            while self._open:
+                items = [await self._tokens.get()]
+                while not self._tokens.empty():
+                    items.append(self._tokens.get_nowait())
+                if events := [event for item in items for event in self._follow(item)]:
+                    yield events
+        finally:
+            timer.cancel()
+            self.close()
+
+    def _follow(self, item: Token | Exception) -> list[Event]:
+        if isinstance(item, TimedOut):
+            raise item
+        if isinstance(item, Exception):
+            raise EngineFailure(str(item)) from item
+        index = self._first[item.handle] + item.sample
+        if index not in self._open:  # drawn before the engine knew of a stop string
+            return []
+        text, reason = self._texts[index].push(item)
+        if reason is not None:
+            self._open.discard(index)
+            if item.finish_reason is None:
+                self.model.worker.cancel(item.handle, item.sample)
+        return [Event(index, text, item, reason)]

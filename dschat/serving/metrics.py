@@ -1,0 +1,85 @@
+"""Counts requests, tokens and seconds for Prometheus."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dschat.serving.asgi import App, Message, Receive, Send
+from dschat.serving.generation import ServedModel
+from dschat.serving.worker import EngineWorker
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class ServerMetrics:
+    """The metrics of ``/metrics``, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        model = ["model"]
+
+        def counter(name: str, text: str, labels: list[str]) -> Counter:
+            return Counter(f"dschat_{name}", text, labels, registry=self.registry)
+
+        self.requests = counter("requests", "Requests by path and status.", ["path", "status"])
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", model)
+        self.answer_tokens = counter("answer_tokens", "Tokens of answers.", model)
+        self.cancelled = counter("cancelled", "Requests whose client left.", model)
+        self.first_token_s = Histogram(
+            "dschat_first_token_seconds",
+            "Time to the first token.",
+            model,
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self.request_s = Histogram(
+            "dschat_request_seconds",
+            "Time of a request.",
+            model,
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+
+    def follow(self, models: list[ServedModel]) -> None:
+        """Show the state of the models' engines."""
+        for name, text, state in (
+            ("running", "Answers that decode.", _num_running),
+            ("waiting", "Answers that wait for their first token.", _num_waiting),
+            ("cache_use", "Share of KV cache pages in use.", _cache_use),
+        ):
+            gauge = Gauge(f"dschat_{name}", text, ["model"], registry=self.registry)
+            for model in models:
+                gauge.labels(model.name).set_function(partial(state, model.worker))
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _num_running(worker: EngineWorker) -> float:
+    return worker.num_running
+
+
+def _num_waiting(worker: EngineWorker) -> float:
+    return worker.num_waiting
+
+
+def _cache_use(worker: EngineWorker) -> float:
+    cache = worker.engine.cache
+    return 1.0 - cache.num_free / cache.num_pages
+
+
+class Counted:
+    """ASGI middleware: counts requests by route and status."""
+
+    def __init__(self, app: App, counter: Counter) -> None:
+        self._app, self._counter = app, counter
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self._counter.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counting)

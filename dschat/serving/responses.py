@@ -1,0 +1,132 @@
+"""Builds OpenAI's response objects."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from dschat.serving.generation import Event, Generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = dict[str, Any]
+
+
+def server_sent(data: Json | str) -> str:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    return f"data: {text}\n\n"
+
+
+class ChatFormat:
+    """Objects of ``/v1/chat/completions``."""
+
+    def __init__(self, generation: Generation, has_logprobs: bool) -> None:
+        self.generation, self.has_logprobs = generation, has_logprobs
+        self._head = _head("chatcmpl", generation)
+
+    def first_chunks(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        choices = range(self.generation.num_choices)
+        return [self._chunk(self._choice(i, None, None, delta=delta)) for i in choices]
+
+    def chunk(self, event: Event) -> Json:
+        delta = {"content": event.text} if event.text else {}
+        logprobs = self._logprobs([event])
+        return self._chunk(self._choice(event.choice, event.finish_reason, logprobs, delta=delta))
+
+    def usage_chunk(self) -> Json:
+        return self._head | {
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": self.generation.usage,
+        }
+
+    def whole(self, choices: list[list[Event]]) -> Json:
+        """The response of a request without stream. ``choices``: all events of each."""
+        answers = []
+        for events in choices:
+            message = {"role": "assistant", "content": "".join(e.text for e in events)}
+            last, logprobs = events[-1], self._logprobs(events)
+            answers.append(self._choice(last.choice, last.finish_reason, logprobs, message=message))
+        whole = {"object": "chat.completion", "choices": answers, "usage": self.generation.usage}
+        return self._head | whole
+
+    def _chunk(self, choice: Json) -> Json:
+        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+    def _choice(self, index: int, reason: str | None, logprobs: Any, **content: Json) -> Json:
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, events: Iterable[Event]) -> Json | None:
+        if not self.has_logprobs:
+            return None
+        tokenizer = self.generation.model.tokenizer
+        entries = []
+        for event in events:
+            entry = _entry(tokenizer, event.token.id, event.token.logprob)
+            top = [_entry(tokenizer, token, value) for token, value in event.token.top]
+            entries.append(entry | {"top_logprobs": top})
+        return {"content": entries}
+
+
+class CompletionFormat:
+    """Objects of ``/v1/completions``."""
+
+    def __init__(self, generation: Generation, has_logprobs: bool) -> None:
+        self.generation, self.has_logprobs = generation, has_logprobs
+        self._head = _head("cmpl", generation) | {"object": "text_completion"}
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+
+    def first_chunks(self) -> list[Json]:
+        return []
+
+    def chunk(self, event: Event) -> Json:
+        return self._head | {"choices": [self._choice([event])]}
+
+    def usage_chunk(self) -> Json:
+        return self._head | {"choices": [], "usage": self.generation.usage}
+
+    def whole(self, choices: list[list[Event]]) -> Json:
+        """The response of a request without stream. ``choices``: all events of each."""
+        answers = [self._choice(events) for events in choices]
+        return self._head | {"choices": answers, "usage": self.generation.usage}
+
+    def _choice(self, events: list[Event]) -> Json:
+        last = events[-1]
+        return {
+            "index": last.choice,
+            "text": "".join(event.text for event in events),
+            "logprobs": self._logprobs(events) if self.has_logprobs else None,
+            "finish_reason": last.finish_reason,
+        }
+
+    def _logprobs(self, events: list[Event]) -> Json:
+        tokenizer = self.generation.model.tokenizer
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for event in events:
+            found["tokens"].append(tokenizer.decode([event.token.id]))
+            found["token_logprobs"].append(event.token.logprob)
+            top = {tokenizer.decode([token]): value for token, value in event.token.top}
+            found["top_logprobs"].append(top)
+            offset = self._offsets.get(event.choice, 0)
+            found["text_offset"].append(offset)
+            self._offsets[event.choice] = offset + len(event.text)
+        return found
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> Json:
+    """OpenAI's body of a failed request."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _head(prefix: str, generation: Generation) -> Json:
+    name = generation.model.name
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+
+def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> Json:
+    text = tokenizer.decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

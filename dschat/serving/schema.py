@@ -1,0 +1,165 @@
+"""Declares the request bodies of OpenAI's interface that the server takes, and checks them."""
+
+import secrets
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dschat.inference.protocol import SamplingParams
+
+# Fields that would change the answer and that the engine does not implement, with the values that
+# ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
+
+Stops = Union[None, str, Annotated[list[str], Field(max_length=16)]]
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides text."""
+
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What both kinds of requests have. Fields after ``stream_options`` are not OpenAI's."""
+
+    model_config = ConfigDict(extra="allow")  # clients send fields that change nothing: user, store
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stops = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] = Field([], max_length=64)
+    ignore_eos: bool = False
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> "GenerationRequest":
+        for name, nothing in _UNSUPPORTED.items():
+            value = (self.model_extra or {}).get(name)
+            if value not in nothing:
+                raise ValueError(f"{name} {value!r:.60} is not supported")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """Raises ``UserError`` for a value that cannot be sampled with."""
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),  # -1, elsewhere: off
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            n=self.n,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_new_tokens=min(self.min_tokens or 0, max_new_tokens),
+        )
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    role: str = Field(max_length=64)
+    content: str | list[TextPart]
+
+    def as_dict(self) -> dict[str, str]:
+        text = self.content
+        if isinstance(text, list):
+            text = "".join(part.text for part in text)
+        # OpenAI's name for the system message of newer models.
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``/v1/completions``: text, or token ids."""
+
+    prompt: Union[str, list[int], list[str], list[list[int]]]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class ScoreRequest(BaseModel):
+    """Body of ``/api/score``: a conversation and answers to it."""
+
+    messages: list[Message] = Field(min_length=1)
+    answers: list[str] = Field(min_length=1, max_length=64)
+
+
+class Preference(BaseModel):
+    """Body of ``/api/preference``: a conversation, and which of two answers is better."""
+
+    messages: list[Message] = Field(min_length=1)
+    chosen: str = Field(min_length=1)
+    rejected: str = Field(min_length=1)
+    chosen_model: str = ""
+    rejected_model: str = ""

@@ -1,0 +1,61 @@
+"""Turns the tokens of an answer into text: stop strings, log-probs, finish reason."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dschat.chat.stream_decoder import StreamDecoder
+from dschat.serving.worker import Token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Piece(NamedTuple):
+    """What a token adds to an answer."""
+
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass
+class AnswerText:
+    """The text of one answer, without end tokens and without what follows a stop string.
+
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    stops: list[str]
+    end_ids: frozenset[int]
+    num_tokens: int = 0
+    _held: str = ""
+    _decoder: StreamDecoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decoder = StreamDecoder(self.tokenizer)
+
+    def push(self, token: Token) -> Piece:
+        """The text that is final after ``token``; "stop" if it completes a stop string."""
+        self.num_tokens += 1
+        is_end = token.finish_reason == "stop"
+        text = "" if is_end and token.id in self.end_ids else self._decoder.push(token.id)
+        if token.finish_reason is not None:
+            text += self._decoder.finish()
+        self._held += text
+        found = [i for i in map(self._held.find, self.stops) if i >= 0]
+        if found:
+            return Piece(self._held[: min(found)], "stop")
+        num_held = 0 if token.finish_reason is not None else self._num_undecided()
+        final, self._held = (
+            self._held[: len(self._held) - num_held],
+            self._held[len(self._held) - num_held :],
+        )
+        return Piece(final, token.finish_reason)
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the text with which a stop string begins."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self.stops):
+                return length
+        return 0
