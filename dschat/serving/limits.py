@@ -11,14 +11,7 @@ from dschat.serving.responses import error_body
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")
 _BODY_TIMEOUT_S = 30.0
-
-
-class TooLarge(Exception):
-    """A request's body is larger than allowed."""
-
-
-class TooSlow(Exception):
-    """A request's body did not arrive in time."""
+_DISCARDED_BYTES = 64 * 2**20  # of a body too large
 
 
 class Guard:
@@ -33,31 +26,27 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        response = None
         if not self._may_enter(scope, headers.get(b"authorization", b"")):
             body = error_body("the API key is missing or wrong", "authentication_error")
             response = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
-        elif int(headers.get(b"content-length", b"0") or 0) > self._max_bytes:
-            response = self._too_large()
-        if response is not None:
             await response(scope, receive, send)
             return
-        has_answered = False
-
-        async def send_once(message: Message) -> None:
-            nonlocal has_answered
-            has_answered = True
-            await send(message)
-
         try:
-            await self._app(scope, self._limited(receive), send_once)
-        except (TooLarge, TooSlow) as error:
-            assert not has_answered, "a body is read before the answer"
-            response = self._too_large()
-            if isinstance(error, TooSlow):
-                message = f"the request's body did not arrive in {_BODY_TIMEOUT_S:.0f} s"
-                response = JSONResponse(error_body(message, "invalid_request_error"), 408)
-            await response(scope, receive, send)
+            whole = await asyncio.wait_for(_read(receive, self._max_bytes), _BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            problem = f"the request's body did not arrive in {_BODY_TIMEOUT_S:.0f} s"
+            await _refuse(408, problem)(scope, receive, send)
+            return
+        if whole is None:
+            problem = f"the request's body exceeds {self._max_bytes} bytes (--max_request_mib)"
+            await _refuse(413, problem)(scope, receive, send)
+            return
+        messages = [{"type": "http.request", "body": whole, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
 
     def _may_enter(self, scope: Message, authorization: bytes) -> bool:
         if not self._keys or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
@@ -66,28 +55,22 @@ class Guard:
         is_known = [secrets.compare_digest(key.strip(), known) for known in self._keys]
         return kind.lower() == b"bearer" and any(is_known)
 
-    def _too_large(self) -> JSONResponse:
-        message = f"the request's body exceeds {self._max_bytes} bytes (--max_request_mib)"
-        return JSONResponse(
-            error_body(message, "invalid_request_error"), 413, {"Connection": "close"}
-        )
 
-    def _limited(self, receive: Receive) -> Receive:
-        loop = asyncio.get_running_loop()
-        deadline, num_bytes, is_whole = loop.time() + _BODY_TIMEOUT_S, 0, False
+def _refuse(status: int, message: str) -> JSONResponse:
+    body = error_body(message, "invalid_request_error")
+    return JSONResponse(body, status, {"Connection": "close"})
 
-        async def limited() -> Message:
-            nonlocal num_bytes, is_whole
-            if is_whole:  # what follows is the end of the connection
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), max(0.0, deadline - loop.time()))
-            except asyncio.TimeoutError:
-                raise TooSlow from None
-            num_bytes += len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            if num_bytes > self._max_bytes:
-                raise TooLarge
-            return message
 
-        return limited
+async def _read(receive: Receive, max_bytes: int) -> bytes | None:
+    """A request's body. None: it has over ``max_bytes``; the rest is read too, up to a limit, as a
+    client that still writes would not read the answer.
+    """
+    parts, num_bytes, is_whole = [], 0, False
+    while not is_whole and num_bytes < max_bytes + _DISCARDED_BYTES:
+        message = await receive()
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes <= max_bytes:
+            parts.append(part)
+        is_whole = not message.get("more_body", False)
+    return b"".join(parts) if num_bytes <= max_bytes else None

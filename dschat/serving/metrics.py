@@ -2,7 +2,14 @@
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from dschat.serving.asgi import App, Message, Receive, Send
 from dschat.serving.generation import ServedModel
@@ -15,6 +22,7 @@ class ServerMetrics:
     """The metrics of ``/metrics``, in a registry of its own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         model = ["model"]
 

@@ -1,0 +1,178 @@
+"""Clients that leave, read slowly, ask for too much or send rubbish."""
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+
+FOREVER = {"prompt": "sun", "max_tokens": 400, "stream": True, "ignore_eos": True}
+
+
+def ask(served, path, body, method="POST", **headers):
+    """Status, headers and body of a response."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, response.headers, text
+
+
+def begin(served, body):
+    """A socket on which a streamed answer has begun."""
+    client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    assert client.recv(20).startswith(b"HTTP/1.1 200")
+    return client
+
+
+def wait_until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for 30 s")
+
+
+def is_idle(served):
+    worker = served.model.worker
+    cache = worker.engine.cache
+    return not worker._open and not worker._handles and cache.num_free == cache.num_pages
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/completions", b"{", 400, "the body is not JSON"),
+        ("/v1/completions", b"\xff\xfe", 400, "the body is not JSON"),
+        ("/v1/completions", {}, 400, "prompt: Field required"),
+        ("/v1/completions", {"prompt": ""}, 400, "prompt 0 is empty"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt: is empty"),
+        ("/v1/completions", {"prompt": [1, 10**9]}, 400, "outside the vocabulary"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: "),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, 400, "exceeds"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature -1"),
+        ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p 0"),
+        ("/v1/completions", {"prompt": "a", "n": 129}, 400, "n: "),
+        ("/v1/completions", {"prompt": ["a"] * 300, "n": 2}, 400, "more than the queue holds"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
+        ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed: "),
+        ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "there is tiny"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages: "),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            400,
+            "tools",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content",
+        ),
+        ("/v1/nothing", {}, 404, "Not Found"),
+    ],
+)
+def test_wrong_requests(path, body, status, said, served):
+    got, _, text = ask(served, path, body)
+    error = json.loads(text)["error"]
+    assert (got, said in error["message"]) == (status, True), text
+    assert "\n" not in error["message"]
+
+
+def test_a_body_too_large(served):
+    body = json.dumps({"prompt": "a" * 10 * 2**20}).encode()
+    status, _, text = ask(served, "/v1/completions", body)
+    assert (status, "--max_request_mib" in text.decode()) == (413, True)
+
+
+def test_a_large_body_without_its_size(served):
+    """In chunks, so that the server learns of the size as it reads."""
+    chunks = iter([b"a" * 2**16] * 160)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("POST", "/v1/completions", chunks, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves(stream, served):
+    """Its answers end, and their pages are free."""
+    body = FOREVER | {"n": 4, "stream": stream}
+    if stream:
+        client = begin(served, body)
+    else:
+        client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+        client.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + data)
+        wait_until(lambda: served.model.worker.num_running == 4)
+    before = served.model.worker.stats.answer_tokens
+    client.close()
+    wait_until(lambda: is_idle(served))
+    drawn = served.model.worker.stats.answer_tokens - before
+    assert drawn < 4 * 400  # not to their end
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(served):
+    clients = [begin(served, FOREVER | {"n": 8, "logprobs": 5}) for _ in range(3)]
+    status, _, text = ask(served, "/v1/completions", {"prompt": "moon", "max_tokens": 5})
+    assert status == 200, text
+    for client in clients:
+        client.close()
+    wait_until(lambda: is_idle(served))
+
+
+def test_a_full_queue(small):
+    """One decodes and one waits; the third is told to come back later."""
+    clients = [begin(small, FOREVER) for _ in range(1)]
+    body = json.dumps(FOREVER).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    for _ in range(2):
+        clients.append(socket.create_connection(("127.0.0.1", small.port)))
+        clients[-1].sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    wait_until(lambda: small.model.worker.num_waiting == 2)
+    status, headers, text = ask(small, "/v1/completions", FOREVER)
+    assert (status, headers["Retry-After"]) == (429, "2"), text
+    for client in clients:
+        client.close()
+    wait_until(lambda: is_idle(small))
+
+
+def test_a_step_that_fails_ends_its_requests_alone(served, monkeypatch, caplog):
+    worker = served.model.worker
+    step = worker._batch.step
+
+    def fails():
+        monkeypatch.setattr(worker._batch, "step", step)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(worker._batch, "step", fails)
+    status, _, text = ask(served, "/v1/completions", {"prompt": "sun"})
+    assert (status, "server's log" in text.decode()) == (500, True)
+    assert "out of memory" in caplog.text
+    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 200
+    assert ask(served, "/health", b"", "GET")[0] == 200
+
+
+def test_metrics(served):
+    ask(served, "/v1/completions", {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+    _, _, text = ask(served, "/metrics", b"", "GET")
+    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert float(lines['dschat_answer_tokens_total{model="tiny"}']) >= 3
+    assert float(lines['dschat_running{model="tiny"}']) == 0
+
+
+def test_another_name_for_this_address(served):
+    """A page of another site cannot reach the server by a name of its own."""
+    status, _, _ = ask(served, "/v1/models", b"", "GET", Host="evil.example")
+    assert status == 400
