@@ -1,0 +1,164 @@
+"""Measures `dschat serve` under load, and against the engine alone.
+
+    python benchmarks/serving.py [--streams 64] [--seconds 60] [--rounds 3]
+
+A Llama of 35M parameters with random weights, fp32. First, streams that begin a new request as soon
+as one ends, for ``--seconds``: how many requests were answered whole, and the times to the first
+token. Then, by turns, the same prompts to the server and to `InferenceEngine.generate` in a process
+of its own; each answer has 128 tokens. Prints one JSON line each.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from report import environment
+from rollout_workloads import llama
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from dschat.builtin.tiny_model import resolve_model
+from dschat.inference import InferenceEngine, SamplingParams
+
+NEW_TOKENS, PROMPT_TOKENS = 128, 32
+HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def make_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin/tiny"))
+    config = llama(384, 6, 6, 1024, 32_000)
+    config.eos_token_id = tokenizer.eos_token_id
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prompts(number: int, seed: int = 0) -> list[list[int]]:
+    """Other prompts for each seed: those of an earlier call would be in the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 500, (number, PROMPT_TOKENS), generator=generator).tolist()
+
+
+class Client:
+    """Sends requests for streams and counts what comes back, as cheaply as it can."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.first_token_s: list[float] = []
+        self.whole = self.lost = self.tokens = 0
+
+    async def ask(self, ids: list[int], seed: int) -> None:
+        body = {"prompt": ids, "max_tokens": NEW_TOKENS, "seed": seed, "stream": True}
+        data = json.dumps(body | {"ignore_eos": True, "logprobs": 0})
+        started = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(f"{HEADERS}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+        count, tail = 0, b""
+        while part := await reader.read(1 << 16):
+            if b"data: {" in part and not count:
+                self.first_token_s.append(time.perf_counter() - started)
+            count += part.count(b"data: {")
+            tail = (tail + part)[-100:]
+            if b"[DONE]" in tail:
+                break
+        writer.close()
+        self.tokens += count
+        self.whole += count == NEW_TOKENS
+        self.lost += count != NEW_TOKENS
+
+    async def keep_asking(self, number: int, ids: list[int], until: float) -> None:
+        while time.perf_counter() < until:
+            await self.ask(ids, number)
+
+
+async def load(port: int, streams: int, seconds: float) -> dict:
+    client, started = Client(port), time.perf_counter()
+    until = started + seconds
+    asked = (client.keep_asking(i, ids, until) for i, ids in enumerate(prompts(streams)))
+    await asyncio.gather(*asked)
+    took = time.perf_counter() - started
+    times = sorted(client.first_token_s)
+    return {
+        "case": "load",
+        "streams": streams,
+        "seconds": round(took, 1),
+        "whole": client.whole,
+        "lost": client.lost,
+        "tokens_per_s": round(client.tokens / took, 1),
+        "first_token_s": {"median": times[len(times) // 2], "worst": times[-1]},
+    }
+
+
+async def once(port: int, streams: int, seed: int) -> float:
+    """Tokens per second of one answer to each prompt."""
+    client, started = Client(port), time.perf_counter()
+    await asyncio.gather(*(client.ask(ids, i) for i, ids in enumerate(prompts(streams, seed))))
+    assert client.lost == 0
+    return client.tokens / (time.perf_counter() - started)
+
+
+def engine_alone(path: Path, streams: int) -> None:
+    """Answers every line of standard input with the engine's tokens per second."""
+    made = InferenceEngine.from_pretrained(path, max_num_seqs=64, max_seq_len=2048, page_size=16)
+    sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
+    made.generate(prompts(streams), SamplingParams(4))
+    for line in sys.stdin:
+        started = time.perf_counter()
+        made.generate(prompts(streams, int(line)), sampling)
+        sys.stdout.write(f"{streams * NEW_TOKENS / (time.perf_counter() - started)}\n")
+        sys.stdout.flush()
+
+
+def start(*words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)  # the other side
+    args = parser.parse_args()
+    if args.engine:
+        engine_alone(args.engine, args.streams)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        sizes = ("--max_seq_len", "2048", "--port", "0")
+        server = start("-m", "dschat", "serve", "--path", folder, *sizes)
+        engine = start(__file__, "--engine", folder, "--streams", str(args.streams))
+        port = int(server.stdout.readline().split(":")[-1].split()[0])
+        try:
+            asyncio.run(once(port, args.streams, 1))  # warm
+            loaded = asyncio.run(load(port, args.streams, args.seconds))
+            print(json.dumps(loaded | environment(torch.device("cpu"))))
+            served, alone = [], []
+            for seed in range(2, 2 + args.rounds):
+                served.append(asyncio.run(once(port, args.streams, seed)))
+                engine.stdin.write(f"{seed}\n")
+                engine.stdin.flush()
+                alone.append(float(engine.stdout.readline()))
+            ratios = [a / b for a, b in zip(served, alone, strict=True)]
+            found = {"case": "against the engine", "served": served, "engine": alone}
+            found["ratio"] = {
+                "median": statistics.median(ratios),
+                "min": min(ratios),
+                "max": max(ratios),
+            }
+            print(json.dumps(found | environment(torch.device("cpu"))))
+        finally:
+            server.terminate()
+            engine.terminate()
+
+
+if __name__ == "__main__":
+    main()
