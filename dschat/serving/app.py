@@ -16,13 +16,16 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
+from dschat.serving.chat_routes import WebChat
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import EngineFailure, Event, Generation, ServedModel, TimedOut
 from dschat.serving.limits import Guard
 from dschat.serving.load import LoadedModel
 from dschat.serving.metrics import Counted, ServerMetrics
+from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
+from dschat.serving.reward import RewardModel
 from dschat.serving.schema import ChatRequest, CompletionRequest
 from dschat.serving.worker import EngineWorker
 
@@ -183,7 +186,12 @@ class Server:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def create_app(server: Server, keys: list[str]) -> FastAPI:
+def create_app(
+    server: Server,
+    keys: list[str],
+    preferences: PreferenceFile,
+    reward_model: RewardModel | None = None,
+) -> FastAPI:
     """The application of ``server``, for requests with one of ``keys`` (none: for all)."""
     config = server.config
 
@@ -202,6 +210,7 @@ def create_app(server: Server, keys: list[str]) -> FastAPI:
     app.get("/v1/models/{name:path}")(server.describe_model)
     app.get("/health")(server.health)
     app.get("/metrics")(server.render_metrics)
+    WebChat(server, preferences, reward_model).add_to(app)
     handle_errors(app)
     app.add_middleware(Counted, counter=server.metrics.requests)
     app.add_middleware(Guard, keys=keys, max_bytes=int(config.max_request_mib * 2**20))

@@ -1,9 +1,13 @@
 """Starts a server in a thread, on a tiny model with random weights."""
 
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
@@ -19,18 +23,42 @@ def small(tmp_path_factory):
     yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], **sizes)
 
 
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory):
+    """A server of two models, with a reward model of random weights."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from dschat.builtin.tiny_model import resolve_model
+
+    source, folder = resolve_model("builtin/tiny"), tmp_path_factory.mktemp("reward")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    paths = ["tiny=builtin/tiny", "other=builtin/tiny"]
+    yield from _serve(tmp_path_factory, path=paths, reward_model=str(folder), max_num_seqs=4)
+
+
 def _serve(tmp_path_factory, **options):
     uvicorn = pytest.importorskip("uvicorn")
     from dschat.serving.__main__ import _listen
     from dschat.serving.app import Server, create_app
     from dschat.serving.flags import ServeConfig
     from dschat.serving.load import load_models
+    from dschat.serving.preferences import PreferenceFile
+    from dschat.serving.reward import RewardModel
 
     folder = tmp_path_factory.mktemp("serving")
     config = ServeConfig(preferences=str(folder / "preferences.jsonl"), **options)
     server = Server(config, load_models(config))
+    scorer = None
+    if config.reward_model is not None:
+        scorer = RewardModel(config.reward_model, config.dtype)
+    app = create_app(server, [], PreferenceFile(config.preferences), scorer)
     listener = _listen("127.0.0.1", 0)
-    settings = uvicorn.Config(create_app(server, []), log_level="warning", lifespan="on")
+    settings = uvicorn.Config(app, log_level="warning", lifespan="on")
     running = uvicorn.Server(settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

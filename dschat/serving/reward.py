@@ -1,0 +1,71 @@
+"""Scores answers with a reward model of step 2, as it was trained: by its own tokenizer."""
+
+import torch
+
+import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
+from dschat.chat.load import resolve_dtype
+from dschat.config import UserError
+from dschat.data.segments import encode_examples
+from dschat.data.sources.adapters import Example
+from dschat.models.fit import check_fit
+from dschat.models.load import load_score_backbone, not_a_reward_model
+from dschat.models.model_kind import load_config, require_score_head, reward_form
+from dschat.models.packing import pack
+from dschat.models.score_model import ScoreModel
+from dschat.models.tokenizer import load_tokenizer
+from dschat.models.vocabulary import num_ids
+
+_FLAG = "--reward_model"
+
+
+class RewardModel:
+    """The reward model at ``path``; see `ServeConfig`.
+
+    Raises:
+        UserError: not a reward model with a tokenizer.
+    """
+
+    def __init__(self, path: str, dtype: str, trust_remote_code: bool = False) -> None:
+        name = resolve_model(path)
+        config = load_config(name, _FLAG, trust_remote_code)
+        require_score_head(config, name, _FLAG)
+        if reward_form(config, name, _FLAG) == "base":
+            raise not_a_reward_model(name, _FLAG, config)
+        check_fit(config, name, _FLAG, "score")
+        self._tokenizer = load_tokenizer(name, _FLAG, trust_remote_code)
+        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        pad_id = config.pad_token_id
+        model = load_score_backbone(
+            name,
+            _FLAG,
+            resolve_dtype(dtype),
+            from_base=False,
+            pad_token_id=self._tokenizer.pad_token_id if pad_id is None else pad_id,
+            num_tokens=num_ids(self._tokenizer),
+            trust_remote_code=trust_remote_code,
+        )
+        self._model = ScoreModel(model.to(dist.device()).eval())
+        self._model.check(dist.device())
+
+    @torch.no_grad()
+    def score(self, messages: list[dict[str, str]], answers: list[str]) -> list[float]:
+        """The score of each answer to a conversation, at its end.
+
+        Raises:
+            UserError: the chat template refuses the messages, or they are longer than the model.
+        """
+        turns = [[{"role": "assistant", "content": answer}] for answer in answers]
+        examples = [Example(messages, turn) for turn in turns]
+        rows = []
+        for encoded in encode_examples(self._tokenizer, examples, ("chosen",)):
+            if encoded.problem:
+                raise UserError(encoded.problem)
+            row = encoded.prompt_ids + encoded.answers[0]
+            if self._positions is not None and len(row) > self._positions:
+                raise UserError(
+                    f"{len(row)} tokens, and the reward model has {self._positions} positions"
+                )
+            rows.append(row)
+        packed = pack(rows, [[len(row) - 1] for row in rows])
+        return self._model(packed.to(dist.device())).tolist()

@@ -1,0 +1,28 @@
+"""Talks to the server as a client that is no library."""
+
+import http.client
+import json
+import socket
+
+FOREVER = {"prompt": "sun", "max_tokens": 400, "stream": True, "ignore_eos": True}
+
+
+def ask(served, path, body, method="POST", **headers):
+    """Status, headers and body of a response."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, response.headers, text
+
+
+def begin(served, body):
+    """A socket on which a streamed answer has begun."""
+    client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    assert client.recv(20).startswith(b"HTTP/1.1 200")
+    return client

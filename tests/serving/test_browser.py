@@ -1,0 +1,164 @@
+"""The web chat in a real Chromium: type, stream, stop, compare, record."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser, compared):
+    """The page, with what the console and the network said in ``page.problems``."""
+    # NOTE: `wait_for_function` evaluates strings, which the page's policy forbids.
+    permissions = ["clipboard-read", "clipboard-write"]
+    context = browser.new_context(permissions=permissions, bypass_csp=True)
+    opened = context.new_page()
+    opened.problems, opened.expected = [], "nothing"
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on("console", lambda m: m.type == "error" and opened.problems.append(m.text))
+    opened.on(
+        "request",
+        lambda r: r.url.startswith(compared.url) or opened.problems.append(r.url),
+    )
+    opened.goto(compared.url)
+    opened.wait_for_selector("#models input")
+    yield opened
+    assert [said for said in opened.problems if opened.expected not in said] == []
+    context.close()
+
+
+def settings(page, **values):
+    page.click("summary")
+    for name, value in values.items():
+        page.fill(f"#{name}", str(value))
+        page.dispatch_event(f"#{name}", "change")
+    page.click("summary")
+
+
+def wait_for_answers(page, count):
+    page.wait_for_function(
+        f"document.querySelectorAll('.answer').length === {count} && "
+        "!document.querySelector('.writing')"
+    )
+
+
+def test_compare_and_record(page, compared):
+    settings(page, max_tokens=8, seed=3)
+    page.fill("#prompt", "what is <b>the</b> sun?")
+    page.keyboard.press("Enter")
+    wait_for_answers(page, 2)
+    page.wait_for_function("document.querySelectorAll('.score')[1].textContent")
+    first, second = page.locator(".answer .text").all_inner_texts()
+    assert first == second  # one model, one seed
+    assert page.locator(".user").inner_text() == "what is <b>the</b> sun?"
+    scores = page.locator(".score").all_inner_texts()
+    assert scores[0] == scores[1]
+    assert scores[0].startswith("reward ")
+
+    # Another temperature for the second turn; prefer the second model's answer.
+    settings(page, seed="", temperature=1.5)
+    page.fill("#prompt", "and the moon?")
+    page.click("#send")
+    wait_for_answers(page, 4)
+    page.locator(".prefer").nth(3).click()
+    page.wait_for_function("document.querySelector('#status').textContent.includes('recorded')")
+    texts = page.locator(".answer .text").all_text_contents()
+    rows = list(map(json.loads, Path(compared.config.preferences).read_text().splitlines()))
+    row = rows[-1]
+    assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+    assert row["prompt"][1]["content"] == texts[0]
+    assert row["chosen"][0]["content"] == texts[3]
+    assert row["rejected"][0]["content"] == texts[2]
+    assert (row["chosen_model"], row["rejected_model"]) == ("other", "tiny")
+    assert page.locator(".answer.chosen").count() == 1
+
+    # The conversation is kept in the browser.
+    page.reload()
+    page.wait_for_selector("#models input")
+    assert page.locator(".answer .text").all_text_contents() == texts
+    assert page.input_value("#temperature") == "1.5"
+    page.click("#new")
+    assert page.locator(".answer").count() == 0
+
+
+def test_under_its_own_policy(browser, compared):
+    """The policy that the server sends allows what the page does."""
+    opened = browser.new_page()
+    problems = []
+    opened.on("console", lambda m: m.type == "error" and problems.append(m.text))
+    opened.goto(compared.url)
+    opened.locator("#models input").first.wait_for()
+    opened.fill("#prompt", "sun")
+    opened.keyboard.press("Enter")
+    opened.locator(".score", has_text="reward").first.wait_for()
+    assert not problems
+    opened.close()
+
+
+def test_stop_by_key_and_copy(page, compared):
+    page.locator("#models input").nth(1).uncheck()
+    settings(page, max_tokens=450, system="be brief")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(
+            post_data=json.dumps(json.loads(route.request.post_data) | {"ignore_eos": True})
+        ),
+    )
+    page.fill("#prompt", "tell me everything")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('.answer .text')?.textContent.length > 20")
+    page.keyboard.press("Escape")
+    wait_for_answers(page, 1)
+    assert page.locator(".problem").count() == 0
+    assert page.is_visible("#send")
+    text = page.locator(".answer .text").inner_text()
+    page.locator("text=Copy").click()
+    page.wait_for_function("document.querySelector('#status').textContent === 'copied'")
+    assert page.evaluate("navigator.clipboard.readText()").strip() == text.strip()
+    worker = compared.server.models["tiny"].worker
+    page.wait_for_timeout(200)
+    assert worker.num_running == 0
+
+
+def test_an_error_is_shown(page):
+    settings(page, max_tokens=100000)
+    page.fill("#prompt", "sun")
+    page.keyboard.press("Enter")
+    wait_for_answers(page, 2)
+    assert "exceeds" in page.locator(".problem").first.inner_text()
+    page.expected = "status of 400"  # the browser logs it
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_width(scheme, width, page, tmp_path):
+    """Nothing is wider than the window; every control can be reached by the keyboard."""
+    page.set_viewport_size({"width": width, "height": 740})
+    page.emulate_media(color_scheme=scheme)
+    settings(page, max_tokens=30)
+    page.fill("#prompt", "what do you know about the sun, the moon and " + "verylong" * 20)
+    page.keyboard.press("Enter")
+    wait_for_answers(page, 2)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.querySelector('main').scrollWidth") <= width
+    page.screenshot(path=tmp_path / f"{scheme}-{width}.png")
+    page.focus("#prompt")
+    names = set()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        names.add(page.evaluate("document.activeElement.textContent.trim()"))
+    assert {"Send", "New conversation", "Settings", "Copy", "Prefer"} <= names

@@ -1,0 +1,70 @@
+"""Scores and preferences of the web chat, without a browser."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from http_client import ask
+
+from dschat.config import UserError
+from dschat.config.data import DataConfig
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import load_examples
+from dschat.serving.preferences import PreferenceFile
+
+MESSAGES = [{"role": "user", "content": "what is the sun?"}]
+
+
+def test_scores_are_those_of_the_model(compared):
+    """Against transformers' own pooling of the last token."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    answers = ["a star", "I do not know what that is"]
+    status, _, text = ask(compared, "/api/score", {"messages": MESSAGES, "answers": answers})
+    assert status == 200, text
+    path = compared.config.reward_model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    for score, answer in zip(json.loads(text)["scores"], answers, strict=True):
+        turns = [*MESSAGES, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        assert ids[-1] == tokenizer.eos_token_id or tokenizer.eos_token_id in ids[-3:]
+        ids = ids[: len(ids) - ids[::-1].index(tokenizer.eos_token_id)]
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_preference_is_a_row_of_step_2(compared, monkeypatch, tmp_path):
+    body = {
+        "messages": [{"role": "system", "content": "be brief"}, *MESSAGES],
+        "chosen": "a star\n☀",
+        "rejected": "no idea",
+        "chosen_model": "tiny",
+        "rejected_model": "other",
+    }
+    for _ in range(2):
+        assert ask(compared, "/api/preference", body)[0] == 204
+    path = compared.config.preferences
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert rows[-1]["chosen_model"] == "tiny"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    config = DataConfig(data_path=[path], eval_fraction=0.0, data_split="0,1,0")
+    train, _ = load_examples(config, "reward")
+    example = Example.from_row(train[-1])
+    assert example.prompt == body["messages"]
+    assert example.chosen == [{"role": "assistant", "content": "a star\n☀"}]
+    assert example.rejected == [{"role": "assistant", "content": "no idea"}]
+
+
+def test_without_a_reward_model(served):
+    body = {"messages": MESSAGES, "answers": ["a"]}
+    status, _, text = ask(served, "/api/score", body)
+    assert (status, "--reward_model" in text.decode()) == (404, True)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="--preferences .*: Is a directory; name another file"):
+        PreferenceFile(str(tmp_path))
