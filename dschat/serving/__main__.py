@@ -27,7 +27,9 @@ def main() -> None:
         import uvicorn
 
         from dschat.serving.app import Server, create_app
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("dschat"):
+            raise
         raise UserError(f"{error.name} is missing: pip install 'dschat[serve]'") from None
 
     from dschat.observability import console
@@ -65,9 +67,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise UserError(f"--host {host}: {error.strerror}") from None
     except OSError as error:
-        raise UserError(
-            f"--port {port} of {host}: {(error.strerror or str(error)).lower()}; choose another"
-        ) from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise UserError(f"--port {port} of {host}: {reason}; choose another") from None
     listener.setblocking(False)
     return listener
 

@@ -1,5 +1,6 @@
 """Records preferences as rows that step 2 trains on."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -18,14 +19,16 @@ class PreferenceFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab"):
-                pass
-        except OSError as error:
-            raise UserError(f"--preferences {path}: {error.strerror}; name another file") from None
-        if not self.path.stat().st_size:
-            self.path.unlink()  # a file without rows is no data set
+        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
+        problem = None
+        if self.path.is_dir():
+            problem = errno.EISDIR
+        elif not parent.is_dir():
+            problem = errno.ENOTDIR
+        elif not os.access(self.path if self.path.exists() else parent, os.W_OK):
+            problem = errno.EACCES
+        if problem is not None:
+            raise UserError(f"--preferences {path}: {os.strerror(problem)}; name another file")
 
     def append(self, preference: Preference) -> None:
         """Add a row, at once and whole."""
@@ -37,6 +40,7 @@ class PreferenceFile:
             "chosen_model": preference.chosen_model,
             "rejected_model": preference.rejected_model,
         }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

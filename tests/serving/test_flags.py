@@ -1,0 +1,117 @@
+"""Names of models, API keys, and which requests need one."""
+
+import asyncio
+
+import pytest
+
+from dschat.config import UserError
+from dschat.serving.flags import ServeConfig, api_keys
+
+pytest.importorskip("fastapi")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("out/step3_rlhf/actor", "step3_rlhf"),
+        ("out/step3_rlhf/actor_ema", "step3_rlhf/actor_ema"),
+        ("out/step1_sft/", "step1_sft"),
+        ("owner/model", "model"),
+        ("actor", "actor"),
+        ("mine=out/step1_sft", "mine"),
+    ],
+)
+def test_names(path, name):
+    assert [n for n, _ in ServeConfig(path=[path]).models] == [name]
+
+
+def test_two_models_of_one_name():
+    with pytest.raises(UserError, match="two models are actor; write NAME=FOLDER"):
+        ServeConfig(path=["a/actor=x", "actor=y", "actor=z"]).validate()
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("a.b", False)],
+)
+def test_which_hosts_are_local(host, local):
+    assert ServeConfig(path=["a"], host=host).is_local == local
+
+
+def test_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(" one \n\ntwo\n")
+    config = ServeConfig(path=["a"], api_key_file=str(file))
+    assert api_keys(config, "three, four") == ["three", "four", "one", "two"]
+    assert api_keys(ServeConfig(path=["a"]), None) == []
+    file.write_text("\n")
+    with pytest.raises(UserError, match="has no key"):
+        api_keys(config, None)
+    file.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not a text file"):
+        api_keys(config, None)
+    with pytest.raises(UserError, match="No such file"):
+        api_keys(ServeConfig(path=["a"], api_key_file="nowhere"), None)
+
+
+def guarded(path, *, key=None, body=(b"",), keys=("right",), max_bytes=10):
+    """The status of a request, and the body that the application read."""
+    from dschat.serving.limits import Guard
+
+    parts, sent, read = list(body), [], []
+
+    async def app(scope, receive, send):
+        read.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200})
+
+    async def receive():
+        if not parts:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", key)] if key else []
+    scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
+    asyncio.run(Guard(app, list(keys), max_bytes)(scope, receive, send))
+    return sent[0]["status"], b"".join(read)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/models", None, 401),
+        ("/v1/models", b"Bearer wrong", 401),
+        ("/v1/models", b"right", 401),
+        ("/v1/models", b"Bearer right", 200),
+        ("/v1/models", b"bearer right", 200),
+        ("/metrics", None, 401),
+        ("/api/preference", None, 401),
+        ("/health", None, 200),
+        ("/", None, 200),
+    ],
+)
+def test_who_may_enter(path, key, status):
+    assert guarded(path, key=key)[0] == status
+
+
+def test_bodies():
+    assert guarded("/", body=(b"12345", b"67890")) == (200, b"1234567890")
+    assert guarded("/", body=(b"12345", b"67890", b"1")) == (413, b"")
+
+
+def test_a_body_that_does_not_arrive(monkeypatch):
+    from dschat.serving import limits
+
+    monkeypatch.setattr(limits, "_BODY_TIMEOUT_S", 0.05)
+    assert guarded("/", body=()) == (408, b"")
+
+
+def test_a_port_in_use():
+    from dschat.serving.__main__ import _listen
+
+    with _listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"--port {port} .*: address already in use; choose"):
+            _listen("127.0.0.1", port)

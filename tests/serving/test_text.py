@@ -1,0 +1,64 @@
+"""Stop strings over any tokens, against a search of the whole text."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dschat.serving.text import AnswerText
+from dschat.serving.worker import Token
+
+PIECES = ["a", "b", "ab", "ba", "é", "aab", " "]
+END = len(PIECES)
+
+
+class Tokenizer:
+    """A token is a piece of text; the last one is an end token."""
+
+    def decode(self, ids, **_):
+        return "".join(PIECES[token] for token in ids if token != END)
+
+
+def answer(tokens, stops, reason):
+    """The pieces of ``tokens``, and why it ended, at which token."""
+    text = AnswerText(Tokenizer(), stops, frozenset({END}))
+    pieces = []
+    for i, token in enumerate(tokens):
+        last = i == len(tokens) - 1
+        drawn = Token(SimpleNamespace(), 0, token, 0.0, [], reason if last else None)
+        piece, found = text.push(drawn)
+        pieces.append(piece)
+        if found is not None:
+            break
+    return pieces, found, i
+
+
+@given(
+    st.lists(st.integers(0, END - 1), min_size=1, max_size=20),
+    st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_the_text_ends_before_the_first_stop_string(tokens, stops, has_end):
+    tokens = [*tokens, END] if has_end else tokens
+    pieces, found, last = answer(tokens, stops, "stop" if has_end else "length")
+    got = "".join(pieces)
+    for end in range(1, len(tokens) + 1):  # the token that completes a stop string
+        whole = Tokenizer().decode(tokens[:end])
+        starts = [whole.index(stop) for stop in stops if stop in whole]
+        if starts:
+            assert (got, found, last) == (whole[: min(starts)], "stop", end - 1)
+            return
+    assert (got, found) == (Tokenizer().decode(tokens), "stop" if has_end else "length")
+
+
+def test_what_may_begin_a_stop_string_waits():
+    tokens = [PIECES.index(piece) for piece in ("a", "a", "b", " ")]
+    pieces, _, _ = answer(tokens, ["aaa", "b "], "length")
+    assert pieces == ["", "", "aa", ""]
+
+
+@pytest.mark.parametrize("stops", [[], ["zz"]])
+def test_text_is_not_held_without_need(stops):
+    tokens = [PIECES.index(piece) for piece in ("a", "b", "a")]
+    assert answer(tokens, stops, "length")[0] == ["a", "b", "a"]
