@@ -27,10 +27,12 @@ from dschat.data import __main__
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
+from dschat.serving.flags import ServeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
+COMMANDS = {"serve": ServeConfig}
 CONFIGS = {n: step.config_class for n, step in recipe.STEPS.items()}
 FLAGS = {n: parser.flag_names(config) for n, config in CONFIGS.items()}
 TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())
@@ -166,10 +168,16 @@ def parse_step(words: list[str]) -> None:
     parser.parse(CONFIGS[number], words[1:])
 
 
+def dschat(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    parser.parse(COMMANDS[words[0]], words[1:], takes_file=False)
+
+
 def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
     if words[:2] == ["-m", "dschat.data"]:
         __main__.main()
         assert "example 1" in capsys.readouterr().out
+    elif words[:2] == ["-m", "dschat"]:
+        dschat(words[2:], capsys)
     elif words[0] == "train.py":
         dry_run(words[1:])
     elif words[0] == "benchmarks/gpu.py":
@@ -212,6 +220,7 @@ def sbatch(words: list[str], capsys: pytest.CaptureFixture) -> None:
 
 PROGRAMS: dict[str, Callable] = {
     "python": python,
+    "dschat": dschat,
     "deepspeed": deepspeed,
     "torchrun": torchrun,
     "mpirun": mpirun,
@@ -236,7 +245,8 @@ def known_flag(name: str) -> bool:
     prefix, _, name = name.replace("-", "_").rpartition(".")
     if prefix:
         return name in FLAGS[int(prefix.removeprefix("step"))]
-    others = (parser.flag_names(ShowConfig), parser.flag_names(ChatConfig), {"help", "config"})
+    configs = (ShowConfig, ChatConfig, *COMMANDS.values())
+    others = (*map(parser.flag_names, configs), {"help", "config"})
     return name in TRAIN_FLAGS.union(*others, OTHER_FLAGS)
 
 
