@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import dschat.distributed as dist
 from dschat.chat.load import causal_lm, resolve_dtype
 from dschat.config import UserError
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
@@ -14,8 +15,6 @@ from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.vocabulary import num_ids
 from dschat.serving.flags import ServeConfig
-
-import dschat.distributed as dist  # isort: skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
