@@ -25,6 +25,8 @@ COMMANDS = {
     "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
     "chat": ("chat.py", "talk to a trained model"),
     "serve": ("dschat.serving.__main__", "OpenAI-compatible server and web chat"),
+    "generate": ("dschat.offline.generate", "answer the prompts of a data set, into a file"),
+    "eval": ("dschat.offline.evaluate", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__", "show data files as the model will see them"),
 }
 USAGE = "usage: dschat COMMAND [FLAGS]"
@@ -45,7 +47,7 @@ def main() -> int:
         words = [*words[1:], words[0]]
     command, *flags = words or ["--help"]
     if command in ("-h", "--help"):
-        lines = "\n".join(f"  {name:8}{text}" for name, (_, text) in COMMANDS.items())
+        lines = "\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())
         sys.stdout.write(HELP.format(commands=lines))
         return 0
     if command == "--version":

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from dschat.chat.session import Chat, StreamingGenerator
+    from dschat.chat.session import Chat
+    from dschat.inference import InferenceEngine
+    from dschat.inference.hf_generator import HuggingFaceGenerator
 
 logger = logging.getLogger("dschat")
 
@@ -100,7 +102,8 @@ def load_chat(config: ChatConfig) -> "Chat":
     check_system(tokenizer, system)
     check_fit(load_config(name, "--path", config.trust_remote_code), name, "--path", "lm")
     dtype = resolve_dtype(config.dtype)
-    generator, stops = _load_generator(name, config, dtype, tokenizer)
+    sizes = {"max_num_seqs": 1, "page_size": _PAGE_SIZE}
+    generator, stops = load_generator(name, dtype, tokenizer, config.trust_remote_code, **sizes)
     precision = str(dtype).removeprefix("torch.")
     logger.info(
         "%s: %s in %s on %s", config.path, type(generator).__name__, precision, dist.device().type
@@ -108,11 +111,19 @@ def load_chat(config: ChatConfig) -> "Chat":
     return Chat(generator, tokenizer, stops, config.sampling, system)
 
 
-def _load_generator(
-    name: str, config: ChatConfig, dtype: "torch.dtype", tokenizer: "PreTrainedTokenizerBase"
-) -> tuple["StreamingGenerator", tuple[int, ...]]:
+def load_generator(
+    name: str,
+    dtype: "torch.dtype",
+    tokenizer: "PreTrainedTokenizerBase",
+    trust_remote_code: bool = False,
+    max_num_seqs: int = 1,
+    max_seq_len: int = _MAX_SEQ_LEN,
+    page_size: Optional[int] = None,
+) -> tuple["InferenceEngine | HuggingFaceGenerator", tuple[int, ...]]:
     """Returns the inference engine if it knows the family, else the Hugging Face module; and the
     tokens that end an answer.
+
+    Sizes: see `dschat.inference.EngineConfig`; ``max_seq_len`` is cut to the model's positions.
     """
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
     from dschat.inference.hf_generator import HuggingFaceGenerator
@@ -123,31 +134,35 @@ def _load_generator(
 
     stops = stop_ids(tokenizer, read_generation_config(name, "--path"))
     try:
-        spec = model_spec(load_config(name, "--path", config.trust_remote_code))
+        spec = model_spec(load_config(name, "--path", trust_remote_code))
         if not (Path(name) / "adapter_config.json").is_file():
-            max_seq_len = min(spec.max_positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN)
             engine = InferenceEngine.from_pretrained(
                 name,
                 str(dtype).removeprefix("torch."),
                 str(dist.device()),
                 stop_ids=stops,
                 num_tokens=num_ids(tokenizer),
-                max_num_seqs=1,
-                max_seq_len=max_seq_len,
-                page_size=_PAGE_SIZE,
+                max_num_seqs=max_num_seqs,
+                max_seq_len=min(spec.max_positions or max_seq_len, max_seq_len),
+                page_size=page_size,
             )
             return engine, stops
     except UnsupportedModel as reason:
         logger.warning("NO FAST GENERATION: %s; using the slower Hugging Face module", reason)
-    model = load_causal_lm(name, "--path", dtype, trust_remote_code=config.trust_remote_code)
+    model = load_causal_lm(name, "--path", dtype, trust_remote_code=trust_remote_code)
     model.to(dist.device())
     generator = HuggingFaceGenerator(
-        model, stops, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
+        model,
+        stops,
+        tokenizer.pad_token_id,
+        max_num_seqs,
+        num_tokens=num_ids(tokenizer),
+        self_check=max_num_seqs > 1,
     )
     return generator, stops
 
 
-def causal_lm(path: str, trust_remote_code: bool) -> str:
+def causal_lm(path: str, trust_remote_code: bool = False) -> str:
     """``path`` in the form ``from_pretrained`` takes; ``UserError`` if it is not a causal LM."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
@@ -176,6 +191,7 @@ def _is_missing_sibling(folder: Path) -> bool:
 
 
 def resolve_dtype(name: str) -> "torch.dtype":
+    """``--dtype`` as torch knows it; auto is bf16 on an accelerator and fp32 on a CPU."""
     import torch
 
     if name == "auto":

@@ -1,6 +1,7 @@
 """Flags of the reward sources: reward model, Python functions, HTTP endpoint, and their weights.
 
-Part of `dschat.config.RLHFConfig`. The score of an answer is the weighted sum of its sources.
+Part of `dschat.config.RLHFConfig`; ``dschat generate`` and ``dschat eval`` have the sources too.
+The score of an answer is the weighted sum of its sources.
 """
 
 from dataclasses import dataclass
@@ -53,6 +54,25 @@ class RewardSourcesConfig:
         "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "
         "rollout/unscored).",
     )
+
+    @property
+    def has_reward_programs(self) -> bool:
+        """Whether functions or an endpoint score."""
+        return bool(self.reward_fn or self.reward_url)
+
+    def validate_rewards(self) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
+        url = self.reward_url
+        require(
+            url is None or url.startswith(("http://", "https://")),
+            f"--reward_url {url} must begin with http:// or https://",
+        )
+
+
+@dataclass
+class RewardTrainingConfig(RewardSourcesConfig):
+    """Rewards in training."""
+
     normalize_reward: bool = flag(
         False, "Normalize each source by its running mean and standard deviation."
     )
@@ -72,21 +92,8 @@ class RewardSourcesConfig:
         "weighted sum.",
     )
 
-    @property
-    def has_reward_programs(self) -> bool:
-        """Whether functions or an endpoint score."""
-        return bool(self.reward_fn or self.reward_url)
-
     def clip_where(self, model_alone: bool) -> Optional[float]:
         """The bound of the weighted sum; None: unbounded. ``model_alone``: all other sources have
         weight 0. The caller passes it because reward functions can also be given in Python.
         """
         return 5.0 if self.clip_reward is None and model_alone else self.clip_reward
-
-    def validate_rewards(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
-        url = self.reward_url
-        require(
-            url is None or url.startswith(("http://", "https://")),
-            f"--reward_url {url} must begin with http:// or https://",
-        )

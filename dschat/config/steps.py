@@ -12,7 +12,7 @@ from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, require_bounds, require_types
 from dschat.config.preference import PreferenceConfig
-from dschat.config.reward import RewardSourcesConfig
+from dschat.config.reward import RewardTrainingConfig
 from dschat.config.rollout import RolloutConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
@@ -226,7 +226,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(AlgorithmConfig, RewardSourcesConfig, RolloutConfig, CommonConfig):
+class RLHFConfig(AlgorithmConfig, RewardTrainingConfig, RolloutConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")

@@ -284,7 +284,7 @@ def _prompt_rows(
         yield {
             "prompt_ids": encoded.prompt_ids,
             "prompt": json.dumps(example.prompt),
-            "prompt_text": _question(example.prompt),
+            "prompt_text": question_text(example.prompt),
             "index": index,
             "problem": encoded.problem
             or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
@@ -340,7 +340,7 @@ def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, 
     return {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
 
 
-def _question(prompt: Content) -> str:
+def question_text(prompt: Content) -> str:
     """A text prompt, or the last user turn."""
     if isinstance(prompt, str):
         return prompt

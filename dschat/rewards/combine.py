@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.config.reward import RewardSourcesConfig
+from dschat.config.reward import RewardTrainingConfig
 from dschat.rewards.reward_functions import SourceScores
 
 
 def combine(
-    sources: list[SourceScores], config: RewardSourcesConfig, scale: "RunningScale | None"
+    sources: list[SourceScores], config: RewardTrainingConfig, scale: "RunningScale | None"
 ) -> tuple[Tensor, list[list[float]] | None]:
     """Collective where ``normalize_reward``. The weighted sum of the sources' scores.
 

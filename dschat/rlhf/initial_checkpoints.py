@@ -15,6 +15,7 @@ from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.load import not_a_reward_model
 from dschat.models.model_kind import load_config, require_causal_lm, require_score_head, reward_form
+from dschat.models.packing.model import Packing
 from dschat.models.tokenizer import ensure_distinct_pad, read_tokenizer
 from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
 
@@ -81,27 +82,34 @@ def find_checkpoints(
         flag = REWARD if separate else CRITIC
         reward = named if separate else critic or named
         assert reward is not None
-        _find_reward(checkpoints, resolve_model(reward), flag, args, tokenizer)
+        options = trust, attention, args.packing
+        find_reward(checkpoints, resolve_model(reward), flag, tokenizer, *options)
     if args.has_critic:
         name = resolve_model(critic) if critic else checkpoints.reward
         _find_critic(checkpoints, name, name == checkpoints.reward, args, tokenizer)
     return checkpoints
 
 
-def _find_reward(
+def find_reward(
     checkpoints: InitialCheckpoints,
     name: str,
     flag: str,
-    args: RLHFConfig,
     tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    packing: Packing = "auto",
 ) -> None:
-    trust = args.trust_remote_code
-    config = load_config(name, flag, trust)
+    """Check the reward model ``name`` and add it to ``checkpoints``.
+
+    Raises:
+        UserError: naming ``flag``: missing, not a reward model, or unusable with ``tokenizer``.
+    """
+    config = load_config(name, flag, trust_remote_code)
     require_score_head(config, name, flag)
     if reward_form(config, name, flag) == "base":
         raise not_a_reward_model(name, flag, config)
-    check_fit(config, name, flag, "score", args.attn_implementation, packing=args.packing)
-    reward_tokenizer = _tokenizer_of(name, config, flag, tokenizer, trust)
+    check_fit(config, name, flag, "score", attn_implementation, packing=packing)
+    reward_tokenizer = _tokenizer_of(name, config, flag, tokenizer, trust_remote_code)
     checkpoints.reward = name
     if reward_tokenizer is not None and not same_tokens(tokenizer, reward_tokenizer):
         checkpoints.reward_tokenizer = reward_tokenizer

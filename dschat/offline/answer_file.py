@@ -1,0 +1,147 @@
+"""Appends JSON lines to a file that a killed command continues.
+
+Lines go to ``OUT.partial``, which becomes ``OUT`` when the last one is written, so ``OUT`` is
+complete or absent. ``OUT.settings.json`` holds the settings that the lines depend on: another
+command, or the same one with other settings, is refused.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from dschat.checkpoint.atomic_files import sync_file
+from dschat.config import UserError
+from dschat.config.errors import require
+
+FLAG = "--out"
+
+
+class AnswerFile:
+    """The output of one command.
+
+    Args:
+        settings: JSON values by flag.
+        overwrite: remove what is there.
+
+    Attributes:
+        num_lines: complete lines of an earlier start.
+        is_complete: an earlier start has finished.
+
+    Raises:
+        UserError: the file cannot be written, or another command wrote or is writing it.
+    """
+
+    def __init__(self, path: str, settings: dict[str, Any], overwrite: bool = False) -> None:
+        self._path = Path(os.path.expanduser(path))
+        self._partial = self._path.with_name(f"{self._path.name}.partial")
+        self._settings = self._path.with_name(f"{self._path.name}.settings.json")
+        settings = json.loads(json.dumps(settings))  # as they will be read back
+        require(not self._path.is_dir(), f"{FLAG} {path} is a folder; name a file in it")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not overwrite:
+                self._check(path, settings)
+            self.is_complete = self._path.exists() and not overwrite
+            self.num_lines = 0
+            self._file: IO[bytes] | None = None
+            if not self.is_complete:
+                self._file = self._locked(path)
+                if overwrite:
+                    self._file.truncate(0)
+                    self._path.unlink(missing_ok=True)
+                self._write_settings(settings)
+                self.num_lines = self._cut()
+        except OSError as error:
+            raise UserError(f"{FLAG} {path}: {error.strerror}; name another file") from None
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Write ``lines`` and sync them to disk."""
+        assert self._file is not None, "the file is complete"
+        self._file.write("".join(f"{line}\n" for line in lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> None:
+        """Give the file its name: all lines are written."""
+        assert self._file is not None, "the file is complete"
+        os.replace(self._partial, self._path)
+        sync_file(self._path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; a later start with the same settings continues it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _check(self, path: str, settings: dict[str, Any]) -> None:
+        """Raise ``UserError`` where the files there are of other settings."""
+        if not self._settings.exists():
+            if self._path.exists() or self._partial.exists():
+                raise UserError(
+                    f"{FLAG} {path} exists, and this command did not write it; name another file, "
+                    "or replace it with --overwrite"
+                )
+            return
+        try:
+            before = json.loads(self._settings.read_text("utf-8"))
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise UserError(
+                f"{FLAG} {path}: {self._settings.name} is damaged; name another file, or replace "
+                "it with --overwrite"
+            )
+        for name in sorted({*settings, *before}):
+            old, new = before.get(name), settings.get(name)
+            if old != new:
+                raise UserError(
+                    f"{FLAG} {path} holds another command's answers: {name} was {_shown(old)} and "
+                    f"is {_shown(new)}; name another file, or replace it with --overwrite"
+                )
+
+    def _locked(self, path: str) -> IO[bytes]:
+        file = open(self._partial, "ab+")  # noqa: SIM115  closed by close
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"{FLAG} {path}: another command is writing it; wait for it, or name another file"
+            ) from None
+        return file
+
+    def _write_settings(self, settings: dict[str, Any]) -> None:
+        new = self._settings.with_name(f".{self._settings.name}.new")
+        new.write_text(json.dumps(settings, indent=1), "utf-8")
+        sync_file(new)
+        os.replace(new, self._settings)
+        sync_file(self._settings.parent)
+
+    def _cut(self) -> int:
+        """Remove a last line that a kill has cut short; returns the number of complete lines."""
+        assert self._file is not None
+        self._file.seek(0)
+        count = end = 0
+        for line in self._file:
+            if not (line.endswith(b"\n") and _is_json(line)):
+                break
+            count, end = count + 1, end + len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+        return count
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

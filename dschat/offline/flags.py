@@ -1,0 +1,222 @@
+"""Flags of ``dschat generate`` and ``dschat eval``.
+
+Neither torch nor transformers here: ``--help`` and mistyped flags must answer at once.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Optional, get_args
+
+from dschat.config.data import DataConfig
+from dschat.config.errors import UserError, require
+from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.reward import RewardSourcesConfig
+from dschat.inference.protocol import SamplingParams
+
+Task = Literal["exact_match", "numeric", "f1", "choice", "perplexity", "win_rate", "score", "gold"]
+TASKS: tuple[Task, ...] = get_args(Task)
+GENERATING = (
+    "exact_match",
+    "numeric",
+    "f1",
+    "win_rate",
+    "score",
+    "gold",
+)  # tasks that need answers
+NEED_REWARD = ("win_rate", "score")
+
+
+@dataclass
+class PromptsConfig(RewardSourcesConfig):
+    """Prompts, sampling and the model's precision."""
+
+    reward_model_name_or_path: str = flag(
+        "",
+        "Reward model (step 2's folder). If its tokenizer is not the model's, answers are "
+        "retokenized.",
+        short=True,
+        aliases=["--reward_model"],
+    )
+    data_path: Optional[list[str]] = flag(
+        None,
+        "Data sets, as in training: files (.json .jsonl .csv .tsv .parquet), folders, globs, "
+        "builtin/chat, builtin/arithmetic, or hub names.",
+        short=True,
+    )
+    split: Literal["train", "eval"] = flag(
+        "train",
+        "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
+        short=True,
+    )
+    prompt_column: Optional[str] = flag(None, "Column of the prompt, or a path into one.")
+    messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
+    on_bad_row: Literal["auto", "error", "skip"] = flag(
+        "auto",
+        "At a line that is not JSON, CSV or UTF-8, and at a row without a usable prompt. error: "
+        "stop and name it. skip: drop and count it. auto: error for lines, skip for rows.",
+    )
+    max_rows: Optional[int] = flag(None, "Read the first N usable rows only.", short=True, ge=1)
+    max_new_tokens: int = flag(256, "Longest answer in tokens.", short=True, ge=1)
+    temperature: float = flag(1.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
+    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
+    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
+    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    seed: int = flag(1234, "Seed of sampling.", short=True, ge=0, le=2**32 - 1)
+    dtype: Literal["auto", "fp32", "bf16"] = flag(
+        "auto", "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU."
+    )
+    max_num_seqs: int = flag(64, "Answers that are generated together.", ge=1)
+    chunk_size: Optional[int] = flag(
+        None,
+        "Prompts answered and written at a time; default: enough for 8 times --max_num_seqs "
+        "answers.",
+        ge=1,
+    )
+    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether answers are scored."""
+        return bool(self.reward_model_name_or_path) or self.has_reward_programs
+
+    @property
+    def data(self) -> DataConfig:
+        """The data flags as `dschat.data` takes them."""
+        return DataConfig(
+            data_path=self.data_path or [],
+            prompt_column=self.prompt_column,
+            messages_column=self.messages_column,
+            on_bad_row=self.on_bad_row,
+        )
+
+    def sampling(self, n: int) -> SamplingParams:
+        """The sampling of ``n`` answers per prompt."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            n=n,
+        )
+
+    def prompts_per_chunk(self, n: int) -> int:
+        """Prompts that are answered together, each ``n`` times."""
+        return self.chunk_size or max(1, 8 * self.max_num_seqs // n)
+
+    def validate_prompts(self) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
+        require_types(self)
+        require_bounds(self)
+        self.validate_rewards()
+        require(bool(self.data_path), "--data_path is missing; name a file of prompts, or several")
+        try:
+            self.sampling(1)
+        except UserError as error:
+            raise UserError(f"--{error}") from None
+
+
+@dataclass
+class GenerateConfig(PromptsConfig):
+    """Answer every prompt of a data set: one JSON line per prompt, in the order of the data."""
+
+    path: str = flag(
+        "", "Model: a folder such as output/demo/step3_rlhf/actor, or a hub name.", short=True
+    )
+    out: str = flag(
+        "",
+        "File to write (.jsonl). The same command resumes it where it was killed.",
+        short=True,
+    )
+    n: int = flag(1, "Answers per prompt.", short=True, ge=1)
+    best_of: bool = flag(
+        False,
+        "Write the answer with the highest score as `answer`; needs a reward.",
+        short=True,
+    )
+    pairs: bool = flag(
+        False,
+        "Write the answers with the highest and the lowest score as `chosen` and `rejected`, for "
+        "step 2.",
+        short=True,
+    )
+    column_prefix: str = flag("", "Start the names of new columns with this text.")
+    overwrite: bool = flag(False, "Replace --out, whatever wrote it.")
+
+    def validate(self) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
+        self.validate_prompts()
+        require(bool(self.path), "--path is missing; name a model's folder")
+        require(bool(self.out), "--out is missing; name a file for the answers, such as out.jsonl")
+        for name in ("best_of", "pairs"):
+            require(
+                self.has_rewards or not getattr(self, name),
+                f"--{name} ranks answers by a score; name --reward_model or --reward_fn",
+            )
+        require(
+            self.n > 1 or not (self.best_of or self.pairs),
+            f"--n {self.n}: --best_of and --pairs choose among several answers; raise it",
+        )
+
+
+@dataclass
+class EvalConfig(PromptsConfig):
+    """Evaluate one model, or compare several, on local data."""
+
+    path: Optional[list[str]] = flag(
+        None, "Models: folders or hub names; the others are compared with the first.", short=True
+    )
+    answers: Optional[list[str]] = flag(
+        None,
+        "Files of `dschat generate` to evaluate beside the models, by their column `answer`.",
+        short=True,
+    )
+    task: Optional[list[str]] = flag(None, f"Tasks: {', '.join(TASKS)}.", short=True)
+    out: Optional[str] = flag(None, "JSON file for the results.", short=True)
+    reference_column: Optional[str] = flag(
+        None,
+        "Column of the reference answer, of a list of them, or of the right choice (its text, "
+        "number from 0 or letter); default: the first of reference, solution, answer, target, "
+        "ground_truth, chosen, label.",
+        short=True,
+    )
+    choices_column: str = flag("choices", "Column of the list of choices of task choice.")
+    text_column: Optional[str] = flag(
+        None, "Column of plain text for task perplexity, in place of prompts and references."
+    )
+    split: Literal["train", "eval"] = flag(
+        "eval",
+        "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
+        short=True,
+    )
+    temperature: float = flag(0.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
+    confidence: float = flag(0.95, "Level of the confidence intervals.", gt=0, lt=1)
+    num_resamples: int = flag(10_000, "Bootstrap resamples.", ge=100, le=10**6)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a task needs answers."""
+        return any(task in GENERATING for task in self.task or ())
+
+    def validate(self) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
+        self.validate_prompts()
+        require(
+            bool(self.path or self.answers),
+            "--path is missing; name a model's folder, or several",
+        )
+        require(bool(self.task), f"--task is missing; choose from {', '.join(TASKS)}")
+        for task in self.task or ():
+            require(task in TASKS, f"--task {task} is unknown; choose from {', '.join(TASKS)}")
+            require(
+                self.has_rewards or task not in NEED_REWARD,
+                f"--task {task} needs a score; name --reward_model or --reward_fn",
+            )
+            require(
+                task in GENERATING or not self.answers,
+                f"--task {task} reads a model's probabilities, which --answers files lack; leave "
+                "one of them out",
+            )
+        names = [*(self.path or ()), *(self.answers or ())]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"--path has {twice} twice; name each model once")

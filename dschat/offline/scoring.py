@@ -1,0 +1,192 @@
+"""Scores answers by a reward model, reward functions and an endpoint, as step 3 does.
+
+A reward model with another tokenizer gets prompts and answers re-tokenized.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
+from dschat.config import UserError
+from dschat.config.reward import RewardTrainingConfig
+from dschat.inference.protocol import Rollout
+from dschat.models.load import load_config, load_score_backbone
+from dschat.models.packing import pack
+from dschat.models.score_model import ScoreModel
+from dschat.offline.flags import PromptsConfig
+from dschat.offline.rows import Row
+from dschat.rewards.combine import any_applies, combine
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rewards.samples import Samples
+from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_reward
+from dschat.rlhf.retokenize import Retokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("dschat")
+
+FLAG = "--reward_model"
+_SEQUENCES = 64  # of one forward
+
+
+class RewardModel:
+    """A reward model, and how it reads the sequences of another model.
+
+    Args:
+        tokenizer: of the model that answers.
+        stop_ids: its tokens that end an answer.
+
+    Attributes:
+        max_len: longest prompt + answer in the model's tokens; None: not bounded, or re-tokenized.
+
+    Raises:
+        UserError: missing, not a reward model, or unusable with ``tokenizer``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: "Sequence[int]",
+        trust_remote_code: bool = False,
+    ) -> None:
+        found = InitialCheckpoints("")
+        find_reward(found, resolve_model(path), FLAG, tokenizer, trust_remote_code)
+        for note in found.notes:
+            logger.warning("%s", note)
+        assert found.reward is not None
+        self._name, self._path, self._trust = found.reward, path, trust_remote_code
+        self._pad_id = tokenizer.pad_token_id
+        self._retokenizer = None
+        self.max_len = found.reward_max_len
+        if found.reward_tokenizer is not None:
+            self._retokenizer = Retokenizer(
+                tokenizer, found.reward_tokenizer, stop_ids, found.reward_max_len
+            )
+            self.max_len = None
+        self._model: ScoreModel | None = None
+
+    def load(self, dtype: torch.dtype) -> None:
+        """Load the weights."""
+        pad_id = load_config(self._name, FLAG, self._trust).pad_token_id
+        model = load_score_backbone(
+            self._name,
+            FLAG,
+            dtype,
+            from_base=False,
+            pad_token_id=self._pad_id if pad_id is None else pad_id,
+            num_tokens=0,
+            trust_remote_code=self._trust,
+        )
+        self._model = ScoreModel(model.to(dist.device()).eval())
+        self._model.check(dist.device())
+
+    @torch.no_grad()
+    def score(self, rows: list[Row], answers: Rollout) -> torch.Tensor:
+        """The score of every answer at its last token: (S,) fp32, S = rows x samples.
+
+        Raises:
+            UserError: a score is not finite.
+        """
+        assert self._model is not None, "call load first"
+        n = len(answers) // max(len(rows), 1)
+        scores = [torch.zeros(0)]
+        size = max(1, _SEQUENCES // n) if n else 1
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            ids = [
+                self._sequence(row, *answers[(start + i) * n + sample])
+                for i, row in enumerate(part)
+                for sample in range(n)
+            ]
+            prompts = None
+            if self._retokenizer is None:
+                prompts = [len(row.ids) for row in part for _ in range(n)]
+            packed = pack(ids, [[len(row) - 1] for row in ids], prompts)
+            scores.append(self._model(packed.to(dist.device())).float().cpu())
+        joined = torch.cat(scores)
+        if not joined.isfinite().all():
+            raise UserError(
+                f"{FLAG} {self._path} gives scores that are NaN or infinite; try --dtype fp32, or "
+                "name another reward model"
+            )
+        return joined
+
+    def _sequence(
+        self, row: Row, answer_ids: list[int], logprobs: list[float], reason: str
+    ) -> list[int]:
+        if self._retokenizer is None:
+            return row.ids + answer_ids
+        return self._retokenizer.sequence(row.ids, answer_ids, reason == "stop", row.prompt)
+
+
+class AnswerScorer:
+    """The weighted sum of all reward sources.
+
+    Args:
+        columns: of the data, for reward functions.
+
+    Raises:
+        UserError: a reward source that cannot be found, or needs a column that the data lacks.
+    """
+
+    def __init__(
+        self,
+        config: PromptsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: "Sequence[int]",
+        columns: list[str],
+    ) -> None:
+        self._config, self._tokenizer, self._columns = config, tokenizer, columns
+        self._programs = RewardPrograms.of(config)
+        self._programs.check_columns(columns)
+        self._model = None
+        if path := config.reward_model_name_or_path:
+            self._model = RewardModel(path, tokenizer, stop_ids, config.trust_remote_code)
+
+    @property
+    def max_len(self) -> int | None:
+        """Longest prompt + answer that can be scored; None: any."""
+        return None if self._model is None else self._model.max_len
+
+    def load(self, dtype: torch.dtype) -> None:
+        """Load the reward model, if there is one."""
+        if self._model is not None:
+            self._model.load(dtype)
+
+    def score(self, rows: list[Row], answers: Rollout) -> list[float | None]:
+        """One score per answer, (S,); None where no source gives one."""
+        sources = []
+        if self._model is not None:
+            weight = self._config.reward_model_weight
+            sources.append(SourceScores(REWARD_MODEL, weight, self._model.score(rows, answers)))
+        if self._programs.names:
+            samples = self._samples(rows, answers)
+            sources += self._programs.score(samples, self._config.reward_timeout_s).result()
+        total, _ = combine(sources, RewardTrainingConfig(), None)
+        scored = any_applies(sources) & total.isfinite()
+        return [
+            value if known else None
+            for value, known in zip(total.tolist(), scored.tolist(), strict=True)
+        ]
+
+    def close(self) -> None:
+        """Stop the threads and processes of reward functions."""
+        self._programs.close()
+
+    def _samples(self, rows: list[Row], answers: Rollout) -> Samples:
+        n = len(answers) // max(len(rows), 1)
+        repeated = [row for row in rows for _ in range(n)]
+        return Samples(
+            prompts=[row.question for row in repeated],
+            answers=self._tokenizer.batch_decode(answers.token_ids, skip_special_tokens=True),
+            prompt_ids=[row.ids for row in repeated],
+            answer_ids=answers.token_ids,
+            finish_reasons=list(answers.finish_reasons),
+            columns={name: [row.columns.get(name) for row in repeated] for name in self._columns},
+        )
