@@ -22,6 +22,7 @@ GENERATING = (
     "score",
     "gold",
 )  # tasks that need answers
+LIKELIHOOD = ("choice", "perplexity")
 NEED_REWARD = ("win_rate", "score")
 
 
@@ -83,7 +84,7 @@ class PromptsConfig(RewardSourcesConfig):
         """The data flags as `dschat.data` takes them."""
         return DataConfig(
             data_path=self.data_path or [],
-            prompt_column=self.prompt_column,
+            prompt_column=getattr(self, "text_column", None) or self.prompt_column,
             messages_column=self.messages_column,
             on_bad_row=self.on_bad_row,
         )
