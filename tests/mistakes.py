@@ -31,6 +31,8 @@ WORDS = {  # in capitals in the table. NEW: a model is still to be named; STEP1 
     "TRAIN": "train.py --output-dir out",
     "GOOD": f"--actor-model {{m}}/llama --reward-model {{m}}/llama {GOOD_DATA}",
     "DATA": "-m dschat.data",
+    "GENERATE": f"-m dschat generate --out out.jsonl --path {{m}}/llama {GOOD_DATA}",
+    "EVAL": f"-m dschat eval --path {{m}}/llama {GOOD_DATA}",
 }
 PYTHON = """
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams
@@ -145,6 +147,11 @@ def write_files(folder: Path) -> None:
         "scores.py": "def tested(answers, tests):\n    return [1.0] * len(answers)\n",
         "broken.py": "def score(:",
         "endless.py": "import time\ntime.sleep(600)\n",
+        "not_ours.jsonl": good,
+        "theirs.jsonl": good,
+        "theirs.jsonl.settings.json": json.dumps({"--temperature": 0.5}),
+        "few_answers.jsonl": json.dumps({"prompt": "w2 w4", "answer": "w5"}),
+        "other_prompts.jsonl": json.dumps({"prompt": "w9 w4", "answer": "w5"}),
         "hosts": "alpha slots=2\nbeta\n",
         "two_hosts": "alpha slots=2\nbeta slots=2\n",
         "finished/COMPLETE": "",

@@ -13,6 +13,7 @@ from dschat.offline.flags import GenerateConfig
 
 if TYPE_CHECKING:
     from dschat.offline.answer_file import AnswerFile
+    from dschat.offline.answer_lines import AnswerLines
     from dschat.offline.model import Model
     from dschat.offline.rows import Prompts
     from dschat.offline.scoring import AnswerScorer
@@ -37,6 +38,7 @@ def generate(config: GenerateConfig) -> None:
         UserError: a wrong flag, model, reward source, data or output file, before weights load.
     """
     from dschat.offline.answer_file import AnswerFile
+    from dschat.offline.answer_lines import AnswerLines
     from dschat.offline.model import Model
     from dschat.offline.rows import Prompts, Rows
     from dschat.offline.scoring import AnswerScorer
@@ -45,6 +47,7 @@ def generate(config: GenerateConfig) -> None:
     check_out(config)
     model = Model.find(config.path, config.dtype, config.trust_remote_code)
     rows = Rows(config)
+    lines = AnswerLines(config, rows, model.tokenizer)
     scorer = None
     if config.has_rewards:
         scorer = AnswerScorer(config, model.tokenizer, model.stop_ids, rows.columns)
@@ -56,7 +59,7 @@ def generate(config: GenerateConfig) -> None:
         if file.is_complete:
             logger.info("%s is complete: the same command has written it before", config.out)
         else:
-            _write(config, model, prompts, scorer, file)
+            _write(config, model, prompts, lines, scorer, file)
     finally:
         if scorer is not None:
             scorer.close()
@@ -66,16 +69,15 @@ def _write(
     config: GenerateConfig,
     model: "Model",
     prompts: "Prompts",
+    lines: "AnswerLines",
     scorer: "AnswerScorer | None",
     file: "AnswerFile",
 ) -> None:
     """Write the lines that ``file`` lacks, and complete it."""
     from dschat.chat.load import load_generator
     from dschat.observability import console
-    from dschat.offline.answer_lines import AnswerLines
     from dschat.offline.progress import Progress
 
-    lines = AnswerLines(config, prompts.rows, model.tokenizer)
     if scorer is not None:
         scorer.load(model.dtype)
     generator, _ = load_generator(

@@ -23,7 +23,8 @@ class Judge:
         models: of ``--path``. Answer files are tokenized as the first one's answers.
 
     Raises:
-        UserError: a reward source that is unusable, or answer files to score without a model.
+        UserError: a reward source that is unusable; an answer file with other prompts, or without a
+            model whose tokens a reward source could read.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class Judge:
         self._first: Scores | None = None
         self._scorers: dict[str, AnswerScorer] = {}  # by the model's path
         self._is_loaded: set[str] = set()
-        if not {*NEED_REWARD} & {*self._tasks}:
+        is_scored = bool({*NEED_REWARD} & {*self._tasks})
+        tokenizer = models[0].tokenizer if models and is_scored else None
+        self._files = {path: from_file(path, items, tokenizer) for path in config.answers or ()}
+        if not is_scored:
             return
         require(
             bool(models),
@@ -51,7 +55,7 @@ class Judge:
         if isinstance(entrant, Model):
             model, answers = entrant, generated(self._config, entrant, self._items, label)
         else:
-            answers = from_file(entrant, self._items, None if model is None else model.tokenizer)
+            answers = self._files[entrant]
         metrics = answer_metrics(self._tasks, self._items, answers.texts)
         return metrics | (self._scored(model, answers) if self._scorers and model else {})
 
