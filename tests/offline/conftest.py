@@ -36,7 +36,3 @@ def prompts(write) -> str:
         for i in range(10)
     ]
     return write("prompts.jsonl", [row | {"tags": [None, 0.5]} for row in rows])
-
-
-def rows_of(path: str) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]

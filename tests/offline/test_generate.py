@@ -1,0 +1,237 @@
+"""``dschat generate``: its lines, best of n, resuming, and training on its output."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from dschat.config import RewardConfig, SFTConfig, UserError, parser
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import load_examples
+from dschat.inference import InferenceEngine, SamplingParams
+from dschat.offline.answer_file import AnswerFile
+from dschat.offline.flags import GenerateConfig
+from dschat.offline.generate import generate
+
+
+def rows_of(path: str | Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def run(*flags: object) -> None:
+    generate(parser.parse(GenerateConfig, list(map(str, flags))))
+
+
+@pytest.fixture
+def flags(models, prompts, tmp_path):
+    """Answers of a tiny model in chunks of three prompts, two answers each."""
+    words = f"--path {models}/llama --data_path {prompts} --max_new_tokens 6 --chunk-size 3"
+    return [*words.split(), "--n", "2", "--out", str(tmp_path / "out.jsonl")]
+
+
+def reward_of(model: Path, texts: list[str]) -> list[float]:
+    """Scores at the last token, by transformers, one text at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    module = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    scores = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            hidden = module.model(input_ids=ids).last_hidden_state[0, -1]
+            scores.append(float(module.score(hidden)))
+    return scores
+
+
+def test_lines_keep_the_data_and_its_order(flags, prompts, models, tmp_path):
+    run(*flags)
+    rows, given = rows_of(tmp_path / "out.jsonl"), rows_of(prompts)
+    tokenizer = AutoTokenizer.from_pretrained(models / "llama")
+    engine = InferenceEngine.from_pretrained(models / "llama")
+    ids = [tokenizer(row["prompt"])["input_ids"] for row in given]
+    expected = engine.generate(ids, SamplingParams(max_new_tokens=6, seed=1234, n=2))
+    assert [{k: row[k] for k in given[0]} for row in rows] == given
+    for number, row in enumerate(rows):
+        answers = [expected[2 * number], expected[2 * number + 1]]
+        decoded = [tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in answers]
+        assert row["answers"] == decoded
+        assert row["finish_reasons"] == [a.finish_reason for a in answers]
+        assert row["num_tokens"] == [len(a.token_ids) for a in answers]
+
+
+def test_one_answer_is_the_answer(flags, tmp_path):
+    run(*flags, "--n", "1", "--max_rows", "2")
+    assert [row["answer"] for row in rows_of(tmp_path / "out.jsonl")] == [
+        row["answers"][0] for row in rows_of(tmp_path / "out.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama_reward", "llama_reward_reversed"])
+def test_best_of_n_by_a_reward_model(name, flags, models, tmp_path):
+    """Also of one with other token ids, which reads the text."""
+    run(*flags, "--n", 4, "--best-of", "--pairs", "--reward-model", models / name)
+    compared = 0
+    for row in rows_of(tmp_path / "out.jsonl"):
+        eos = ["<eos>" if reason == "stop" else "" for reason in row["finish_reasons"]]
+        texts = [f"{row['prompt']} {a} {e}" for a, e in zip(row["answers"], eos, strict=True)]
+        # The text lacks a pad token that was drawn; a reward model with the same ids reads it.
+        lengths = [len(f"{a} {e}".split()) for a, e in zip(row["answers"], eos, strict=True)]
+        for i, score in enumerate(reward_of(models / name, texts)):
+            if lengths[i] == row["num_tokens"][i] or name.endswith("reversed"):
+                assert row["scores"][i] == pytest.approx(score, abs=1e-4)
+                compared += 1
+        scores = row["scores"]
+        best, worst = scores.index(max(scores)), scores.index(min(scores))
+        assert row["answer"] == row["chosen"] == row["answers"][best]
+        assert row["score"] == row["scores"][best]
+        assert row["rejected"] == row["answers"][worst]
+    assert compared >= 30
+
+
+def test_best_of_n_by_a_function(flags, tmp_path):
+    """The function gets the columns of the data; equal scores: the first answer."""
+    (tmp_path / "short.py").write_text(
+        "def score(answer_ids, id):\n"
+        "    return [None if i == 3 else -float(len(a)) for a, i in zip(answer_ids, id)]\n"
+    )
+    run(*flags, "--n", 3, "--best_of", "--pairs", "--reward_fn", tmp_path / "short.py:score")
+    for row in rows_of(tmp_path / "out.jsonl"):
+        lengths = row["num_tokens"]
+        if row["id"] == 3:
+            assert (row["answer"], row["score"], row["chosen"]) == (None, None, None)
+            continue
+        assert row["answer"] == row["answers"][lengths.index(min(lengths))]
+        if len(set(lengths)) == 1:
+            assert row["chosen"] is row["rejected"] is None
+
+
+def test_a_killed_command_resumes(flags, models, tmp_path, monkeypatch):
+    """At the end of a chunk, inside one, and inside a line; the file is as if never killed."""
+    flags += ["--best_of", "--reward_model", str(models / "llama_reward")]
+    run(*flags)
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    whole = out.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for size in (0, ends[2], ends[3], ends[4] - 5, ends[8] + 1, len(whole)):
+        out.rename(partial)
+        os.truncate(partial, size)
+        run(*flags)
+        assert out.read_bytes() == whole
+    run(*flags)  # complete: no model loads
+    monkeypatch.setattr("dschat.chat.load.load_generator", None)
+    run(*flags)
+    with pytest.raises(UserError, match="--temperature was 1.0 and is 0.5"):
+        run(*flags, "--temperature", 0.5)
+
+
+def test_other_weights_and_data_are_other_settings(flags, prompts, tmp_path):
+    run(*flags, "--max_rows", 1)
+    Path(prompts).write_text(Path(prompts).read_text().replace('"id": 0', '"id": 7'))
+    with pytest.raises(UserError, match="content of --data_path was"):
+        run(*flags, "--max_rows", 1)
+
+
+@pytest.mark.slow
+def test_sigkill(flags, tmp_path):
+    """Killed again and again while it works, the command writes the same file."""
+    flags += ["--n", "60", "--max_new_tokens", "40", "--chunk-size", "1"]
+    run(*flags)
+    out = tmp_path / "out.jsonl"
+    whole = out.read_bytes()
+    command = [sys.executable, "-m", "dschat", "generate", *flags, "--overwrite"]
+    for number in range(6):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        partial = tmp_path / "out.jsonl.partial"
+        while process.poll() is None and (not partial.exists() or out.exists()):
+            time.sleep(0.01)
+        time.sleep(0.1 * number)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        command = [word for word in command if word != "--overwrite"]
+    subprocess.run(command, check=True)
+    assert out.read_bytes() == whole
+
+
+def test_unusable_rows_are_dropped(models, write, tmp_path, caplog):
+    rows = [{"prompt": "w2"}, {"prompt": ""}, {"prompt": " ".join(["w5"] * 60)}, {"prompt": "w3"}]
+    caplog.set_level("WARNING", "dschat")
+    data, out = write("mixed.jsonl", rows), tmp_path / "out.jsonl"
+    run("--path", models / "opt", "--data_path", data, "--out", out, "--max_new_tokens", 8)
+    assert [row["prompt"] for row in rows_of(out)] == ["w2", "w3"]
+    assert "dropped 2 of 4 rows: 1 with no usable prompt, 1 with a prompt of more than 56" in (
+        caplog.text
+    )
+
+
+def test_another_family_generates_with_its_own_module(models, prompts, tmp_path):
+    import tiny_models
+
+    path = tiny_models.ensure(tmp_path, "phi")
+    words = f"--path {path} --data_path {prompts} --max_new_tokens 4 --out {tmp_path}/out.jsonl"
+    run(*words.split(), "--n", 2)
+    assert all(len(row["answers"]) == 2 for row in rows_of(tmp_path / "out.jsonl"))
+
+
+def test_training_reads_the_output(models, write, tmp_path, monkeypatch):
+    """Steps 1 and 2 get the prompt as the model read it, with the answers as they were chosen."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"question": f"w{i} w4", "level": i} for i in range(2, 12)]  # a chat, by its column
+    data, out = write("questions.jsonl", rows), tmp_path / "out.jsonl"
+    run(
+        *("--path", models / "llama", "--data_path", data, "--out", out, "--max_new_tokens", 6),
+        *("--n", 4, "--best_of", "--pairs", "--reward_model", models / "llama_reward"),
+    )
+    lines = {json.dumps(row["prompt"]): row for row in rows_of(out)}
+    assert set(lines) == {json.dumps([{"role": "user", "content": r["question"]}]) for r in rows}
+    config = dict(data_path=[str(out)], data_split="1,1,1", eval_fraction=0)
+    pairs, _ = load_examples(RewardConfig(**config), "reward")
+    for example in map(Example.from_row, pairs):
+        line = lines[json.dumps(example.prompt)]
+        assert example.chosen == [{"role": "assistant", "content": line["chosen"]}]
+        assert example.rejected == [{"role": "assistant", "content": line["rejected"]}]
+    sft, _ = load_examples(SFTConfig(**config, chosen_column="answer"), "sft")
+    for example in map(Example.from_row, sft):
+        line = lines[json.dumps(example.prompt)]
+        assert example.chosen == [{"role": "assistant", "content": line["answer"]}]
+
+
+def test_a_column_prefix_keeps_the_data(models, write, tmp_path):
+    data = write("data.jsonl", [{"question": "w2", "answer": "w3"}])
+    words = f"--path {models}/llama --data_path {data} --out {tmp_path}/out.jsonl"
+    with pytest.raises(UserError, match="has a column answer already"):
+        run(*words.split(), "--max_new_tokens", 4)
+    run(*words.split(), "--max_new_tokens", 4, "--column_prefix", "new_")
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert (row["answer"], row["new_answer"]) == ("w3", row["new_answers"][0])
+
+
+def test_nothing_is_written_for_a_wrong_reward_model(flags, models, tmp_path):
+    with pytest.raises(UserError, match="is not a reward model"):
+        run(*flags, "--best_of", "--reward_model", models / "llama")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_ctrl_c_keeps_the_chunks(flags, tmp_path, monkeypatch):
+    append, calls = AnswerFile.append, []
+
+    def stop_later(self, lines):
+        append(self, lines)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "append", stop_later)
+        with pytest.raises(KeyboardInterrupt):
+            run(*flags)
+    assert len(rows_of(tmp_path / "out.jsonl.partial")) == 6
+    run(*flags)
+    assert len(rows_of(tmp_path / "out.jsonl")) == 10
