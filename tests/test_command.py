@@ -49,7 +49,9 @@ def test_help_lists_every_command():
         done = dschat(*argv)
         assert (done.returncode, done.stderr) == (0, "")
         listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-        assert listed == ["train", "sft", "reward", "rlhf", "chat", "serve", "data"]
+        assert listed == [
+            *("train", "sft", "reward", "rlhf", "chat", "serve", "generate", "eval", "data")
+        ]
 
 
 def test_an_unknown_command_is_one_line():

@@ -28,11 +28,12 @@ from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
 from dschat.serving.flags import ServeConfig
+from dschat.offline.flags import EvalConfig, GenerateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
-COMMANDS = {"serve": ServeConfig}
+COMMANDS = {"serve": ServeConfig, "generate": GenerateConfig, "eval": EvalConfig}
 CONFIGS = {n: step.config_class for n, step in recipe.STEPS.items()}
 FLAGS = {n: parser.flag_names(config) for n, config in CONFIGS.items()}
 TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())
@@ -169,7 +170,7 @@ def parse_step(words: list[str]) -> None:
 
 
 def dschat(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    parser.parse(COMMANDS[words[0]], words[1:], takes_file=False)
+    parser.parse(COMMANDS[words[0]], words[1:])
 
 
 def python(words: list[str], capsys: pytest.CaptureFixture) -> None:
