@@ -1,6 +1,8 @@
 """``dschat eval``: evaluates models on local data, with confidence intervals and differences."""
 
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from dschat.config import parser
@@ -20,9 +22,13 @@ def main() -> None:
 
     console.setup(hold=True)
     results = evaluate(config)
-    results.show()
     if config.out is not None:
         results.write(config.out)
+    try:
+        sys.stdout.write(results.text())
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def evaluate(config: EvalConfig) -> "Results":

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ class Results:
                     differences.append(row | {"baseline": baseline} | asdict(difference))
         return cls(asdict(config), num_rows, metrics, differences)
 
-    def show(self) -> None:
-        """Write the tables to standard output."""
+    def text(self) -> str:
+        """The metrics and differences as a table, fit for the terminal if there is one."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -70,16 +71,19 @@ class Results:
                 cells += [_number(other["value"], "+"), _bounds(other, "+"), f"{other['p']:.2g}"]
             table.add_row(*cells)
         width = None if sys.stdout.isatty() else _WIDTH
-        console = Console(file=sys.stdout, width=width, highlight=False, markup=False)
+        text = StringIO()
+        console = Console(file=text, width=width, highlight=False, markup=False)
         first = self.metrics[0]["model"] if self.metrics else ""
         note = f"; differences from {first}, paired" if self.differences else ""
         console.print(f"{self.num_rows:,} rows{note}")
         console.print(table)
+        return text.getvalue()
 
     def write(self, path: str) -> None:
         """Write all of it as JSON to ``path``, which is complete or unchanged."""
         new = Path(f"{os.path.expanduser(path)}.new")
         try:
+            new.parent.mkdir(parents=True, exist_ok=True)
             new.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
             os.replace(new, os.path.expanduser(path))
         except OSError as error:
