@@ -80,7 +80,9 @@ class AnswerFile:
     def _check(self, path: str, settings: dict[str, Any]) -> None:
         """Raise ``UserError`` where the files there are of other settings."""
         if not self._settings.exists():
-            if self._path.exists() or self._partial.exists():
+            # NOTE: a kill before the settings are written leaves an empty partial file.
+            has_lines = self._partial.exists() and self._partial.stat().st_size > 0
+            if self._path.exists() or has_lines:
                 raise UserError(
                     f"{FLAG} {path} exists, and this command did not write it; name another file, "
                     "or replace it with --overwrite"

@@ -63,3 +63,14 @@ def test_one_command_at_a_time(tmp_path):
         AnswerFile(path, {})
     first.close()
     AnswerFile(path, {}).close()
+
+
+def test_a_kill_before_the_settings_are_written(tmp_path):
+    path = tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.partial").touch()
+    file = AnswerFile(str(path), {"--n": 1})
+    file.append(LINES)
+    file.close()
+    (tmp_path / "out.jsonl.settings.json").unlink()
+    with pytest.raises(UserError, match="this command did not write it"):
+        AnswerFile(str(path), {"--n": 1})
