@@ -27,8 +27,8 @@ from dschat.data import __main__
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
-from dschat.serving.flags import ServeConfig
 from dschat.offline.flags import EvalConfig, GenerateConfig
+from dschat.serving.flags import ServeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}

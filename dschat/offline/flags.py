@@ -165,7 +165,10 @@ class EvalConfig(PromptsConfig):
     """Evaluate one model, or compare several, on local data."""
 
     path: Optional[list[str]] = flag(
-        None, "Models: folders or hub names; the others are compared with the first.", short=True
+        None,
+        "Models: folders or hub names; the others are compared with the first.",
+        short=True,
+        action="extend",
     )
     answers: Optional[list[str]] = flag(
         None,
