@@ -33,6 +33,7 @@ MAY_CHANGE = {
     "enable_wandb": "where it is recorded",
     "log_level": "what is printed",
     "disable_tqdm": "what is printed",
+    "sample_steps": "what is recorded",
     "print_answers": "what is printed",
     "print_answers_interval": "what is printed",
     # failures

@@ -329,6 +329,9 @@ class RLHFConfig(AlgorithmConfig, RewardTrainingConfig, RolloutConfig, CommonCon
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
     keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
     best_metric: str = flag("eval/score", "Metric of --keep_best; higher is better.")
+    sample_steps: int = flag(
+        10, "Log sample answers, also to samples.jsonl, every N iterations; 0: never.", ge=0
+    )
     print_answers: bool = flag(
         False, "Log some sampled answers every --print_answers_interval iterations."
     )

@@ -1,20 +1,25 @@
 """Writes every step's metrics to ``metrics.jsonl``, TensorBoard and Weights & Biases."""
 
 import dataclasses
+import html
 import importlib.util
-import json
 import logging
-import os
-from io import FileIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
+from dschat.observability.row_file import RowFile
+from dschat.observability.starts import record_start
 
 logger = logging.getLogger("dschat")
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 def check_sinks(config: CommonConfig) -> None:
@@ -28,18 +33,17 @@ def check_sinks(config: CommonConfig) -> None:
 
 class MetricsLog:
     """Writes the settings to ``OUTPUT_DIR/training_config.yaml`` and one JSON object per step to
-    ``OUTPUT_DIR/metrics.jsonl``; the same metrics go to the other sinks.
-
-    If the disk is full, rows wait in memory and in checkpoints until they can be written.
+    ``OUTPUT_DIR/metrics.jsonl``; the same metrics go to the other sinks. Rows of sample answers go
+    to ``OUTPUT_DIR/samples.jsonl``, as text and tables to the other sinks.
     """
 
-    def __init__(self, output_dir: str | None, config: CommonConfig) -> None:
-        self._file: FileIO | None = None
+    def __init__(
+        self, output_dir: str | None, config: CommonConfig, has_samples: bool = False
+    ) -> None:
+        self._rows: RowFile | None = None
+        self._samples: RowFile | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
-        self._end = 0  # bytes in the file
-        self._unwritten = b""
-        self._failing = False  # the last write failed; logged once
         if not dist.is_main_process() or output_dir is None:
             return
         folder = Path(output_dir)
@@ -48,9 +52,11 @@ class MetricsLog:
         (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
         self._folder = folder
         # A resumed run keeps the rows up to the position passed to `resume_from`.
-        mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
-        self._file = (folder / "metrics.jsonl").open(mode, buffering=0)
-        self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
+        keeps_rows = bool(config.resume)
+        self._is_restart = _has_rows(folder / METRICS)
+        self._rows = RowFile(folder / METRICS, keeps_rows)
+        if has_samples:
+            self._samples = RowFile(folder / SAMPLES, keeps_rows)
         self._uses_tensorboard = config.enable_tensorboard
         if config.enable_tensorboard and not config.resume:
             self._start_tensorboard()
@@ -75,14 +81,20 @@ class MetricsLog:
         self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), **options)
 
     @property
+    def _row_files(self) -> list[RowFile]:
+        return [file for file in (self._rows, self._samples) if file is not None]
+
+    @property
     def files(self) -> list[Path]:
         """The files that `position` refers to; none on processes that do not write."""
-        return [] if self._file is None else [Path(self._file.name)]
+        return [file.path for file in self._row_files]
 
     def position(self) -> dict[str, Any]:
-        """The size of metrics.jsonl in bytes, and the rows not yet written after it."""
-        self._write_out()
-        return {"bytes": self._end, "rows": self._unwritten.decode()}
+        """The size of metrics.jsonl in bytes, and the rows not yet written after it; the same of
+        samples.jsonl where it is written.
+        """
+        position = self._rows.position() if self._rows else {"bytes": 0, "rows": ""}
+        return position | ({"samples": self._samples.position()} if self._samples else {})
 
     def resume_from(self, position: dict[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
@@ -90,75 +102,68 @@ class MetricsLog:
         Raises:
             UserError: metrics.jsonl is shorter than that.
         """
-        if self._file is None:
+        if self._rows is None:
             return
-        if position["bytes"] > self._initial_size:
-            raise UserError(
-                f"{self._file.name} is shorter than when the checkpoint of step {step} was saved; "
-                "restore it, or start over with --restart"
-            )
-        self._truncate(position["bytes"], position["rows"].encode())
+        self._rows.resume_from(position, step)
+        if self._samples is not None:  # older checkpoints have no position of samples
+            self._samples.resume_from(position.get("samples", {"bytes": 0, "rows": ""}), step)
         if self._uses_tensorboard:
             self._start_tensorboard(purge_step=step + 1)
+        record_start(self._folder, "resume", step)
 
     def begin(self) -> None:
         """Drop the rows of an earlier run, when there is no checkpoint to resume from."""
-        if self._file is None:
+        if self._rows is None:
             return
-        if self._initial_size:
-            new_rows = Path(self._file.name).read_bytes()[self._initial_size :]
-            self._truncate(0, new_rows + self._unwritten)
+        for file in self._row_files:
+            file.begin()
         if self._uses_tensorboard and self._tensorboard is None:
             self._start_tensorboard()
-
-    def _truncate(self, size: int, unwritten: bytes) -> None:
-        """Cut the file to ``size`` bytes, then write ``unwritten``."""
-        assert self._file is not None
-        self._file.truncate(size)
-        self._file.seek(size)
-        self._end, self._unwritten = size, unwritten
-        self._write_out()
+        record_start(self._folder, "restart" if self._is_restart else "start", 0)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""
-        if self._file is not None:
-            row = {"step": step} | {k: float(v) for k, v in metrics.items()}
-            self._unwritten += (json.dumps(row) + "\n").encode()
-            self._write_out()
-        if self._tensorboard is not None:
-            try:
+        if self._rows is not None:
+            self._rows.write({"step": step} | {k: float(v) for k, v in metrics.items()})
+        with self._tensorboard_failing():
+            if self._tensorboard is not None:
                 for name, value in metrics.items():
                     self._tensorboard.add_scalar(name, value, step)
-            except OSError as error:
-                self._tensorboard = None
-                logger.warning("TensorBoard is off from here on: %s", error)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
-    def _write_out(self) -> None:
-        if self._file is None:
+    def write_samples(
+        self, step: int, row: Mapping[str, Any], table: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Record ``row`` of samples.jsonl under ``step``. ``table``: what other sinks show of it,
+        one mapping of column to text or number per answer.
+        """
+        if self._samples is not None:
+            self._samples.write({"step": step} | dict(row))
+        if not table:
             return
+        with self._tensorboard_failing():
+            if self._tensorboard is not None:
+                self._tensorboard.add_text("samples", _markdown(table), step)
+        if self._wandb is not None:
+            import wandb
+
+            data = [list(answer.values()) for answer in table]
+            shown = wandb.Table(columns=list(table[0]), data=data)
+            self._wandb.log({"samples": shown}, step=step)
+
+    @contextmanager
+    def _tensorboard_failing(self) -> Iterator[None]:
+        """Turns TensorBoard off where it cannot be written."""
         try:
-            while self._unwritten:
-                written = self._file.write(self._unwritten)
-                self._end, self._unwritten = self._end + written, self._unwritten[written:]
+            yield
         except OSError as error:
-            if not self._failing:
-                logger.warning(
-                    "%s cannot be written (%s); training continues, rows wait in memory",
-                    self._file.name,
-                    error.strerror,
-                )
-            self._failing = True
-            return
-        if self._failing:
-            logger.warning("%s is writable again", self._file.name)
-        self._failing = False
+            self._tensorboard = None
+            logger.warning("TensorBoard is off from here on: %s", error)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._write_out()
-            self._file.close()
+        for file in self._row_files:
+            file.close()
         if self._tensorboard is not None:
             try:
                 self._tensorboard.close()
@@ -166,3 +171,18 @@ class MetricsLog:
                 logger.warning("TensorBoard lacks the last metrics: %s", error)
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _has_rows(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _markdown(table: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table; the text of answers is shown as it is, not rendered."""
+
+    def cell(value: Any) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
+
+    lines = [list(table[0]), ["---"] * len(table[0]), *(map(cell, row.values()) for row in table)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

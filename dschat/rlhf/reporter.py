@@ -1,4 +1,4 @@
-"""Reports a run of step 3: a console line per iteration, metrics.jsonl, answers, evaluations.
+"""Reports a run of step 3: a console line per iteration, metrics.jsonl, samples, evaluations.
 
 Also saves and resumes it at iteration boundaries, and reads the pretraining text of ptx.
 """
@@ -21,6 +21,7 @@ from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.samples import answer_table, format_answers, sample_row
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import TrainingCheckpointer
 
@@ -36,7 +37,6 @@ _COLUMNS = (
     "time/generate_s",
     "time/iteration_s",
 )
-_NUM_PRINTED = 3
 
 
 def unsupervised_steps(
@@ -85,7 +85,9 @@ class Reporter:
         self._args = trainer.args
         self._held_out = held_out
         self._num_iters, self._num_rows = num_iters, num_rows
-        self._log = MetricsLog(self._args.output_dir, self._args)
+        self._log = MetricsLog(
+            self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
+        )
         self._best = -math.inf
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
@@ -122,8 +124,9 @@ class Reporter:
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
-        if args.print_answers and done % args.print_answers_interval == 0:
-            self._print_answers(experience)
+        is_recorded = args.sample_steps > 0 and (done == 1 or done % args.sample_steps == 0)
+        if is_recorded or (args.print_answers and done % args.print_answers_interval == 0):
+            self._show_samples(experience, is_recorded)
         self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
         self._evaluate_if_due()
 
@@ -174,14 +177,20 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _print_answers(self, e: Experience) -> None:
-        tokenizer = self._engine.tokenizer
-        for i in range(min(_NUM_PRINTED, e.num_sequences)):
-            ids, prompt_len = e.input_ids[i].tolist(), int(e.prompt_lengths[i])
-            prompt = tokenizer.decode(ids[:prompt_len], skip_special_tokens=True)
-            answer = tokenizer.decode(ids[prompt_len : int(e.lengths[i])], skip_special_tokens=True)
-            score = f"{float(e.scores[i]):+.2f}" if e.scored[i] else " none"
-            logger.info("  %s  %r -> %r", score, prompt[-80:], answer[:160])
+    def _show_samples(self, e: Experience, is_recorded: bool) -> None:
+        """Log sample answers; ``is_recorded``: also to samples.jsonl and the other sinks."""
+        if not dist.is_main_process() or not e.num_sequences:
+            return
+        row = sample_row(
+            e,
+            self._engine.tokenizer,
+            self._args.num_samples_per_prompt,
+            self._engine.has_reference,
+        )
+        table = answer_table(row)
+        if is_recorded:
+            self._log.write_samples(self._trainer.iteration, row, table)
+        logger.info("sample answers\n%s", format_answers(table))
 
     def close(self) -> None:
         self._bar.close()

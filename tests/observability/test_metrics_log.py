@@ -82,14 +82,14 @@ def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
     log = log_of(tmp_path)
     log.begin()
     log.write(0, {"loss": 0.5})
-    log._file = FullDisk(log._file, 7)
+    log._rows._file = FullDisk(log._rows._file, 7)
     for step in (1, 2, 3):
         log.write(step, {"loss": 0.5})
     assert caplog.text.count("cannot be written (No space left on device); training continues") == 1
     position = log.position()
     assert position["bytes"] == (tmp_path / "metrics.jsonl").stat().st_size
     shutil.copytree(tmp_path, tmp_path / "killed")
-    log._file.room = 10_000
+    log._rows._file.room = 10_000
     log.write(4, {"loss": 0.5})
     log.close()
     assert caplog.text.count("is writable again") == 1

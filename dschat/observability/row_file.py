@@ -1,0 +1,87 @@
+"""Appends JSON rows to a file that a resumed run truncates to its checkpoint's position.
+
+If the disk is full, rows wait in memory and in checkpoints until they can be written.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dschat.config import UserError
+
+logger = logging.getLogger("dschat")
+
+
+class RowFile:
+    """One JSON object per line of ``path``.
+
+    With ``keeps_rows`` the rows of an earlier run stay until `resume_from` or `begin` drops them.
+    """
+
+    def __init__(self, path: Path, keeps_rows: bool) -> None:
+        self.path = path
+        self._file: FileIO = path.open("ab" if keeps_rows else "wb", buffering=0)
+        self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
+        self._unwritten = b""
+        self._failing = False  # the last write failed; logged once
+
+    def position(self) -> dict[str, Any]:
+        """The size of the file in bytes, and the rows not yet written after it."""
+        self._write_out()
+        return {"bytes": self._end, "rows": self._unwritten.decode()}
+
+    def resume_from(self, position: Mapping[str, Any], step: int) -> None:
+        """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
+
+        Raises:
+            UserError: the file is shorter than that.
+        """
+        if position["bytes"] > self._initial_size:
+            raise UserError(
+                f"{self.path} is shorter than when the checkpoint of step {step} was saved; "
+                "restore it, or start over with --restart"
+            )
+        self._truncate(position["bytes"], position["rows"].encode())
+
+    def begin(self) -> None:
+        """Drop the rows of an earlier run, when there is no checkpoint to resume from."""
+        if self._initial_size:
+            new_rows = self.path.read_bytes()[self._initial_size :]
+            self._truncate(0, new_rows + self._unwritten)
+
+    def _truncate(self, size: int, unwritten: bytes) -> None:
+        """Cut the file to ``size`` bytes, then write ``unwritten``."""
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._end, self._unwritten = size, unwritten
+        self._write_out()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        self._write_out()
+
+    def _write_out(self) -> None:
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten)
+                self._end, self._unwritten = self._end + written, self._unwritten[written:]
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "%s cannot be written (%s); training continues, rows wait in memory",
+                    self.path,
+                    error.strerror,
+                )
+            self._failing = True
+            return
+        if self._failing:
+            logger.warning("%s is writable again", self.path)
+        self._failing = False
+
+    def close(self) -> None:
+        self._write_out()
+        self._file.close()
