@@ -20,6 +20,7 @@ logger = logging.getLogger("dschat")
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+SETTINGS = "training_config.yaml"
 
 
 def check_sinks(config: CommonConfig) -> None:
@@ -49,7 +50,7 @@ class MetricsLog:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-        (folder / "training_config.yaml").write_text(settings, encoding="utf-8")
+        (folder / SETTINGS).write_text(settings, encoding="utf-8")
         self._folder = folder
         # A resumed run keeps the rows up to the position passed to `resume_from`.
         keeps_rows = bool(config.resume)

@@ -11,8 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 import dschat.distributed as dist
 from dschat import __version__
 
@@ -46,6 +44,8 @@ def record_start(folder: Path, event: Event, step: int) -> None:
 
 def versions() -> dict[str, str]:
     """The versions of Python, dschat and the libraries that training runs on."""
+    import torch
+
     found = {"python": platform.python_version(), "dschat": __version__}
     for name in _LIBRARIES:
         try:
@@ -58,5 +58,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
+    import torch
+
     device = dist.device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,29 @@
+"""``dschat report OUT [OTHER...]``: writes OUT/report.html and OUT/figures, and says so."""
+
+if __name__ == "__main__":  # before the other imports, which take a second
+    from dschat.startup.interrupts import exit_on_interrupt
+
+    exit_on_interrupt()
+
+import sys
+
+from dschat.config import parser
+from dschat.config.report import ReportConfig
+from dschat.distributed import entrypoint
+
+
+def main() -> None:
+    config = parser.parse(ReportConfig, _with_flag(sys.argv[1:]), takes_file=False)
+
+    from dschat.reporting.report import write_report
+
+    sys.stdout.write(write_report(config) + "\n")
+
+
+def _with_flag(argv: list[str]) -> list[str]:
+    """Adds ``--runs`` if folders come first without it."""
+    return ["--runs", *argv] if argv and not argv[0].startswith("-") else argv
+
+
+if __name__ == "__main__":
+    entrypoint.run(main)

@@ -1,0 +1,275 @@
+"""Lists the charts of each step: which metrics, under which title, axis and unit.
+
+Metrics that no chart names get one each, in the section of other metrics.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dschat.reporting.run_files import Step
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics on one y axis, by their labels. ``caption``: what the curves mean."""
+
+    name: str  # of its files, after the step's
+    title: str
+    y_label: str  # quantity and unit
+    metrics: dict[str, str]
+    caption: str = ""
+    is_smoothed: bool = True  # a running mean over noisy curves
+
+
+def _held_out(metric: str) -> dict[str, str]:
+    return {metric: "training", f"eval/{metric}": "held out"}
+
+
+_GOLD = Chart(
+    "gold",
+    "Gold score",
+    "gold score of held-out answers",
+    {"eval/gold": "policy", "eval_ema/gold": "moving average"},
+    "A rule-based score of the built-in tasks, never used as the reward.",
+)
+_LEARNING = (
+    Chart(
+        "learning-rate",
+        "Learning rate",
+        "learning rate",
+        {
+            "learning_rate": "model",
+            "policy/learning_rate": "actor",
+            "val/learning_rate": "critic",
+        },
+        is_smoothed=False,
+    ),
+    Chart(
+        "grad-norm",
+        "Gradient norm",
+        "global 2-norm before clipping",
+        {"grad_norm": "model", "policy/grad_norm": "actor", "val/grad_norm": "critic"},
+        "Mean over the optimizer steps of an iteration; --max_grad_norm clips it.",
+    ),
+)
+_STEP_SECONDS = Chart(
+    "step-seconds", "Seconds per step", "seconds per optimizer step", {"time/step_s": "step"}
+)
+_SFT = (
+    Chart("loss", "Loss", "cross-entropy, nats per token", _held_out("loss")),
+    Chart("perplexity", "Perplexity", "exp(loss) per token", _held_out("perplexity")),
+    _GOLD,
+    *_LEARNING,
+    _STEP_SECONDS,
+)
+_REWARD = (
+    Chart("loss", "Loss", "-log sigmoid(margin), nats per pair", _held_out("loss")),
+    Chart("accuracy", "Pairs ranked right", "share of pairs", _held_out("accuracy")),
+    Chart("margin", "Margin", "score of chosen - rejected", _held_out("margin")),
+    Chart(
+        "scores",
+        "Scores",
+        "score",
+        {"chosen_score": "chosen", "rejected_score": "rejected"},
+        "Only their difference is trained; both may drift together.",
+    ),
+    *_LEARNING,
+    _STEP_SECONDS,
+)
+_PREFERENCES = (
+    Chart("loss", "Loss", "preference loss per pair", _held_out("loss")),
+    Chart(
+        "accuracy",
+        "Pairs ranked right",
+        "share of pairs",
+        _held_out("rewards/accuracies"),
+        "By the implicit reward, beta (log policy - log reference).",
+    ),
+    Chart("margin", "Margin", "implicit reward, chosen - rejected", _held_out("rewards/margins")),
+    Chart(
+        "rewards",
+        "Implicit rewards",
+        "beta (log policy - log reference)",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+    ),
+    Chart(
+        "logps",
+        "Log-probs of answers",
+        "nats per answer",
+        {"logps/chosen": "chosen", "logps/rejected": "rejected"},
+        "Both may fall while the margin grows.",
+    ),
+    _GOLD,
+    *_LEARNING,
+    _STEP_SECONDS,
+)
+_RLHF = (
+    Chart(
+        "score",
+        "Score",
+        "score per answer",
+        {
+            "objective/scores": "rollouts",
+            "eval/score": "held out",
+            "eval_ema/score": "held out, moving average",
+        },
+        "Weighted sum of all reward sources, before clipping and KL penalty.",
+    ),
+    Chart(
+        "reward",
+        "Reward with penalties",
+        "reward per answer",
+        {"objective/rlhf_reward": "rollouts"},
+        "What the estimator maximizes: the clipped score minus KL and length penalties.",
+    ),
+    Chart(
+        "kl",
+        "KL to the reference model",
+        "nats per answer",
+        {"objective/kl": "rollouts", "eval/kl": "held out"},
+        "Sum over the answer of log policy - log reference (Ouyang et al. 2022, eq. 2).",
+    ),
+    _GOLD,
+    Chart(
+        "pass-at-k",
+        "pass@k",
+        "share of held-out prompts",
+        {f"eval/pass@{k}": f"k = {k}" for k in (1, 2, 4, 8, 16, 32, 64)},
+        "Probability that one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1).",
+    ),
+    Chart(
+        "answer-length",
+        "Answer length",
+        "tokens per answer",
+        {"rollout/answer_length": "rollouts", "eval/answer_length": "held out"},
+    ),
+    Chart(
+        "finished",
+        "Finished answers",
+        "share of answers that end with a stop token",
+        {"rollout/eos_share": "rollouts", "eval/eos_share": "held out"},
+    ),
+    Chart(
+        "entropy",
+        "Entropy",
+        "nats per token",
+        {"objective/entropy": "policy"},
+        "Of the policy's distribution at the sampled tokens; near 0 it no longer explores.",
+    ),
+    Chart(
+        "clip-share",
+        "Clip share",
+        "share of tokens",
+        {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "critic"},
+        "Tokens of an update whose gradient the clip of the ratio (critic: of the value) removes.",
+    ),
+    Chart(
+        "approx-kl",
+        "KL of an update",
+        "nats per token",
+        {"policy/approxkl_avg": "policy"},
+        "Half the squared log-ratio of the policy in its update to the one before (Schulman's k2).",
+    ),
+    Chart("policy-loss", "Policy loss", "loss per token", {"loss/policy_avg": "policy"}),
+    Chart("value-loss", "Value loss", "squared error per token", {"loss/value_avg": "critic"}),
+    *_LEARNING,
+    Chart(
+        "gap",
+        "Rollout against training",
+        "nats per token",
+        {"rollout/logprob_gap": "mean |difference|", "rollout/mismatch_kl": "KL"},
+        "Log-probs of the generator against those of the training form; rounding explains 1e-6 in "
+        "fp32 and about 1e-2 in bf16.",
+    ),
+)
+_EFFICIENCY = (
+    Chart(
+        "iteration-seconds",
+        "Seconds per iteration",
+        "seconds",
+        {"time/iteration_s": "iteration"},
+    ),
+    Chart(
+        "tflops",
+        "Throughput of compute",
+        "TFLOP/s per device",
+        {
+            "throughput/generate_tflops": "generate",
+            "throughput/train_tflops": "train",
+            "throughput/effective_tflops": "whole iteration",
+        },
+        "Matrix products of the models / seconds of the phase; the iteration includes scoring.",
+    ),
+    Chart(
+        "tokens-per-s",
+        "Throughput of tokens",
+        "tokens per second, all devices",
+        {
+            "throughput/generate_tokens_per_s": "generate",
+            "throughput/train_tokens_per_s": "train",
+        },
+    ),
+    Chart(
+        "memory",
+        "Memory",
+        "GiB per device",
+        {"memory/peak_gib": "peak of rank 0", "memory/refresh_gib": "weights that a refresh moves"},
+        "On a CPU the peak is that of the process.",
+        is_smoothed=False,
+    ),
+)
+_UNITS = (
+    ("tokens_per_s", "tokens per second"),
+    ("_per_s", "per second"),
+    ("_tflops", "TFLOP/s per device"),
+    ("_gib", "GiB"),
+    ("_s", "seconds"),
+    ("_share", "share"),
+    ("frac_avg", "share"),
+    ("_length", "tokens"),
+    ("_steps", "optimizer steps"),
+    ("epoch", "epochs"),
+)
+PHASES = {"time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train"}
+
+
+def charts_of(name: str, steps: Iterable[Step]) -> list[Chart]:
+    """The named charts of the step ``name`` that have a metric in ``steps``."""
+    logged = {metric for step in steps for metric in step.metrics}
+    if name == "step1_sft":
+        table = _SFT
+    elif name == "step2_reward":
+        table = _REWARD
+    else:
+        table = _PREFERENCES if "rewards/accuracies" in logged else _RLHF
+    return [chart for chart in table if logged & chart.metrics.keys()]
+
+
+def efficiency_charts(steps: Iterable[Step], num_runs: int) -> list[Chart]:
+    """Charts of time, throughput and memory; `PHASES` are drawn apart, and say it for one run."""
+    logged = {metric for step in steps for metric in step.metrics}
+    table = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
+    return [chart for chart in table if logged & chart.metrics.keys()]
+
+
+def other_charts(steps: Iterable[Step], shown: Iterable[Chart]) -> list[Chart]:
+    """One chart per metric that is in none of ``shown``."""
+    named = {metric for chart in shown for metric in chart.metrics} | set(PHASES)
+    named.add("time/iteration_s")
+    logged = dict.fromkeys(metric for step in steps for metric in step.metrics)
+    return [
+        Chart(file_name(metric), metric, unit_of(metric), {metric: metric})
+        for metric in sorted(logged)
+        if metric not in named
+    ]
+
+
+def file_name(text: str) -> str:
+    """``text`` with dashes for all but letters and digits."""
+    return "-".join("".join(c if c.isalnum() else " " for c in text).split())
+
+
+def unit_of(metric: str) -> str:
+    """The unit that a metric's name ends with."""
+    name = metric.rpartition("/")[2]
+    return next((unit for end, unit in _UNITS if name.endswith(end)), name.replace("_", " "))

@@ -1,0 +1,262 @@
+"""Turns the metrics of runs into figures: curves and bars, ready to be drawn by any library."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from dschat.reporting.charts import (
+    PHASES,
+    Chart,
+    charts_of,
+    efficiency_charts,
+    file_name,
+    other_charts,
+)
+from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
+
+_SMOOTH_FROM = 80  # points
+_WINDOWS = 40  # running-mean windows in a curve
+_MAX_BARS = 60
+_MAX_HISTOGRAMS = 4
+_NUM_BINS = 24
+
+
+@dataclass(frozen=True)
+class Curve:
+    """``color`` and ``dash`` are indices; a curve drawn ``faint`` has no entry in the legend."""
+
+    label: str
+    xs: list[float]
+    ys: list[float]
+    color: int = 0
+    dash: int = 0
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Heights over the same positions, or names, for all bars of a figure."""
+
+    label: str
+    xs: list[float] | list[str]
+    ys: list[float]
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Curves, or bars that are stacked or side by side."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: list[Curve] = field(default_factory=list)
+    bars: list[Bars] = field(default_factory=list)
+    is_stacked: bool = False
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures under one heading; ``is_folded``: shown on demand."""
+
+    name: str
+    title: str
+    figures: list[Figure]
+    is_folded: bool = False
+
+
+def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
+    """The figures of all steps that ``runs`` have; those without data are left out."""
+    sections = []
+    for number, (name, title) in enumerate(STEPS.items(), 1):
+        having = [run for run in runs if name in run.steps]
+        steps = [run.steps[name] for run in having]
+        if not steps:
+            continue
+        if "rewards/accuracies" in {metric for step in steps for metric in step.metrics}:
+            number, title = 2, "Preferences"
+        kinds: dict[str, list[Chart]] = {"": charts_of(name, steps)}
+        if name == "step3_rlhf":
+            kinds["efficiency"] = efficiency_charts(steps, len(runs))
+        kinds["other"] = other_charts(steps, chain(*kinds.values()))
+        for kind, charts in kinds.items():
+            figures = [_lines(chart, name, having, runs, max_points) for chart in charts]
+            if kind == "efficiency":
+                figures = [*_breakdowns(name, having), *figures]
+            headings = {"efficiency": "time, throughput and memory", "other": "other metrics"}
+            heading = f"Step {number}: {title}" + (f", {headings[kind]}" if kind else "")
+            folder = "-".join(filter(None, (name, kind)))
+            figures = [f for f in figures if f.curves or f.bars]
+            if figures:
+                sections.append(Section(folder, heading, figures, kind == "other"))
+            if not kind and (found := _histograms(name, having)):
+                sections.append(Section(f"{name}-histograms", f"{heading}, answers", found))
+    return sections
+
+
+def _lines(
+    chart: Chart, step: str, having: Sequence[Run], runs: Sequence[Run], max_points: int
+) -> Figure:
+    """One curve per run and metric: runs differ by color and metrics by dash, or, in a figure of
+    one run, metrics by color.
+    """
+    present = [m for m in chart.metrics if any(run.steps[step].series(m) for run in having)]
+    curves = []
+    for run in having:
+        for index, metric in enumerate(present):
+            series = run.steps[step].series(metric)
+            if not series:
+                continue
+            label = chart.metrics[metric]
+            if len(runs) > 1:
+                label = run.name if len(present) == 1 else f"{run.name}, {label}"
+                color, dash = runs.index(run), index
+            else:
+                color, dash = index, 0
+            curves += _curves(series, label, color, dash, chart.is_smoothed, max_points)
+    x_label = "iteration" if step == "step3_rlhf" else "optimizer step"
+    if "loss" in present:  # DPO in step 3's folder
+        x_label = "optimizer step"
+    name = f"{step}-{chart.name}"
+    return Figure(
+        name, chart.title, x_label, chart.y_label, sorted(curves, key=_faint_first), [], False,
+        chart.caption,
+    )  # fmt: skip
+
+
+def _faint_first(curve: Curve) -> bool:
+    return not curve.faint
+
+
+def _curves(
+    series: Series, label: str, color: int, dash: int, is_smoothed: bool, max_points: int
+) -> list[Curve]:
+    xs, ys = (np.array(values, dtype=float) for values in zip(*series, strict=True))
+    curves = []
+    if is_smoothed and len(ys) >= _SMOOTH_FROM:
+        curves.append(Curve(label, *_thinned(xs, ys, max_points), color, dash, faint=True))
+        ys = running_mean(ys, max(3, len(ys) // _WINDOWS))
+    return [*curves, Curve(label, *_thinned(xs, ys, max_points), color, dash)]
+
+
+def running_mean(ys: np.ndarray, window: int) -> np.ndarray:
+    """The mean over ``window`` points around each one, over fewer at both ends."""
+    half = window // 2
+    sums = np.concatenate([[0.0], np.cumsum(ys)])
+    index = np.arange(len(ys))
+    first, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(ys))
+    return (sums[end] - sums[first]) / (end - first)
+
+
+def _thinned(xs: np.ndarray, ys: np.ndarray, max_points: int) -> tuple[list[float], list[float]]:
+    """At most ``max_points`` of the points, the first and last among them."""
+    index = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), max_points)).round().astype(int))
+    return xs[index].tolist(), ys[index].tolist()
+
+
+def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
+    """Seconds of an iteration by phase, stacked: by iteration for one run, means for several.
+
+    As DeepSpeed-Chat's paper breaks down the time per sequence (Yao et al. 2023, arXiv 2308.01320).
+    """
+    seconds = {run.name: phase_seconds(run.steps[step]) for run in having}
+    seconds = {name: table for name, table in seconds.items() if len(table)}
+    if not seconds:
+        return []
+    if len(seconds) == 1:
+        ((_, table),) = seconds.items()
+        # Groups of iterations where there are more than bars.
+        groups = np.array_split(table, min(len(table), _MAX_BARS))
+        table = np.array([group.mean(axis=0) for group in groups])
+        xs: list[float] | list[str] = table[:, 0].tolist()
+        x_label, columns = "iteration", table[:, 1:]
+        caption = "Mean of neighboring iterations where there are many."
+    else:
+        xs, x_label = list(seconds), "run"
+        # The first iteration compiles, allocates and fills caches.
+        columns = np.array([t[1 if len(t) > 1 else 0 :, 1:].mean(axis=0) for t in seconds.values()])
+        caption = "Mean of all iterations but the first."
+    bars = [Bars(label, xs, columns[:, i].tolist(), i) for i, label in enumerate(PHASES.values())]
+    return [
+        Figure(
+            f"{step}-breakdown",
+            "Where an iteration's seconds go",
+            x_label,
+            "seconds per iteration",
+            bars=bars,
+            is_stacked=True,
+            caption=caption + " Refreshing the generator's weights is part of generate.",
+        )
+    ]
+
+
+def phase_seconds(step: Step) -> np.ndarray:
+    """Rows (iteration, seconds of each of `PHASES`), one per iteration that has them all."""
+    rows = [
+        [row["step"], *(row[name] for name in PHASES)]
+        for row in step.rows
+        if all(is_finite(row.get(name)) for name in PHASES)
+    ]
+    return np.array(rows, dtype=float).reshape(-1, 1 + len(PHASES))
+
+
+def _histograms(step: str, having: Sequence[Run]) -> list[Figure]:
+    """Distributions of score and length: of some iterations of one run, or the last of several."""
+    sampled = [run for run in having if run.steps[step].samples]
+    if not sampled:
+        return []
+    if len(sampled) == 1:
+        rows = sampled[0].steps[step].samples
+        rows = [rows[i] for i in spread(len(rows), _MAX_HISTOGRAMS)]
+        named = [(f"iteration {row['step']}", row) for row in rows]
+    else:
+        rows = [run.steps[step].samples[-1] for run in sampled]
+        named = [
+            (f"{run.name}, iteration {row['step']}", row)
+            for run, row in zip(sampled, rows, strict=True)
+        ]
+    kinds: list[tuple[str, str, str]] = [
+        ("scores", "Scores", "score"),
+        ("answer_lengths", "Answer lengths", "tokens per answer"),
+    ]
+    return [
+        Figure(
+            f"{step}-{file_name(key)}",
+            title,
+            x_label,
+            "share of answers",
+            bars=_histogram([(name, row[key]) for name, row in named]),
+            caption="Answers of rank 0, at most 1024 per iteration.",
+        )
+        for key, title, x_label in kinds
+    ]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most ``most`` of ``count`` indices, evenly spread, the first and last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+
+
+def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
+    """Shares over common bins; few distinct values have a bin each."""
+    values = {name: np.array([v for v in row if is_finite(v)], dtype=float) for name, row in named}
+    values = {name: row for name, row in values.items() if len(row)}
+    if not values:
+        return []
+    distinct = np.unique(np.concatenate(list(values.values())))
+    shares: Callable[[np.ndarray], np.ndarray]
+    if len(distinct) <= _NUM_BINS:
+        xs = distinct
+        shares = lambda row: (row[:, None] == distinct).mean(axis=0)  # noqa: E731
+    else:
+        edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
+        xs = (edges[1:] + edges[:-1]) / 2
+        shares = lambda row: np.histogram(row, edges)[0] / len(row)  # noqa: E731
+    return [
+        Bars(name, xs.tolist(), shares(row).tolist(), color)
+        for color, (name, row) in enumerate(values.items())
+    ]

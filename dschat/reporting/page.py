@@ -1,0 +1,156 @@
+"""Renders the HTML page of a report: one file that opens from disk, without a network.
+
+What a model wrote is untrusted: Jinja escapes all text, and the samples are JSON that the page's
+script shows as text.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dschat import __version__
+from dschat.reporting.figures import Section, phase_seconds, spread
+from dschat.reporting.history import history_of
+from dschat.reporting.plotly_spec import spec_of
+from dschat.reporting.run_files import STEPS, Run, changed_settings
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_MAX_ITERATIONS = 24  # with samples, per run
+Table = dict[str, Any]  # title, head, rows
+
+
+def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
+    """The page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    figures = {figure.name: spec_of(figure) for section in sections for figure in section.figures}
+    return environment.get_template("report.html").render(
+        title=", ".join(run.name for run in runs),
+        runs=runs,
+        sections=sections,
+        figures=figures,
+        numbers=_numbers(runs),
+        samples=_samples(runs),
+        settings=_settings(runs),
+        versions=_versions(runs),
+        history=history_of(runs),
+        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        style=Markup((_TEMPLATES / "report.css").read_text("utf-8")),
+        script=Markup((_TEMPLATES / "report.js").read_text("utf-8")),
+        plotly=Markup(get_plotlyjs()),
+    )
+
+
+def _numbers(runs: Sequence[Run]) -> Table:
+    """The last values that a reader looks for first; rows without a value are left out."""
+    wanted = (
+        ("reward model: held-out pairs ranked right", "step2_reward", "eval/accuracy"),
+        ("policy: held-out pairs ranked right", "step3_rlhf", "eval/rewards/accuracies"),
+        ("held-out loss after step 1, nats per token", "step1_sft", "eval/loss"),
+        ("held-out score", "step3_rlhf", "eval/score"),
+        ("held-out pass@1", "step3_rlhf", "eval/pass@1"),
+        ("held-out gold score", "step3_rlhf", "eval/gold"),
+        ("KL to the reference model, nats per answer", "step3_rlhf", "eval/kl"),
+        ("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),
+    )
+    rows = []
+    for title, step, metric in wanted:
+        rows.append([title, *(_first_and_last(run, step, metric) for run in runs)])
+    rows.append(["iterations of step 3", *(_num_iterations(run) for run in runs)])
+    rows.append(["seconds per iteration (median)", *(_seconds(run) for run in runs)])
+    rows.append(["share of generate, score, train", *(_shares(run) for run in runs)])
+    rows = [row for row in rows if any(row[1:])]
+    return {"head": ["", *(run.name for run in runs)], "rows": rows}
+
+
+def _first_and_last(run: Run, step: str, metric: str) -> str:
+    series = run.steps[step].series(metric) if step in run.steps else []
+    if len(series) < 2:
+        return f"{series[0][1]:.4g}" if series else ""
+    return f"{series[0][1]:.4g} → {series[-1][1]:.4g}"
+
+
+def _phases(run: Run) -> np.ndarray:
+    step = run.steps.get("step3_rlhf")
+    return phase_seconds(step)[:, 1:] if step else np.empty((0, 3))
+
+
+def _num_iterations(run: Run) -> str:
+    step = run.steps.get("step3_rlhf")
+    return str(int(phase_seconds(step)[-1, 0])) if step and len(phase_seconds(step)) else ""
+
+
+def _seconds(run: Run) -> str:
+    phases = _phases(run)
+    return f"{np.median(phases.sum(axis=1)):.3g}" if len(phases) else ""
+
+
+def _shares(run: Run) -> str:
+    total = _phases(run).sum(axis=0)
+    return ", ".join(f"{share:.0%}" for share in total / total.sum()) if total.sum() else ""
+
+
+def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs and iterations that the page can show side by side."""
+    shown = []
+    for run in runs:
+        rows = run.steps["step3_rlhf"].samples if "step3_rlhf" in run.steps else []
+        for i in spread(len(rows), _MAX_ITERATIONS) if rows else []:
+            label = f"iteration {rows[i]['step']}"
+            label = f"{run.name}, {label}" if len(runs) > 1 else label
+            shown.append({"label": label, "run": run.name, "answers": rows[i]["samples"]})
+    return shown
+
+
+def _settings(runs: Sequence[Run]) -> list[Table]:
+    """A table per step; ``changed``: the settings that differ between the runs come first."""
+    tables = []
+    for number, name in enumerate(STEPS, 1):
+        having = [run for run in runs if name in run.steps and run.steps[name].settings]
+        if not having:
+            continue
+        changed = set(changed_settings(having, name)) - {"output_dir"}
+        names = dict.fromkeys(key for run in having for key in run.steps[name].settings)
+        ordered = sorted(names, key=lambda key: key not in changed)
+        rows = [
+            [key, *(_shown(run.steps[name].settings, key) for run in having)] for key in ordered
+        ]
+        head = ["setting", *(run.name for run in having)]
+        tables.append(
+            {"title": f"Step {number} ({name})", "head": head, "rows": rows, "changed": changed}
+        )
+    return tables
+
+
+def _shown(settings: dict[str, Any], key: str) -> str:
+    """A setting's value as text; a dash where an older version had no such setting."""
+    if key not in settings:
+        return "-"
+    value = settings[key]
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _versions(runs: Sequence[Run]) -> Table:
+    """Versions of the last start of each run that recorded them."""
+    last: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        rows = [row for step in run.steps.values() for row in step.starts]
+        found = [row["versions"] for row in rows if isinstance(row.get("versions"), dict)]
+        if found:
+            last[run.name] = found[-1]
+    names = dict.fromkeys(name for versions in last.values() for name in versions)
+    rows = [[name, *(str(versions.get(name, "-")) for versions in last.values())] for name in names]
+    return {"head": ["", *last], "rows": rows}

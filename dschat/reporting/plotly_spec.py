@@ -1,0 +1,57 @@
+"""Describes a figure to plotly.js: its traces and layout, as JSON values.
+
+The page sets the colors of text and grid, which depend on its theme.
+"""
+
+import html
+from typing import Any
+
+from dschat.reporting.figures import Curve, Figure
+from dschat.reporting.palette import color, dash
+
+_FEW_POINTS = 40  # drawn with markers
+
+
+def spec_of(figure: Figure) -> dict[str, Any]:
+    """``data`` and ``layout`` of ``Plotly.newPlot``."""
+    traces = [_trace(curve) for curve in figure.curves]
+    traces += [
+        {
+            "type": "bar",
+            "name": html.escape(bars.label),  # plotly renders tags
+            "x": [html.escape(x) if isinstance(x, str) else x for x in bars.xs],
+            "y": bars.ys,
+            "marker": {"color": color(bars.color)},
+        }
+        for bars in figure.bars
+    ]
+    num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
+    layout = {
+        "xaxis": {"title": {"text": figure.x_label}, "automargin": True},
+        "yaxis": {"title": {"text": figure.y_label}, "automargin": True},
+        "barmode": "stack" if figure.is_stacked else "group",
+        "bargap": 0.15,
+        "showlegend": num_labels > 1,
+        "legend": {"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
+        "hovermode": "x unified" if figure.curves else "closest",
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _trace(curve: Curve) -> dict[str, Any]:
+    has_markers = len(curve.xs) <= _FEW_POINTS
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if has_markers else "lines",
+        "name": html.escape(curve.label),
+        "x": curve.xs,
+        "y": curve.ys,
+        "line": {"color": color(curve.color), "dash": dash(curve.dash), "width": 2},
+        "marker": {"size": 5},
+        "opacity": 0.28 if curve.faint else 1.0,
+        "showlegend": not curve.faint,
+        "hoverinfo": "skip" if curve.faint else "all",
+    }

@@ -1,0 +1,190 @@
+"""Reads the output folders of train.py and of its steps: metrics, samples, settings, starts.
+
+Settings and versions are shown, never loaded, so folders of older versions work too.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dschat.config import UserError
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
+from dschat.observability.starts import STARTS
+
+STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
+Row = dict[str, Any]
+Series = list[tuple[int, float]]  # (step, value)
+
+
+@dataclass
+class Step:
+    """One step's output folder."""
+
+    folder: Path
+    rows: list[Row]
+    samples: list[Row] = field(default_factory=list)
+    starts: list[Row] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def series(self, metric: str) -> Series:
+        """The finite values of a metric, in order."""
+        return [(row["step"], row[metric]) for row in self.rows if is_finite(row.get(metric))]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all numbers that were logged, in their first order."""
+        names = {name: None for row in self.rows for name in row if name != "step"}
+        return list(names)
+
+
+@dataclass
+class Run:
+    """A run under the name that figures show; ``steps`` by the name of their folder."""
+
+    name: str
+    folder: Path
+    steps: dict[str, Step]
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
+def read_runs(folders: Sequence[str]) -> list[Run]:
+    """The runs in ``folders``, with distinct names.
+
+    Raises:
+        UserError: no metrics in a folder, or a line that cannot be read.
+    """
+    unique = list(dict.fromkeys(Path(folder) for folder in folders))
+    return [
+        Run(name, folder, _read_steps(folder), _read_mapping(folder / "summary.json"))
+        for name, folder in zip(_names(unique), unique, strict=True)
+    ]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The ends of the paths, as short as they are distinct."""
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(p) for p in parts]
+
+
+def _read_steps(folder: Path) -> dict[str, Step]:
+    steps = {name: folder / name for name in STEPS if (folder / name / METRICS).is_file()}
+    if not steps and (folder / METRICS).is_file():
+        steps = {_kind_of(folder): folder}
+    read = {name: read_step(path) for name, path in steps.items()}
+    read = {name: step for name, step in read.items() if step.rows}
+    if not read:
+        raise UserError(
+            f"{folder}: no metrics there; name the output folder of train.py, or a step's folder "
+            f"that has {METRICS}"
+        )
+    return read
+
+
+def _kind_of(folder: Path) -> str:
+    """The step that wrote the folder: by its name, else by what it logged."""
+    name = Path(os.path.abspath(folder)).name
+    if name in STEPS:
+        return name
+    metrics = set(read_step(folder).metrics)
+    if metrics & {"objective/scores", "eval/score", "rewards/accuracies"}:
+        return "step3_rlhf"
+    return "step2_reward" if metrics & {"accuracy", "eval/accuracy"} else "step1_sft"
+
+
+def read_step(folder: Path) -> Step:
+    """The files of a step's output folder."""
+    return Step(
+        folder,
+        _read_rows(folder / METRICS),
+        [_checked_sample(row, folder / SAMPLES) for row in _read_rows(folder / SAMPLES)],
+        _read_rows(folder / STARTS),
+        _read_mapping(folder / SETTINGS),
+        (folder / "COMPLETE").exists(),
+    )
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """The JSON objects in ``path``, in order; without a partial last line, which is being written.
+
+    Raises:
+        UserError: another line is not a JSON object with a ``step``.
+    """
+    if not path.is_file():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
+    rows = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(
+                f"{path}: line {number} is not a JSON object with a step; remove that line"
+            )
+        rows.append(row)
+    return rows
+
+
+def _checked_sample(row: Row, path: Path) -> Row:
+    """``row`` if it has the fields of `dschat.rlhf.samples`."""
+    lists = (row.get("samples"), row.get("scores"), row.get("answer_lengths"))
+    samples = row.get("samples")
+    if (
+        not all(isinstance(value, list) for value in lists)
+        or not isinstance(samples, list)
+        or not all(isinstance(s, dict) and _is_sample(s) for s in samples)
+    ):
+        raise UserError(f"{path}: step {row['step']} is not a row of samples; remove that line")
+    return row
+
+
+def _is_sample(sample: Row) -> bool:
+    texts = all(isinstance(sample.get(name), str) for name in ("prompt", "answer"))
+    tokens, num_tokens = sample.get("tokens"), len(sample.get("tokens") or ())
+    by_token = (sample.get("token_kl"), sample.get("advantages"))
+    return (
+        texts
+        and isinstance(tokens, list)
+        and all(isinstance(text, str) for text in tokens)
+        and all(v is None or (isinstance(v, list) and len(v) == num_tokens) for v in by_token)
+    )
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON mapping; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        raise UserError(f"{path} cannot be read; remove it, or run that step again") from None
+    return content if isinstance(content, dict) else {}
+
+
+def changed_settings(runs: Iterable[Run], step: str) -> dict[str, list[Any]]:
+    """Settings that differ between the runs that have ``step``: name -> value of each."""
+    settings = [run.steps[step].settings for run in runs if step in run.steps]
+    names = dict.fromkeys(name for values in settings for name in values)
+    columns = {name: [values.get(name) for values in settings] for name in names}
+    return {n: v for n, v in columns.items() if any(value != v[0] for value in v)}

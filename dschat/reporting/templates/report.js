@@ -1,0 +1,126 @@
+"use strict";
+const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const figures = read("figure-data");
+const samples = read("sample-data");
+const root = document.documentElement;
+
+// -- Theme: the system's until the button is pressed.
+const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches);
+
+function colors() {
+  const style = getComputedStyle(root);
+  const text = style.getPropertyValue("--text").trim();
+  const line = style.getPropertyValue("--line").trim();
+  const back = style.getPropertyValue("--card").trim();
+  const layout = { "font.color": text, "hoverlabel.bgcolor": back, "hoverlabel.font.color": text };
+  for (const axis of ["xaxis", "yaxis"]) {
+    layout[`${axis}.gridcolor`] = line;
+    layout[`${axis}.linecolor`] = line;
+    layout[`${axis}.zerolinecolor`] = line;
+  }
+  return layout;
+}
+
+function recolor() {
+  for (const chart of document.querySelectorAll(".chart.drawn")) Plotly.relayout(chart, colors());
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  root.dataset.theme = isDark() ? "light" : "dark";
+  recolor();
+});
+prefersDark.addEventListener("change", recolor);
+
+// -- Figures are drawn when they come into view.
+function draw(chart) {
+  if (chart.classList.contains("drawn")) return;
+  chart.classList.add("drawn");
+  const spec = figures[chart.dataset.figure];
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  Plotly.newPlot(chart, spec.data, { ...spec.layout, font: { size: 12 } }, config).then(() => {
+    Plotly.relayout(chart, colors());
+  });
+}
+
+const seen = new IntersectionObserver(
+  (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => draw(entry.target)),
+  { rootMargin: "600px" },
+);
+document.querySelectorAll(".chart").forEach((chart) => seen.observe(chart));
+window.addEventListener("beforeprint", () => document.querySelectorAll(".chart").forEach(draw));
+
+// -- Sample answers. Text goes into the page as text only.
+const selects = [...document.querySelectorAll(".column select")];
+const radios = [...document.querySelectorAll("input[name=color]")];
+
+function add(parent, tag, className, text) {
+  const child = document.createElement(tag);
+  child.className = className;
+  if (text !== undefined) child.textContent = text;
+  parent.append(child);
+  return child;
+}
+
+function shown(value, digits = 2) {
+  return value === null || value === undefined ? "-" : value.toFixed(digits);
+}
+
+// The largest magnitude that is common: 95 of 100 tokens lie below it.
+function scaleOf(kind) {
+  const all = samples.flatMap((row) => row.answers.flatMap((answer) => answer[kind] || []));
+  const sizes = all.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  return sizes.length ? sizes[Math.floor(0.95 * (sizes.length - 1))] || sizes[sizes.length - 1] : 0;
+}
+
+function addAnswer(parent, answer, kind, scale) {
+  const box = add(parent, "article", "answer");
+  add(box, "div", "prompt", answer.prompt);
+  const tokens = add(box, "div", "tokens");
+  answer.tokens.forEach((text, i) => {
+    const span = add(tokens, "span", "", text);
+    const kl = answer.token_kl ? answer.token_kl[i] : null;
+    const advantage = answer.advantages ? answer.advantages[i] : null;
+    span.title = `KL ${shown(kl, 3)}, advantage ${shown(advantage, 3)}`;
+    const value = kind && answer[kind] ? answer[kind][i] : null;
+    if (value !== null && scale > 0) {
+      const alpha = 0.75 * Math.min(Math.abs(value) / scale, 1);
+      span.style.background = `rgba(var(${value < 0 ? "--low" : "--high"}), ${alpha.toFixed(3)})`;
+    }
+  });
+  if (answer.tokens.length < answer.answer_length) add(tokens, "span", "", " …");
+  const facts = [`score ${shown(answer.score)}`, `${answer.answer_length} tokens`];
+  if (answer.kl !== null) facts.push(`KL ${shown(answer.kl)} nats`);
+  if (!answer.finished) facts.push("not finished");
+  add(box, "div", "facts", facts.join(", "));
+}
+
+function showSamples() {
+  const kind = radios.find((radio) => radio.checked).value;
+  const scale = kind ? scaleOf(kind) : 0;
+  document.querySelector(".scale").style.visibility = scale ? "visible" : "hidden";
+  document.getElementById("low").textContent = `≤ ${shown(-scale)}`;
+  document.getElementById("high").textContent = `≥ ${shown(scale)}`;
+  for (const select of selects) {
+    const answers = select.parentElement.querySelector(".answers");
+    answers.replaceChildren();
+    const row = samples[select.selectedIndex];
+    row.answers.forEach((answer) => addAnswer(answers, answer, kind, scale));
+  }
+}
+
+if (samples.length) {
+  for (const select of selects) {
+    samples.forEach((row) => add(select, "option", "", row.label));
+    select.addEventListener("change", showSamples);
+  }
+  // First against last iteration of one run; the last ones of two runs.
+  const lastOf = (run) => samples.map((row) => row.run).lastIndexOf(run);
+  const runs = [...new Set(samples.map((row) => row.run))];
+  selects[0].selectedIndex = runs.length > 1 ? lastOf(runs[0]) : 0;
+  selects[1].selectedIndex = runs.length > 1 ? lastOf(runs[1]) : samples.length - 1;
+  const hasKl = samples.some((row) => row.answers.some((answer) => answer.token_kl));
+  radios.find((radio) => radio.value === (hasKl ? "token_kl" : "advantages")).checked = true;
+  radios.forEach((radio) => radio.addEventListener("change", showSamples));
+  showSamples();
+}
