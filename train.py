@@ -29,6 +29,7 @@ from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import Request, tables
 from dschat.launch import recipe, run_plan, supervisor
 from dschat.launch.preflight_process import log_lines
+from dschat.launch.run_report import RunReport
 from dschat.launch.summary import format_summary, write_summary
 
 ROOT = Path(__file__).resolve().parent
@@ -60,13 +61,17 @@ def main() -> int:
         say(line)
 
     # Run the steps, one after another.
-    with supervisor.ProcessSupervisor() as runner:
+    reports = config.report and plan.cluster.is_first
+    report = RunReport(plan.output_dir, plan.environment, config.report_every if reports else 0)
+    with supervisor.ProcessSupervisor() as runner, report:
         for step, command in plan.commands:
             if runner.stop_requested:
                 return stopped(f"stopped before step {step.number}", plan)
             say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
             start = time.monotonic()
-            code = runner.run(command, plan.environment, plan.folder(step), plan.cluster)
+            code = runner.run(
+                command, plan.environment, plan.folder(step), plan.cluster, report.poll
+            )
             seconds = time.monotonic() - start
             if plan.summary and code in (0, stop_signals.EXIT_CODE):
                 note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
@@ -84,13 +89,19 @@ def main() -> int:
     finished = [plan.finished(step) for step in plan.steps]
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
+    if reports and plan.commands:
+        say("\n" + report.write())
     if finished[-1] and plan.cluster.is_first:
-        here = os.path.relpath(sys.executable)
-        python = "python" if here.startswith("..") else here
-        chat = ["dschat", "chat"] if sys.argv[0] == "dschat train" else [python, "chat.py"]
-        chat += ["--path", str(plan.folder(plan.steps[-1]) / "actor")]
-        say(f"\nchat with it: {shlex.join(chat)}")
+        say("\nchat with it: " + shlex.join(chat_command(plan.folder(plan.steps[-1]) / "actor")))
     return 0
+
+
+def chat_command(actor: Path) -> list[str]:
+    """The command that talks to ``actor``, as this one was started."""
+    here = os.path.relpath(sys.executable)
+    python = "python" if here.startswith("..") else here
+    chat = ["dschat", "chat"] if sys.argv[0] == "dschat train" else [python, "chat.py"]
+    return [*chat, "--path", str(actor)]
 
 
 def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool) -> None:

@@ -1,6 +1,7 @@
 """Declares the flags of ``dschat report``."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_bounds, require_types
@@ -16,8 +17,10 @@ class ReportConfig:
         "report is written into the first one; the others are drawn in the same figures.",
         short=True,
     )
-    figures: bool = flag(
-        True, "Also write every figure as PNG and SVG, into OUT/figures.", short=True
+    figures: Literal["all", "main", "none"] = flag(
+        "all",
+        "Figures to write as PNG and SVG into OUT/figures; main: all but the folded ones.",
+        short=True,
     )
     max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)
 

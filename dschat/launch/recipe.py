@@ -87,6 +87,10 @@ class TrainConfig(ClusterConfig):
         "if not; run nothing. Exit code 0 in both cases.",
         short=True,
     )
+    report: bool = flag(True, "Write OUT/report.html and OUT/figures at the end.", short=True)
+    report_every: int = flag(
+        0, "Also write OUT/report.html every N seconds while steps run; 0: only at the end.", ge=0
+    )
     device_memory_gib: Optional[float] = flag(
         None, "Device memory for --plan, in GiB; default: this machine's device.", short=True, gt=0
     )

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,11 @@ class ProcessSupervisor:
         environment: Mapping[str, str],
         output_dir: Path,
         cluster: Cluster,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Run ``command`` in its own process group, wait for it, and return its exit code.
+
+        Calls ``meanwhile``, which must return at once, many times a second.
 
         75: stopped by a signal and saved. While models load there is nothing to save: 130 for
         Ctrl-C, 143 for SIGTERM, 75 for SIGUSR1. No process of the group is left in any case.
@@ -77,6 +80,7 @@ class ProcessSupervisor:
                 preexec_fn=announce,
             )
             while process.poll() is None and not self.stop_requested:
+                meanwhile()
                 time.sleep(0.05)
             signaled = process.poll() is None and _request_stop(ranks, process.pid, cluster.relay)
             if signaled:

@@ -3,7 +3,7 @@
 Metrics that no chart names get one each, in the section of other metrics.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dschat.reporting.run_files import Step
@@ -19,6 +19,7 @@ class Chart:
     metrics: dict[str, str]
     caption: str = ""
     is_smoothed: bool = True  # a running mean over noisy curves
+    is_log: bool = False
 
 
 def _held_out(metric: str) -> dict[str, str]:
@@ -57,7 +58,7 @@ _STEP_SECONDS = Chart(
 )
 _SFT = (
     Chart("loss", "Loss", "cross-entropy, nats per token", _held_out("loss")),
-    Chart("perplexity", "Perplexity", "exp(loss) per token", _held_out("perplexity")),
+    Chart("perplexity", "Perplexity", "exp(loss) per token", _held_out("perplexity"), is_log=True),
     _GOLD,
     *_LEARNING,
     _STEP_SECONDS,
@@ -180,6 +181,7 @@ _RLHF = (
         {"rollout/logprob_gap": "mean |difference|", "rollout/mismatch_kl": "KL"},
         "Log-probs of the generator against those of the training form; rounding explains 1e-6 in "
         "fp32 and about 1e-2 in bf16.",
+        is_log=True,
     ),
 )
 _EFFICIENCY = (
@@ -213,7 +215,7 @@ _EFFICIENCY = (
         "memory",
         "Memory",
         "GiB per device",
-        {"memory/peak_gib": "peak of rank 0", "memory/refresh_gib": "weights that a refresh moves"},
+        {"memory/peak_gib": "peak of rank 0"},
         "On a CPU the peak is that of the process.",
         is_smoothed=False,
     ),
@@ -237,7 +239,7 @@ def charts_of(name: str, steps: Iterable[Step]) -> list[Chart]:
     """The named charts of the step ``name`` that have a metric in ``steps``."""
     logged = {metric for step in steps for metric in step.metrics}
     if name == "step1_sft":
-        table = _SFT
+        table: Sequence[Chart] = _SFT
     elif name == "step2_reward":
         table = _REWARD
     else:

@@ -19,7 +19,8 @@ from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
-_MAX_HISTOGRAMS = 4
+_FEW_POINTS = 40  # drawn with markers
+_MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
 
 
@@ -33,6 +34,15 @@ class Curve:
     color: int = 0
     dash: int = 0
     faint: bool = False
+
+    @property
+    def has_markers(self) -> bool:
+        return len(self.xs) <= _FEW_POINTS
+
+    @property
+    def has_line(self) -> bool:
+        """A line between the evaluations before and after training would invent what is between."""
+        return len(self.xs) > 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Figure:
     curves: list[Curve] = field(default_factory=list)
     bars: list[Bars] = field(default_factory=list)
     is_stacked: bool = False
+    is_log: bool = False  # the y axis
     caption: str = ""
 
 
@@ -122,10 +133,16 @@ def _lines(
     if "loss" in present:  # DPO in step 3's folder
         x_label = "optimizer step"
     name = f"{step}-{chart.name}"
+    is_log = chart.is_log and all(y > 0 for curve in curves for y in curve.ys)
     return Figure(
-        name, chart.title, x_label, chart.y_label, sorted(curves, key=_faint_first), [], False,
-        chart.caption,
-    )  # fmt: skip
+        name,
+        chart.title,
+        x_label,
+        chart.y_label,
+        sorted(curves, key=_faint_first),
+        is_log=is_log,
+        caption=chart.caption,
+    )
 
 
 def _faint_first(curve: Curve) -> bool:
@@ -177,8 +194,7 @@ def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
         caption = "Mean of neighboring iterations where there are many."
     else:
         xs, x_label = list(seconds), "run"
-        # The first iteration compiles, allocates and fills caches.
-        columns = np.array([t[1 if len(t) > 1 else 0 :, 1:].mean(axis=0) for t in seconds.values()])
+        columns = np.array([_warm(table)[:, 1:].mean(axis=0) for table in seconds.values()])
         caption = "Mean of all iterations but the first."
     bars = [Bars(label, xs, columns[:, i].tolist(), i) for i, label in enumerate(PHASES.values())]
     return [
@@ -192,6 +208,12 @@ def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
             caption=caption + " Refreshing the generator's weights is part of generate.",
         )
     ]
+
+
+def _warm(table: np.ndarray) -> np.ndarray:
+    """Without the first iteration, which compiles, allocates and fills caches."""
+    later = table[table[:, 0] > 1]
+    return later if len(later) else table
 
 
 def phase_seconds(step: Step) -> np.ndarray:

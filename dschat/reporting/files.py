@@ -6,7 +6,8 @@ from pathlib import Path
 from dschat.reporting.figures import Figure
 from dschat.reporting.palette import color, line_style
 
-_FEW_POINTS = 40  # drawn with markers
+_LONG_LABEL = 16  # characters
+_LONG_AXIS = 70  # characters of all labels
 
 
 def write_figures(figures: Iterable[Figure], folder: Path) -> int:
@@ -20,7 +21,19 @@ def write_figures(figures: Iterable[Figure], folder: Path) -> int:
     written = set()
     for figure in figures:
         canvas = Canvas(figsize=(7, 4.2), dpi=150, layout="constrained")
-        _draw(figure, canvas.subplots())
+        axes = canvas.subplots()
+        _draw(figure, axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = 2 if max(map(len, labels)) > _LONG_LABEL else 4
+            canvas.legend(
+                handles,
+                labels,
+                loc="outside lower center",
+                ncols=columns,
+                frameon=False,
+                fontsize=8,
+            )
         for suffix in ("png", "svg"):
             path = folder / f"{figure.name}.{suffix}"
             # Without the date, the same numbers give the same file.
@@ -38,11 +51,11 @@ def _draw(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]  # matp
             curve.xs,
             curve.ys,
             color=color(curve.color),
-            linestyle=line_style(curve.dash),
+            linestyle=line_style(curve.dash) if curve.has_line else "",
             linewidth=1.6,
             alpha=0.28 if curve.faint else 1.0,
-            marker="o" if len(curve.xs) <= _FEW_POINTS else "",
-            markersize=3,
+            marker="o" if curve.has_markers else "",
+            markersize=3 if curve.has_line else 6,
             label="_nolegend_" if curve.faint else _plain(curve.label),
         )
     if figure.bars:
@@ -53,8 +66,8 @@ def _draw(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]  # matp
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(frameon=False, fontsize=8)
+    if figure.is_log:
+        axes.set_yscale("log")
 
 
 def _draw_bars(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]
@@ -74,7 +87,9 @@ def _draw_bars(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]
         if figure.is_stacked:
             bottoms = [below + y for below, y in zip(bottoms, bars.ys, strict=True)]
     if is_named:
-        axes.set_xticks(places, [_plain(str(x)) for x in names])
+        labels = [_plain(str(x)) for x in names]
+        is_long = sum(map(len, labels)) > _LONG_AXIS
+        axes.set_xticks(places, labels, rotation=20 if is_long else 0)
 
 
 def _plain(text: str) -> str:

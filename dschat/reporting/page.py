@@ -19,7 +19,7 @@ from dschat.reporting.run_files import STEPS, Run, changed_settings
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_ITERATIONS = 24  # with samples, per run
-Table = dict[str, Any]  # title, head, rows
+Table = dict[str, Any]  # head, rows; of settings: also title, changed
 
 
 def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
@@ -147,8 +147,8 @@ def _versions(runs: Sequence[Run]) -> Table:
     """Versions of the last start of each run that recorded them."""
     last: dict[str, dict[str, Any]] = {}
     for run in runs:
-        rows = [row for step in run.steps.values() for row in step.starts]
-        found = [row["versions"] for row in rows if isinstance(row.get("versions"), dict)]
+        starts = [row for step in run.steps.values() for row in step.starts]
+        found = [row["versions"] for row in starts if isinstance(row.get("versions"), dict)]
         if found:
             last[run.name] = found[-1]
     names = dict.fromkeys(name for versions in last.values() for name in versions)

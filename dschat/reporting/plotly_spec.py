@@ -9,8 +9,6 @@ from typing import Any
 from dschat.reporting.figures import Curve, Figure
 from dschat.reporting.palette import color, dash
 
-_FEW_POINTS = 40  # drawn with markers
-
 
 def spec_of(figure: Figure) -> dict[str, Any]:
     """``data`` and ``layout`` of ``Plotly.newPlot``."""
@@ -28,11 +26,17 @@ def spec_of(figure: Figure) -> dict[str, Any]:
     num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
     layout = {
         "xaxis": {"title": {"text": figure.x_label}, "automargin": True},
-        "yaxis": {"title": {"text": figure.y_label}, "automargin": True},
+        "yaxis": {
+            "title": {"text": figure.y_label},
+            "automargin": True,
+            "exponentformat": "power",
+            "minexponent": 5,
+            "type": "log" if figure.is_log else "linear",
+        },
         "barmode": "stack" if figure.is_stacked else "group",
         "bargap": 0.15,
         "showlegend": num_labels > 1,
-        "legend": {"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
+        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
         "hovermode": "x unified" if figure.curves else "closest",
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -42,15 +46,15 @@ def spec_of(figure: Figure) -> dict[str, Any]:
 
 
 def _trace(curve: Curve) -> dict[str, Any]:
-    has_markers = len(curve.xs) <= _FEW_POINTS
+    mode = "+".join(["lines"] * curve.has_line + ["markers"] * curve.has_markers)
     return {
         "type": "scatter",
-        "mode": "lines+markers" if has_markers else "lines",
+        "mode": mode,
         "name": html.escape(curve.label),
         "x": curve.xs,
         "y": curve.ys,
         "line": {"color": color(curve.color), "dash": dash(curve.dash), "width": 2},
-        "marker": {"size": 5},
+        "marker": {"size": 5 if curve.has_line else 9},
         "opacity": 0.28 if curve.faint else 1.0,
         "showlegend": not curve.faint,
         "hoverinfo": "skip" if curve.faint else "all",

@@ -23,14 +23,19 @@ def write_report(config: ReportConfig) -> str:
             folder that cannot be written.
     """
     runs = read_runs(config.runs)
-    _check_installed(["plotly", "jinja2", *(["matplotlib"] if config.figures else [])])
+    _check_installed(["plotly", "jinja2", *(["matplotlib"] if config.figures != "none" else [])])
     sections = sections_of(runs, config.max_points)
     out = runs[0].folder
     line = f"report: {out / PAGE}"
     try:
         _write(out / PAGE, render(runs, sections))
-        if config.figures:
-            figures = [figure for section in sections for figure in section.figures]
+        if config.figures != "none":
+            figures = [
+                figure
+                for section in sections
+                for figure in section.figures
+                if config.figures == "all" or not section.is_folded
+            ]
             line += f", {write_figures(figures, out / FIGURES)} figures in {out / FIGURES}"
     except OSError as error:
         raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from None

@@ -1,0 +1,83 @@
+"""Writes a run's report in a process of its own: while the steps run, and at the end.
+
+A report never makes a run fail: what goes wrong is one line at the end.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_LONGEST_S = 300.0  # for the last report, which train.py waits for
+
+
+class RunReport:
+    """``every_s``: seconds between reports while steps run; 0: none of those.
+
+    As a context manager, kills a report that is being written on exit.
+    """
+
+    def __init__(self, output_dir: Path, environment: Mapping[str, str], every_s: float) -> None:
+        self._output_dir = output_dir
+        self._environment = environment
+        self._every_s = every_s
+        self._last = time.monotonic()
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> "RunReport":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop()
+
+    def poll(self) -> None:
+        """Start a report if one is due and none is being written."""
+        if not self._every_s or time.monotonic() - self._last < self._every_s:
+            return
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._last = time.monotonic()
+        nothing: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        try:
+            self._process = subprocess.Popen(
+                self._command("none"),
+                env={**self._environment},
+                preexec_fn=lambda: os.nice(10),  # training goes first
+                start_new_session=True,  # Ctrl-C is for the steps
+                **nothing,
+            )
+        except OSError:  # no memory for a process: the last report says what is wrong
+            self._process = None
+
+    def _stop(self) -> None:
+        """Kill a report that is being written; the page before it stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def write(self) -> str:
+        """Write the report with its figures; returns a line that says where, or why not."""
+        self._stop()
+        try:
+            done = subprocess.run(
+                self._command("main"),
+                env={**self._environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_LONGEST_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"no report: {error}"
+        if done.returncode == 0:
+            return done.stdout.strip()
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return f"no report: {lines[-1].removeprefix('error: ')}"
+
+    def _command(self, figures: str) -> list[str]:
+        out = str(self._output_dir)
+        return [sys.executable, "-m", "dschat.reporting", "--runs", out, "--figures", figures]
