@@ -85,15 +85,19 @@ def main() -> int:
                 return code
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
-    # Report the results.
+    show_results(plan, report if reports and plan.commands else None)
+    return 0
+
+
+def show_results(plan: run_plan.RunPlan, report: RunReport | None) -> None:
+    """Write the report, print the summary and how to talk to the model."""
     finished = [plan.finished(step) for step in plan.steps]
     if plan.summary and all(finished):
         say("\n" + format_summary(write_summary(plan.output_dir, {})))
-    if reports and plan.commands:
+    if report is not None:
         say("\n" + report.write())
     if finished[-1] and plan.cluster.is_first:
         say("\nchat with it: " + shlex.join(chat_command(plan.folder(plan.steps[-1]) / "actor")))
-    return 0
 
 
 def chat_command(actor: Path) -> list[str]:

@@ -129,9 +129,8 @@ def _lines(
             else:
                 color, dash = index, 0
             curves += _curves(series, label, color, dash, chart.is_smoothed, max_points)
-    x_label = "iteration" if step == "step3_rlhf" else "optimizer step"
-    if "loss" in present:  # DPO in step 3's folder
-        x_label = "optimizer step"
+    is_supervised = any("loss" in run.steps[step].metrics for run in having)  # also DPO
+    x_label = "optimizer step" if is_supervised else "iteration"
     name = f"{step}-{chart.name}"
     is_log = chart.is_log and all(y > 0 for curve in curves for y in curve.ys)
     return Figure(

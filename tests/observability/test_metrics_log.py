@@ -7,6 +7,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy
 import pytest
 
 from dschat.config import SFTConfig, UserError
@@ -114,6 +115,71 @@ def test_rows_of_this_process_do_not_make_a_short_file_long(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl is shorter"):
         log.resume_from(position, 2)
     log.close()
+
+
+def sampling_log(folder, resume=None):
+    config = SFTConfig(resume=resume, enable_tensorboard=False)
+    return MetricsLog(str(folder), config, has_samples=True)
+
+
+def test_samples_after_the_checkpoint_are_dropped_too(tmp_path):
+    log = sampling_log(tmp_path)
+    log.begin()
+    log.write_samples(1, {"scores": [0.5]}, [])
+    position = json.loads(json.dumps(log.position()))  # as a checkpoint stores it
+    log.write_samples(10, {"scores": [0.25]}, [])  # and the process is killed here
+    log = sampling_log(tmp_path, "latest")
+    log.resume_from(position, 5)
+    log.write_samples(10, {"scores": [0.75]}, [])
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    assert rows == [{"step": 1, "scores": [0.5]}, {"step": 10, "scores": [0.75]}]
+
+
+def test_a_checkpoint_of_a_run_without_samples_drops_them_all(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n')
+    log = sampling_log(tmp_path, "latest")
+    log.resume_from({"bytes": 0, "rows": ""}, 5)
+    log.close()
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+
+
+def test_other_sinks_get_samples_as_text_and_table(tmp_path, monkeypatch):
+    """With fakes of the parts that are called."""
+    texts, logged = [], []
+    log = sampling_log(tmp_path)
+    log._tensorboard = SimpleNamespace(add_text=lambda *a: texts.append(a), close=lambda: None)
+    log._wandb = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=str)
+    table = SimpleNamespace(Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", table)
+    log.write_samples(3, {}, [{"answer": "<b>|\n", "score": 0.25}])
+    log.close()
+    assert texts == [
+        ("samples", "| answer | score |\n| --- | --- |\n| &lt;b&gt;&#124;<br> | 0.25 |", 3)
+    ]
+    assert logged == [({"samples": (["answer", "score"], [["<b>|\n", 0.25]])}, 3)]
+
+
+def test_starts_tell_a_resume_from_a_restart(tmp_path):
+    log = log_of(tmp_path)
+    log.begin()
+    log.write(1, {"loss": 0.5})
+    position = log.position()
+    log.close()
+    log = log_of(tmp_path, "latest")
+    log.resume_from(position, 1)
+    log.close()
+    log = log_of(tmp_path)
+    log.begin()
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "starts.jsonl").open()]
+    assert [(row["event"], row["step"]) for row in rows] == [
+        ("start", 0),
+        ("resume", 1),
+        ("restart", 0),
+    ]
+    assert all(row["versions"]["numpy"] == numpy.__version__ for row in rows)
+    assert {row["processes"] for row in rows} == {1}
 
 
 def test_weights_and_biases_continues_its_run(tmp_path, monkeypatch):

@@ -1,0 +1,53 @@
+"""train.py's report: a line that says where, or why not; never a failure."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from stub_steps import train
+
+from dschat.launch.run_report import RunReport
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def write_metrics(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
+    write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n{"step"\n')
+    line = RunReport(tmp_path, ENVIRONMENT, 0).write()
+    path = tmp_path / "step1_sft/metrics.jsonl"
+    assert line == (f"no report: {path}: line 2 is not a JSON object with a step; remove that line")
+
+
+@pytest.mark.slow
+def test_reports_while_steps_run(tmp_path):
+    write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n')
+    page, deadline = tmp_path / "report.html", time.monotonic() + 60
+    with RunReport(tmp_path, ENVIRONMENT, 0.01) as report:
+        time.sleep(0.02)
+        while not page.exists() and time.monotonic() < deadline:
+            report.poll()
+            time.sleep(0.05)
+    assert page.exists()
+    assert not (tmp_path / "figures").exists()
+    assert report.write().startswith(f"report: {page}, 1 figures in")
+
+
+def test_without_an_interval_nothing_is_started(tmp_path):
+    with RunReport(tmp_path, {}, 0) as report:
+        report.poll()
+        assert report._process is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--no_report"]])
+def test_train_says_why_there_is_no_report(tree, flags):
+    done = train("--recipe", "quiet", "--output-dir", "out", *flags)
+    assert done.returncode == 0
+    assert ("no report: out: no metrics there" in done.stdout) == (not flags)

@@ -1,0 +1,121 @@
+"""Numbers of figures by hand; every figure has axes and is drawn by both libraries."""
+
+import numpy as np
+import pytest
+from run_folders import write_rows, write_run
+
+from dschat.reporting.figures import running_mean, sections_of, spread
+from dschat.reporting.files import write_figures
+from dschat.reporting.plotly_spec import spec_of
+from dschat.reporting.run_files import read_runs
+
+
+def figures_of(*folders, max_points=1000):
+    sections = sections_of(read_runs([str(folder) for folder in folders]), max_points)
+    return {figure.name: figure for section in sections for figure in section.figures}
+
+
+def test_one_run_has_a_color_per_metric(tmp_path):
+    loss = figures_of(write_run(tmp_path))["step1_sft-loss"]
+    assert [(c.label, c.color, c.dash, c.xs, c.ys) for c in loss.curves] == [
+        ("training", 0, 0, [1, 2, 3, 4], [4.0, 2.0, 4.0 / 3, 1.0]),
+        ("held out", 1, 0, [0, 4], [5.0, 1.0]),
+    ]
+    assert [c.has_line for c in loss.curves] == [True, False]
+
+
+def test_several_runs_have_a_color_per_run_and_a_dash_per_metric(tmp_path):
+    figures = figures_of(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
+    assert [(c.label, c.color, c.dash) for c in figures["step1_sft-loss"].curves] == [
+        ("a, training", 0, 0),
+        ("a, held out", 0, 1),
+        ("b, training", 1, 0),
+        ("b, held out", 1, 1),
+    ]
+    assert [c.label for c in figures["step3_rlhf-kl"].curves] == ["a", "b"]
+
+
+def test_seconds_of_an_iteration_by_phase(tmp_path):
+    figures = figures_of(write_run(tmp_path / "a"))
+    breakdown = figures["step3_rlhf-breakdown"]
+    assert breakdown.is_stacked
+    assert [(b.label, b.xs, b.ys) for b in breakdown.bars] == [
+        ("generate", [1, 2, 3], [1.0, 2.0, 3.0]),
+        ("score", [1, 2, 3], [2.0] * 3),
+        ("train", [1, 2, 3], [3.0] * 3),
+    ]
+    several = figures_of(tmp_path / "a", write_run(tmp_path / "b", iterations=1))
+    generate = several["step3_rlhf-breakdown"].bars[0]
+    # a: the mean of iterations 2 and 3; b has only the first
+    assert (generate.xs, generate.ys) == (["a", "b"], [2.5, 1.0])
+
+
+def test_histograms_have_a_bar_per_value(tmp_path):
+    figures = figures_of(write_run(tmp_path))
+    first, last = figures["step3_rlhf-scores"].bars
+    assert (first.label, first.xs, first.ys) == ("iteration 1", [0.0, 1.0], [1 / 3, 2 / 3])
+    lengths = figures["step3_rlhf-answer-lengths"].bars[0]
+    assert (lengths.xs, lengths.ys) == ([2.0, 3.0, 5.0], [0.5, 0.25, 0.25])
+
+
+def test_histograms_of_many_values_have_bins(tmp_path):
+    out = write_run(tmp_path)
+    values = np.linspace(0, 24, 49).tolist()  # 24 bins of width 1; the last edge is in the last bin
+    row = {"step": 1, "samples": [], "scores": values, "answer_lengths": []}
+    write_rows(out / "step3_rlhf/samples.jsonl", [row])
+    (bars,) = figures_of(out)["step3_rlhf-scores"].bars
+    assert bars.xs == pytest.approx([n + 0.5 for n in range(24)])
+    assert bars.ys == pytest.approx([2 / 49] * 23 + [3 / 49])
+
+
+def test_a_metric_without_a_chart_is_among_the_others(tmp_path):
+    sections = sections_of(read_runs([str(write_run(tmp_path))]), 1000)
+    (others,) = [section for section in sections if section.is_folded and "3" in section.title]
+    assert [(f.title, f.y_label) for f in others.figures] == [("custom/metric_s", "seconds")]
+
+
+def test_long_curves_are_smoothed_and_thinned(tmp_path):
+    rows = [{"step": n, "loss": float(n % 2)} for n in range(1, 1001)]
+    write_rows(tmp_path / "step1_sft/metrics.jsonl", rows)
+    faint, curve = figures_of(tmp_path, max_points=100)["step1_sft-loss"].curves
+    assert (faint.faint, curve.faint) == (True, False)
+    assert set(faint.ys) == {0.0, 1.0}
+    assert all(0.4 < y < 0.6 for y in curve.ys)
+    for c in (faint, curve):
+        assert (len(c.xs), c.xs[0], c.xs[-1]) == (100, 1, 1000)
+
+
+def test_running_mean_at_the_ends():
+    assert running_mean(np.array([1.0, 2, 6, 0]), 3).tolist() == [1.5, 3.0, 8 / 3, 3.0]
+
+
+def test_spread_has_both_ends():
+    assert spread(10, 4) == [0, 3, 6, 9]
+    assert spread(2, 4) == [0, 1]
+
+
+def test_preferences_are_step_2(tmp_path):
+    rows = [{"step": n, "loss": 0.7, "rewards/accuracies": 0.5} for n in range(3)]
+    write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
+    sections = sections_of(read_runs([str(tmp_path)]), 1000)
+    assert sections[0].title == "Step 2: Preferences"
+    assert {f.x_label for s in sections for f in s.figures} == {"optimizer step"}
+
+
+def test_every_figure_is_drawn_with_named_axes(tmp_path):
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    pytest.importorskip("matplotlib")
+    figures = figures_of(write_run(tmp_path / "a$b"), write_run(tmp_path / "<b>"))
+    chosen = [figures[f"step3_rlhf-{name}"] for name in ("score", "breakdown", "scores")]
+    for figure in figures.values():
+        layout = graph_objects.Figure(spec_of(figure)).layout  # plotly checks every name and value
+        assert layout.xaxis.title.text
+        assert layout.yaxis.title.text
+    stale = tmp_path / "figures/step3_rlhf-stale.png"
+    stale.parent.mkdir()
+    stale.touch()
+    assert write_figures(chosen, stale.parent) == 3
+    assert {path.name for path in stale.parent.iterdir()} == {
+        f"{figure.name}.{suffix}" for figure in chosen for suffix in ("png", "svg")
+    }
+    assert "seconds per iteration" in chosen[1].y_label

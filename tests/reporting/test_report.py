@@ -1,0 +1,139 @@
+"""The page: complete, self-contained, and safe from what a model wrote; the command's mistakes."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run_folders import write_run
+
+from dschat.config import UserError
+from dschat.config.report import ReportConfig
+from dschat.reporting.report import write_report
+
+pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
+ATTACK = "<script>document.title = 'attacked'</script>"
+CHROMIUM = "/usr/bin/chromium"
+
+
+def page_of(*folders) -> str:
+    line = write_report(ReportConfig(runs=[str(folder) for folder in folders], figures="none"))
+    page = Path(folders[0]) / "report.html"
+    assert line == f"report: {page}"
+    return page.read_text()
+
+
+class Elements(HTMLParser):
+    """Collects scripts, and every address that a browser would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.scripts, self.addresses, self._reading = [], [], False
+
+    def handle_starttag(self, tag, attrs):
+        self._reading = tag == "script"
+        if self._reading:
+            self.scripts.append("")
+        self.addresses += [v for k, v in attrs if k in ("src", "href") and not v.startswith("#")]
+
+    def handle_endtag(self, tag):
+        self._reading = False
+
+    def handle_data(self, data):
+        if self._reading:
+            self.scripts[-1] += data
+
+
+def test_what_a_model_wrote_is_data_not_markup(tmp_path):
+    out = write_run(tmp_path / "out", answer=ATTACK, suffix=ATTACK)
+    text = page_of(out)
+    assert ATTACK not in text
+    elements = Elements()
+    elements.feed(text)
+    assert len(elements.scripts) == 4  # figures, samples, plotly.js, the page's own
+    samples = json.loads(elements.scripts[1])
+    assert samples[0]["answers"][0]["answer"] == ATTACK
+    assert "&lt;script&gt;" in text  # the setting
+
+
+def test_the_page_loads_nothing(tmp_path):
+    elements = Elements()
+    elements.feed(page_of(write_run(tmp_path)))
+    assert elements.addresses == []
+
+
+def test_the_page_has_numbers_settings_versions_and_history(tmp_path):
+    a, b = write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=2)
+    text = re.sub(r"\s+", " ", page_of(a, b))
+    # generate 1 + 2 + 3, score 3 x 2, train 3 x 3 seconds
+    shares = "<td>29%, 29%, 43%</td>"
+    assert f"<td>share of generate, score, train</td>{shares}{shares}" in text
+    assert '<tr class="changed"> <td>seed</td><td>1</td><td>2</td> </tr>' in text
+    assert "<td>torch</td><td>9.9</td><td>9.9</td>" in text
+    assert "<td>resumed after step 2</td>" in text
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+    )
+    with pytest.raises(UserError, match=r"a report needs plotly; .*pip install 'dschat\[report\]'"):
+        page_of(write_run(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    out = write_run(tmp_path)
+    (out / "report.html").mkdir()
+    with pytest.raises(UserError, match=r"cannot be written"):
+        page_of(out)
+
+
+def test_the_command(tmp_path):
+    out = write_run(tmp_path / "out")
+    command = [sys.executable, "-m", "dschat", "report", "out", "--figures", "none"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("report: out/report.html\n", "", 0)
+    assert not (out / "figures").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")
+def test_the_page_in_a_browser(tmp_path):
+    """Offline, in both themes and at phone width: no error, no attack, figures and samples."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    a, b = write_run(tmp_path / "a", answer=ATTACK), write_run(tmp_path / ATTACK.replace("/", "|"))
+    page_of(a, b)
+    errors = []
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM)
+        context = browser.new_context(
+            viewport={"width": 390, "height": 800}, color_scheme="dark", offline=True
+        )
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((a / "report.html").as_uri())
+        page.evaluate("document.querySelectorAll('.chart').forEach(draw)")
+        page.wait_for_selector("#step3_rlhf-breakdown .main-svg")
+        drawn = page.evaluate("document.querySelectorAll('.chart .main-svg').length")
+        assert drawn >= page.locator("figure").count()
+        back = "getComputedStyle(document.body).backgroundColor"
+        assert page.evaluate(back) == "rgb(20, 23, 28)"
+        page.click("#theme")
+        assert page.evaluate(back) == "rgb(255, 255, 255)"
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        left = page.locator(".column").first
+        assert left.locator(".tokens span").first.text_content() == ATTACK
+        assert left.locator(".tokens span").first.get_attribute("style").startswith("background")
+        left.locator("select").select_option(index=3)
+        assert left.locator(".tokens span").first.text_content() == "4"
+        assert page.title() != "attacked"
+        browser.close()
+    assert errors == []

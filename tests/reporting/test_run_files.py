@@ -1,0 +1,89 @@
+"""Folders are read as they are, and what cannot be read is one line."""
+
+import shutil
+
+import pytest
+from run_folders import sample, write_rows, write_run
+
+from dschat.config import UserError
+from dschat.reporting.history import history_of
+from dschat.reporting.run_files import changed_settings, read_runs
+
+
+def test_a_run_has_the_steps_of_its_folder(tmp_path):
+    (run,) = read_runs([str(write_run(tmp_path / "out"))])
+    assert run.name == "out"
+    assert list(run.steps) == ["step1_sft", "step3_rlhf"]
+    assert run.steps["step1_sft"].series("eval/loss") == [(0, 5.0), (4, 1.0)]
+    assert run.steps["step3_rlhf"].series("custom/metric_s") == [(2, 1.0), (3, 1.0)]  # not NaN
+
+
+@pytest.mark.parametrize("folder", ["step3_rlhf", "renamed"])
+def test_a_folder_of_one_step(tmp_path, folder):
+    write_run(tmp_path / "out")
+    shutil.copytree(tmp_path / "out/step3_rlhf", tmp_path / folder)
+    (run,) = read_runs([str(tmp_path / folder)])
+    assert (run.name, list(run.steps)) == (folder, ["step3_rlhf"])
+
+
+def test_names_are_as_long_as_they_must_be(tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("a/out", "b/out")]
+    steps = [str(folder / "step3_rlhf") for folder in (*folders, folders[0])]
+    names = [run.name for run in read_runs(steps)]
+    assert names == ["a/out/step3_rlhf", "b/out/step3_rlhf"]  # and each folder once
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path):
+    metrics = write_run(tmp_path) / "step1_sft/metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 5, "lo')
+    (run,) = read_runs([str(tmp_path)])
+    assert run.steps["step1_sft"].rows[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("line", ['{"step": 5, "lo', "[]", '{"loss": 1}', "\udcff"])
+def test_a_broken_line_is_named(tmp_path, line):
+    metrics = write_run(tmp_path) / "step1_sft/metrics.jsonl"
+    broken = metrics.read_bytes().split(b"\n")
+    broken[2] = line.encode(errors="surrogateescape")
+    metrics.write_bytes(b"\n".join(broken))
+    reason = "not UTF-8" if line == "\udcff" else "line 3 is not a JSON object with a step"
+    with pytest.raises(UserError, match=f"step1_sft/metrics.jsonl.*{reason}"):
+        read_runs([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "broken", [{"tokens": "4"}, {"prompt": None}, {"token_kl": [0.0]}, {"advantages": "x"}]
+)
+def test_broken_samples_are_named(tmp_path, broken):
+    out = write_run(tmp_path)
+    row = {"step": 7, "samples": [sample(**broken)], "scores": [], "answer_lengths": []}
+    write_rows(out / "step3_rlhf/samples.jsonl", [row])
+    with pytest.raises(UserError, match="samples.jsonl: step 7 is not a row of samples"):
+        read_runs([str(out)])
+
+
+def test_a_folder_without_metrics(tmp_path):
+    with pytest.raises(UserError, match="no metrics there; name the output folder of train.py"):
+        read_runs([str(tmp_path)])
+
+
+def test_settings_that_differ(tmp_path):
+    runs = read_runs(
+        [str(write_run(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 2))]
+    )
+    assert changed_settings(runs, "step3_rlhf") == {"seed": [1, 2]}
+
+
+def test_history_tells_starts_resumes_and_the_end(tmp_path):
+    out = write_run(tmp_path / "out")
+    (out / "step1_sft/COMPLETE").write_text('{"started": 30.0, "num_processes": 1}')
+    (out / "step3_rlhf/checkpoints/step_000002").mkdir(parents=True)
+    rows = [row[1:] for row in history_of(read_runs([str(out)]))["rows"]]
+    assert rows[0] == ["step1_sft", "1970-01-01 00:00:30 UTC", "started", "1 process"]
+    assert rows[1][2] == "finished at step 4"
+    where = "2 processes, cpu, node1"
+    assert rows[2] == ["step3_rlhf", "1970-01-01 00:00:00 UTC", "started", where]
+    assert rows[3] == ["step3_rlhf", "1970-01-01 00:01:00 UTC", "resumed after step 2", where]
+    assert rows[4][2] == "not finished; last row is of step 3"
+    assert rows[5][2] == "checkpoints kept: after step 2"
