@@ -28,10 +28,7 @@ COMMANDS = {
     "generate": ("dschat.offline.generate", "answer the prompts of a data set, into a file"),
     "eval": ("dschat.offline.evaluate", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__", "show data files as the model will see them"),
-    "report": (
-        "dschat.reporting.__main__",
-        "one HTML page, and figures, of runs in OUT [OTHER...]",
-    ),
+    "report": ("dschat.reporting.__main__", "write a page of curves and samples of runs"),
 }
 USAGE = "usage: dschat COMMAND [FLAGS]"
 HELP = f"""{USAGE}

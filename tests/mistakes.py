@@ -33,6 +33,7 @@ WORDS = {  # in capitals in the table. NEW: a model is still to be named; STEP1 
     "DATA": "-m dschat.data",
     "GENERATE": f"-m dschat generate --out out.jsonl --path {{m}}/llama {GOOD_DATA}",
     "EVAL": f"-m dschat eval --path {{m}}/llama {GOOD_DATA}",
+    "REPORT": "-m dschat.reporting",
 }
 PYTHON = """
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams

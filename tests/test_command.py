@@ -50,7 +50,8 @@ def test_help_lists_every_command():
         assert (done.returncode, done.stderr) == (0, "")
         listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
         assert listed == [
-            *("train", "sft", "reward", "rlhf", "chat", "serve", "generate", "eval", "data")
+            *("train", "sft", "reward", "rlhf", "chat", "serve", "generate", "eval"),
+            *("data", "report"),
         ]
 
 

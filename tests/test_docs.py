@@ -23,6 +23,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, UserError, parser
 from dschat.config.data import ShowConfig
+from dschat.config.report import ReportConfig
 from dschat.data import __main__
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
@@ -33,7 +34,12 @@ from dschat.serving.flags import ServeConfig
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
-COMMANDS = {"serve": ServeConfig, "generate": GenerateConfig, "eval": EvalConfig}
+COMMANDS = {
+    "serve": ServeConfig,
+    "generate": GenerateConfig,
+    "eval": EvalConfig,
+    "report": ReportConfig,
+}
 CONFIGS = {n: step.config_class for n, step in recipe.STEPS.items()}
 FLAGS = {n: parser.flag_names(config) for n, config in CONFIGS.items()}
 TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())
@@ -170,7 +176,8 @@ def parse_step(words: list[str]) -> None:
 
 
 def dschat(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    parser.parse(COMMANDS[words[0]], words[1:])
+    flags = ["--runs", *words[1:]] if words[0] == "report" else words[1:]
+    parser.parse(COMMANDS[words[0]], flags)
 
 
 def python(words: list[str], capsys: pytest.CaptureFixture) -> None:

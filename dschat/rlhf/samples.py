@@ -33,8 +33,10 @@ def sample_row(
     advantages and, with ``has_kl``, log policy - log reference in nats. ``scores`` and
     ``answer_lengths``: of all answers.
     """
-    prompts = (e.numbers // num_samples_per_prompt).tolist()
-    rows = [i for i, prompt in enumerate(prompts) if prompt not in prompts[:i]][:NUM_ANSWERS]
+    first: dict[int, int] = {}  # prompt -> its first row
+    for i, prompt in enumerate((e.numbers // num_samples_per_prompt).tolist()):
+        first.setdefault(prompt, i)
+    rows = list(first.values())[:NUM_ANSWERS]
     scores = _numbers(e.scores[:_MAX_SEQUENCES], e.scored[:_MAX_SEQUENCES].tolist())
     return {
         "samples": [_sample(e, i, tokenizer, has_kl) for i in rows],
