@@ -147,8 +147,9 @@ _RLHF = (
     Chart(
         "finished",
         "Finished answers",
-        "share of answers that end with a stop token",
+        "share of answers",
         {"rollout/eos_share": "rollouts", "eval/eos_share": "held out"},
+        "Answers that end with a stop token; the others were cut at the maximal length.",
     ),
     Chart(
         "entropy",

@@ -6,6 +6,7 @@ from pathlib import Path
 from dschat.reporting.figures import Figure
 from dschat.reporting.palette import color, line_style
 
+_HEIGHT = 3.6  # inches of the axes and the title
 _LONG_LABEL = 16  # characters
 _LONG_AXIS = 70  # characters of all labels
 
@@ -20,20 +21,21 @@ def write_figures(figures: Iterable[Figure], folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     written = set()
     for figure in figures:
-        canvas = Canvas(figsize=(7, 4.2), dpi=150, layout="constrained")
+        canvas = Canvas(figsize=(7, _HEIGHT), dpi=150)
         axes = canvas.subplots()
         _draw(figure, axes)
         handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
-            columns = 2 if max(map(len, labels)) > _LONG_LABEL else 4
+        columns = 2 if max(map(len, labels), default=0) > _LONG_LABEL else 4
+        num_rows = -(-len(labels) // columns) if len(labels) > 1 else 0
+        if num_rows:
             canvas.legend(
-                handles,
-                labels,
-                loc="outside lower center",
-                ncols=columns,
-                frameon=False,
-                fontsize=8,
+                handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=8
             )
+        # A constrained layout would take twice the time of all the rest.
+        below = 0.6 + 0.2 * num_rows + 0.15 * _has_long_names(figure)  # inches
+        canvas.set_figheight(_HEIGHT + below)
+        bottom, top = (inches / (_HEIGHT + below) for inches in (below, _HEIGHT + below - 0.3))
+        canvas.subplots_adjust(left=0.14, right=0.98, top=top, bottom=bottom)
         for suffix in ("png", "svg"):
             path = folder / f"{figure.name}.{suffix}"
             # Without the date, the same numbers give the same file.
@@ -88,8 +90,12 @@ def _draw_bars(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]
             bottoms = [below + y for below, y in zip(bottoms, bars.ys, strict=True)]
     if is_named:
         labels = [_plain(str(x)) for x in names]
-        is_long = sum(map(len, labels)) > _LONG_AXIS
-        axes.set_xticks(places, labels, rotation=20 if is_long else 0)
+        axes.set_xticks(places, labels, rotation=15 if _has_long_names(figure) else 0)
+
+
+def _has_long_names(figure: Figure) -> bool:
+    names = [x for bars in figure.bars[:1] for x in bars.xs if isinstance(x, str)]
+    return sum(map(len, names)) > _LONG_AXIS
 
 
 def _plain(text: str) -> str:

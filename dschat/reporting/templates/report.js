@@ -32,11 +32,19 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 prefersDark.addEventListener("change", recolor);
 
-// -- Figures are drawn when they come into view.
+// -- Figures are drawn when they come into view, as much higher as their legend needs.
+function legendHeight(spec, width) {
+  if (!spec.layout.showlegend) return 0;
+  const names = spec.data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name.length);
+  const columns = Math.max(1, Math.floor((width - 70) / (45 + 6.5 * Math.max(...names))));
+  return 20 * Math.ceil(names.length / columns);
+}
+
 function draw(chart) {
   if (chart.classList.contains("drawn")) return;
   chart.classList.add("drawn");
   const spec = figures[chart.dataset.figure];
+  chart.style.height = `${chart.clientHeight + legendHeight(spec, chart.clientWidth)}px`;
   const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
   Plotly.newPlot(chart, spec.data, { ...spec.layout, font: { size: 12 } }, config).then(() => {
     Plotly.relayout(chart, colors());
