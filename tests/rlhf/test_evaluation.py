@@ -81,7 +81,7 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
 def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypatch, tmp_path):
     """Where --eval_steps would ask for it too, it would be the same again."""
     options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "eval_steps": 2}
-    trainer = trainer_of(models_folder, **options)
+    trainer = trainer_of(models_folder, **options, sample_steps=0)
     report = Reporter(trainer, held_out(), 6)
     report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
     evaluated = []
@@ -90,6 +90,24 @@ def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypat
         report.step(None)
     assert evaluated == [2, 4]
     report.close()
+
+
+def test_samples_are_recorded_at_the_first_iteration_and_every_n(
+    models_folder, monkeypatch, tmp_path
+):
+    """And shown where --print_answers asks, without a record."""
+    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "sample_steps": 3}
+    trainer = trainer_of(models_folder, **options, print_answers=True, print_answers_interval=2)
+    report = Reporter(trainer, held_out(), 6)
+    report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
+    shown = []
+    monkeypatch.setattr(
+        report, "_show_samples", lambda e, recorded: shown.append((trainer.iteration, recorded))
+    )
+    for trainer.iteration in range(1, 7):
+        report.step(None)
+    report.close()
+    assert shown == [(1, True), (2, False), (3, True), (4, False), (6, True)]
 
 
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
