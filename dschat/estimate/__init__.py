@@ -1,10 +1,10 @@
-"""Estimates the memory of each step on one device, before anything loads (``--plan``).
+"""Estimates memory, hours and dollars of each step before anything loads (``--plan``).
 
 No torch here: `tables` imports the modules that need it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
@@ -23,12 +23,14 @@ class Request:
         num_processes: of the run.
         processes_here: processes on one machine, which share its host memory.
         device_memory_gib: of the GPU; None: estimate for this machine's device.
+        device_name: of that GPU, if it has one.
     """
 
     steps: Mapping[int, Mapping[str, Any]]
     num_processes: int
     processes_here: int
     device_memory_gib: Optional[float] = None
+    device_name: Optional[str] = None
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
@@ -63,6 +65,25 @@ class Request:
         }
 
 
+@dataclass(frozen=True)
+class CostRequest:
+    """What to say about time and cost.
+
+    Attributes:
+        device: a name in `dschat.estimate.devices`; None: this machine's.
+        price: dollars of a device hour.
+        nodes: numbers of nodes to compare.
+        tokens: mean tokens of a prompt and of an answer; None: the longest.
+        examples: of an epoch.
+    """
+
+    device: Optional[str] = None
+    price: Optional[float] = None
+    nodes: Sequence[int] = ()
+    tokens: Optional[tuple[int, int]] = None
+    examples: Optional[int] = None
+
+
 def title_of(config: CommonConfig) -> str:
     """A short title of a step: "reward model", "DPO"."""
     if isinstance(config, RewardConfig) and config.trains_policy:
@@ -70,12 +91,12 @@ def title_of(config: CommonConfig) -> str:
     return _TITLES[type(config)]
 
 
-def tables(request: Request) -> str:
-    """The estimate of every step as a table. Imports torch.
+def tables(request: Request, cost: Optional[CostRequest] = None) -> str:
+    """The estimate of every step as a table, with its time if asked. Imports torch.
 
     Raises:
         UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
     """
     from dschat.estimate.run import tables
 
-    return tables(request)
+    return tables(request, cost)

@@ -7,11 +7,15 @@ a short-lived process.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dschat.config import CommonConfig
 from dschat.memory import available_memory
+
+if TYPE_CHECKING:
+    from dschat.estimate.steps import Model
 
 GIB = 2**30
 
@@ -41,7 +45,9 @@ class Device:
         return int(LIBRARIES[self.kind])
 
 
-def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
+def find_device(
+    device_memory_gib: float | None, processes_here: int, device_name: str | None = None
+) -> Device:
     """A GPU of ``device_memory_gib``; else this machine's GPU, or a process's share of its memory.
 
     If this machine has no GPU, one of ``device_memory_gib`` is in another machine, whose host
@@ -50,7 +56,7 @@ def find_device(device_memory_gib: float | None, processes_here: int) -> Device:
     free = available_memory() // processes_here
     if device_memory_gib is not None:
         host = free if torch.cuda.is_available() else None
-        name = f"a GPU of {device_memory_gib:g} GiB (--device_memory_gib)"
+        name = f"a GPU of {device_memory_gib:g} GiB ({device_name or '--device_memory_gib'})"
         return Device("cuda", int(device_memory_gib * GIB), host, name, processes_here)
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -81,7 +87,9 @@ def fullest(name: str, moments: Sequence[tuple[str, Items]]) -> Mode:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Memory of a step on one device. ``host``: bytes of host memory by item."""
+    """Memory of a step on one device. ``host``: bytes of host memory by item; ``present``: the
+    models that are loaded, the trained ones first.
+    """
 
     number: int
     config: CommonConfig
@@ -90,6 +98,7 @@ class StepEstimate:
     models: list[str]  # one line per model
     modes: list[Mode]
     host: Items
+    present: Sequence["Model"] = ()
 
     @property
     def peak(self) -> Mode:

@@ -54,7 +54,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             fullest("evaluation", evaluation),
         ]
         lines = self._lines(learners, frozen, rollout)
-        return self._finished(3, lines, held, modes, learners, leftover)
+        present = [*learners, *frozen.values()]
+        return self._finished(3, lines, held, modes, present, leftover)
 
     # -- models ------------------------------------------------------------------------------------
 

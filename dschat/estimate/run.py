@@ -1,14 +1,17 @@
 """Estimates every step of a request: the tables of ``--plan`` and the lines of the log."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.estimate import Request, title_of
+from dschat.estimate import CostRequest, Request, title_of
 from dschat.estimate.advice import Advice, Estimator, advise
+from dschat.estimate.cost import find_device_speed, scaling_lines, time_lines
 from dschat.estimate.models import Models
 from dschat.estimate.result import GIB, StepEstimate, find_device
 from dschat.estimate.rlhf import RLHFEstimator
 from dschat.estimate.steps import SupervisedEstimator
+from dschat.estimate.timing import Timer
 
 _MIB = 2**20
 _ORDER = (
@@ -18,15 +21,44 @@ _ORDER = (
 )
 
 
-def tables(request: Request) -> str:
-    """The estimate of every step as a table.
+def tables(request: Request, cost: CostRequest | None = None) -> str:
+    """The estimate of every step as a table, with its time and dollars where ``cost`` is given.
 
     Raises:
         UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
     """
-    estimator = make_estimator(request)
-    estimates = [estimator(request.config(number)) for number in sorted(request.steps)]
-    return "\n\n".join(table(e, title_of(e.config), advise(e, estimator)) for e in estimates)
+    models = Models(request.made_from)
+    estimator = make_estimator(request, models)
+    times = _times(request, cost, models) if cost else (lambda _: [])
+    texts = []
+    for number in sorted(request.steps):
+        estimate = estimator(request.config(number))
+        text = table(estimate, title_of(estimate.config), advise(estimate, estimator))
+        texts.append("\n".join([text, *times(estimate)]))
+    return "\n\n".join(texts)
+
+
+def _times(
+    request: Request, cost: CostRequest, models: Models
+) -> Callable[[StepEstimate], list[str]]:
+    """A function from an estimate to the lines of its time and cost."""
+    speed = find_device_speed(request, cost)
+    if speed is None:
+        return lambda _: ["  no times: name the device with --plan_device"]
+    timer = Timer(models, speed, request.processes_here, cost.tokens)
+
+    def estimate_on(config: CommonConfig, num_processes: int) -> StepEstimate:
+        return make_estimator(replace(request, num_processes=num_processes), models)(config)
+
+    def lines(estimate: StepEstimate) -> list[str]:
+        if timer.speed.on_gpu != estimate.device.on_gpu:
+            return [f"  no times: {timer.speed.name} is not the device of this plan"]
+        return [
+            *time_lines(estimate, timer.time(estimate), cost),
+            *scaling_lines(estimate, estimate_on, timer, cost),
+        ]
+
+    return lines
 
 
 def log_lines(request: Request) -> Iterator[str]:
@@ -40,10 +72,10 @@ def log_lines(request: Request) -> Iterator[str]:
             yield f"no plan: step {number}: {error}"
 
 
-def make_estimator(request: Request) -> Estimator:
+def make_estimator(request: Request, models: Models | None = None) -> Estimator:
     """A function from a step's configuration to its estimate on the request's device."""
-    device = find_device(request.device_memory_gib, request.processes_here)
-    models = Models(request.made_from)
+    device = find_device(request.device_memory_gib, request.processes_here, request.device_name)
+    models = models or Models(request.made_from)
 
     def estimate(config: CommonConfig) -> StepEstimate:
         if isinstance(config, RLHFConfig):

@@ -166,7 +166,7 @@ class StepEstimator(Generic[Config]):
         lines: list[str],
         held: tuple[Items, Items],
         modes: list[Mode],
-        learners: Sequence[Learner],
+        present: Sequence[Model],
         leftover: int,
     ) -> StepEstimate:
         """The estimate: every mode with the persistent memory added.
@@ -174,7 +174,7 @@ class StepEstimator(Generic[Config]):
         On a CPU host memory is device memory, and saving the learners, one file at a time, is a
         mode of its own: a file holds copies, and the small ones reuse blocks that malloc retains.
         """
-        uses = [learner.use.frozen for learner in learners]
+        uses = [model.use.frozen for model in present if isinstance(model, Learner)]
         sizes = max((self._models.sizes(use) for use in uses), key=lambda s: s.total)
         written = min(self._dtype.itemsize * sizes.total, MAX_FILE_BYTES)
         persistent, host = held
@@ -189,8 +189,16 @@ class StepEstimator(Generic[Config]):
             saving = {"file being written": written - reused, "activations": retained}
             modes = [*modes, Mode("saving", Items(saving))]
         modes = [replace(mode, items=persistent + mode.items) for mode in modes]
-        config = self._config
-        return StepEstimate(number, config, self._device, self._num_processes, lines, modes, +host)
+        return StepEstimate(
+            number,
+            self._config,
+            self._device,
+            self._num_processes,
+            lines,
+            modes,
+            +host,
+            list(present),
+        )
 
 
 class SupervisedEstimator(StepEstimator[SupervisedConfig]):
@@ -232,7 +240,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             lines,
             held_by(present),
             [fullest("training", moments), fullest("evaluation", evaluation)],
-            [model],
+            present,
             leftover,
         )
 

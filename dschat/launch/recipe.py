@@ -12,8 +12,9 @@ from types import NoneType
 from typing import Any, Optional
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.config.errors import did_you_mean
+from dschat.config.errors import did_you_mean, require
 from dschat.config.fields import flag, require_types
+from dschat.estimate.devices import check_name
 from dschat.launch.cluster import ClusterConfig
 
 
@@ -83,8 +84,8 @@ class TrainConfig(ClusterConfig):
     dry_run: bool = flag(False, "Print the commands, run nothing.", short=True)
     plan: bool = flag(
         False,
-        "Print the estimated memory of each step per device, whether it fits, and what to change "
-        "if not; run nothing. Exit code 0 in both cases.",
+        "Print the estimated memory, time and cost of each step, whether it fits, and what to "
+        "change if not; run nothing. Exit code 0 in both cases.",
         short=True,
     )
     report: bool = flag(True, "Write OUT/report.html and OUT/figures at the end.", short=True)
@@ -92,7 +93,32 @@ class TrainConfig(ClusterConfig):
         0, "Also write OUT/report.html every N seconds while steps run; 0: only at the end.", ge=0
     )
     device_memory_gib: Optional[float] = flag(
-        None, "Device memory for --plan, in GiB; default: this machine's device.", short=True, gt=0
+        None,
+        "Device memory for --plan, in GiB; default: that of --plan_device, or this machine's.",
+        short=True,
+        gt=0,
+    )
+    plan_device: Optional[str] = flag(
+        None,
+        "Device for --plan: V100-32, A6000-48, A100-40, A100-80, A800-80, H100-80, H200-141 or cpu "
+        "(measured); default: this machine's.",
+        short=True,
+    )
+    plan_price: Optional[float] = flag(
+        None, "Dollars of a device hour for --plan; default: hours only.", short=True, ge=0
+    )
+    plan_nodes: Optional[list[int]] = flag(
+        None, "Numbers of nodes to compare in --plan, with the batch of the settings."
+    )
+    plan_tokens: Optional[list[int]] = flag(
+        None,
+        "Mean tokens of a prompt and of an answer for --plan's times; default: the maxima.",
+    )
+    plan_examples: Optional[int] = flag(
+        None,
+        "Examples of an epoch for --plan's hours (step 3: prompts); default: hours of --max_steps, "
+        "or of 1,000 steps.",
+        ge=1,
     )
 
     def validate(self) -> None:
@@ -101,6 +127,15 @@ class TrainConfig(ClusterConfig):
         for number in self.step or ():
             if number not in STEPS:
                 raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
+        if self.plan_device is not None:
+            check_name(self.plan_device)
+        for nodes in self.plan_nodes or ():
+            require(nodes > 0, f"--plan_nodes {nodes}: give numbers of at least 1")
+        tokens = self.plan_tokens
+        require(
+            tokens is None or (len(tokens) == 2 and min(tokens) > 0),
+            "--plan_tokens needs two numbers of at least 1: tokens of a prompt and of an answer",
+        )
         self.validate_cluster()
 
 
