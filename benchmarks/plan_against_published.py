@@ -164,12 +164,12 @@ A40, A80 = "A100-40", "A100-80"
 ONE_SET = 30_500  # 40% of Dahoas/rm-static's 76,256 rows
 CHAT_ROWS = [
     Trained("1", 3, "opt-6.7b", A40, 8, 5.7, 8),
-    Trained("1", 3, "opt-13b", A40, 8, 10.8, 4, tp_size=2),
-    Trained("1", 3, "opt-30b", A40, 8, 1.85 * 24, 2, tp_size=4),
-    Trained("1", 3, "opt-6.7b", A80, 8, 4.1, 16, fitted=True),
-    Trained("1", 3, "opt-13b", A80, 8, 9.0, 16, fitted=True, tp_size=2),
-    Trained("1", 3, "opt-30b", A80, 8, 18.0, 8, tp_size=4),
-    Trained("1", 3, "opt-66b", A80, 8, 2.1 * 24, 4, tp_size=8),
+    Trained("1", 3, "opt-13b", A40, 8, 10.8, 16, tp_size=2, offload=True),
+    Trained("1", 3, "opt-30b", A40, 8, 1.85 * 24, 8, tp_size=4, offload=True),
+    Trained("1", 3, "opt-6.7b", A80, 8, 4.1, 64, fitted=True),
+    Trained("1", 3, "opt-13b", A80, 8, 9.0, 32, fitted=True, tp_size=2),
+    Trained("1", 3, "opt-30b", A80, 8, 18.0, 32, tp_size=4, offload=True),
+    Trained("1", 3, "opt-66b", A80, 8, 2.1 * 24, 8, tp_size=8, offload=True),
     Trained("2", 3, "opt-13b", A80, 64, 1.25, 16, fitted=True, tp_size=2),
     Trained("2", 3, "opt-30b", A80, 64, 4.0, 16, tp_size=4),
     Trained("2", 3, "opt-66b", A80, 64, 7.5, 16, tp_size=8),
@@ -257,7 +257,7 @@ RAY, VLLM = (1, 1, 4, 2), (1, 1, 2, 2, 2)
 COMPARED_ROWS = [
     Compared("llama-7b", "DeepSpeed-Chat", (8,), (8, 8), 697.12, 492.01, fitted=True),
     Compared("llama-7b", "OpenRLHF", (8,), (8, 8), 920.81, 256.97, fitted=True),
-    Compared("llama-7b", "Ray", RAY, (16, 8), 1498.77, 395.69, fitted=True),
+    Compared("llama-7b", "Ray", RAY, (16, 8), 1498.77, 395.69),
     Compared("llama-7b", "Ray + vLLM", VLLM, (16, 8), 481.86, 403.29, fitted=True),
     Compared("llama-13b", "DeepSpeed-Chat", (8,), (2, 2), 2590.72, 1218.76),
     Compared("llama-13b", "Ray", RAY, (8, 4), 2722.51, 949.10),
@@ -308,6 +308,10 @@ def table(
     return lines
 
 
+# Copies of large tensors reach nine tenths of an A100's bandwidth; no decode step reaches more.
+LIMITS = {"products": 1.0, "decode": 0.9, "step_launches": math.inf}
+
+
 def fit() -> dict[str, dict[str, float]]:
     """The shares with the least squared log ratio of the fitted rows, by coordinate descent."""
     sets = {"chat": DEEPSPEED_CHAT, "engine": ENGINE, "loop": HF_LOOP}
@@ -316,7 +320,6 @@ def fit() -> dict[str, dict[str, float]]:
         ("engine", "products"),
         ("engine", "decode"),
         ("loop", "step_launches"),
-        ("loop", "cache_passes"),
     ]
 
     def loss() -> float:
@@ -330,7 +333,7 @@ def fit() -> dict[str, dict[str, float]]:
             for factor in (step, 1 / step):
                 before, best = sets[which], loss()
                 value = getattr(before, name) * factor
-                if name in ("products", "decode") and value > 1:
+                if value > LIMITS[name]:
                     continue
                 sets[which] = replace(before, **{name: value})
                 if loss() < best - 1e-9:

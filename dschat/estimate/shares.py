@@ -26,7 +26,7 @@ class Shares:
     update: float = 0.6
 
 
-ENGINE = Shares(products=0.4, decode=0.9)
-HF_LOOP = replace(ENGINE, step_launches=60, cache_passes=3)
+ENGINE = Shares(products=0.4075, decode=0.9)
+HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
 CPU = Shares(products=0.6, decode=0.5, step_launches=10, pass_launches=60)
-DEEPSPEED_CHAT = replace(ENGINE, products=0.3)
+DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)

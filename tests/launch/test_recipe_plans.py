@@ -57,6 +57,20 @@ MODELS = {
     "meta-llama/Llama-2-13b-hf": lambda: llama_2(
         hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40
     ),
+    "codellama/CodeLlama-34b-hf": lambda: llama_2(
+        hidden_size=8192,
+        intermediate_size=22_016,
+        num_hidden_layers=48,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "meta-llama/Llama-2-70b-hf": lambda: llama_2(
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
     "Qwen/Qwen3-0.6B-Base": lambda: qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-8B-Base": lambda: qwen3(4096, 12_288, 36, 32, tied=False),
 }

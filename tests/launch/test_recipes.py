@@ -30,6 +30,8 @@ PUBLISHED = {
     "llama-2-7b-lora": (1, 8, 1, 8, 8, 256, 256),
     "openrlhf-7b": (2, 8, 1, 1024, 128, 1024, 1024),
     "openrlhf-13b": (4, 8, 1, 1024, 128, 1024, 1024),
+    "openrlhf-34b": (6, 8, 2, 1152, 144, 1024, 1024),
+    "openrlhf-70b": (4, 8, 8, 1024, 128, 1024, 1024),
 }
 
 # Runs of two steps: DPO, or reward functions.
