@@ -1,0 +1,179 @@
+"""Hours and dollars of a step, and the same batch on other numbers of nodes."""
+
+from dataclasses import replace
+
+import pytest
+from estimates import estimated
+
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.estimate import CostRequest, Request
+from dschat.estimate.cost import num_steps, same_batch, scaling_lines, time_lines
+from dschat.estimate.devices import DEVICES
+from dschat.estimate.models import Models
+from dschat.estimate.run import make_estimator
+from dschat.estimate.seconds import Rows
+from dschat.estimate.shares import ENGINE, HF_LOOP
+from dschat.estimate.timing import StepTime, Timer
+from dschat.launch.recipe import parse_args
+
+A100 = DEVICES["A100-80"]
+
+
+def timer(tokens=None, per_node=8):
+    return Timer(Models(), A100, per_node, tokens)
+
+
+@pytest.fixture(scope="module")
+def rlhf(tiny_module):
+    """Fields of step 3: 64 prompts, two samples of each, two optimizer steps."""
+    return {
+        "actor_model_name_or_path": tiny_module("llama"),
+        "reward_model_name_or_path": tiny_module("llama"),
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 16,
+        "num_samples_per_prompt": 2,
+        "per_device_generation_batch_size": 8,
+        "per_device_training_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "actor_zero_stage": 3,
+        "critic_zero_stage": 3,
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny_module(tmp_path_factory):
+    import tiny_models
+
+    def make(family: str) -> str:
+        folder = tmp_path_factory.mktemp(family)
+        tiny_models.CONFIGS[family]().save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def phases(fields, tokens=None, **knobs):
+    done, _ = estimated(fields | knobs, num_processes=8)
+    time = timer(tokens).time(done)
+    return {phase.name: phase for phase in time.phases}, time
+
+
+def test_an_iteration_is_made_of_its_phases(rlhf):
+    plain, time = phases(rlhf)
+    assert list(plain) == ["refresh", "prefill", "decode", "score", "train", "update"]
+    assert time.rows == Rows(128, 24, 16, 2)
+    assert time.fleet.shares == ENGINE
+    assert time.total_s == pytest.approx(sum(p.total_s for p in plain.values()))
+    twice, _ = phases(rlhf, ppo_epochs=2)
+    for name in ("train", "update"):
+        assert twice[name].total_s == pytest.approx(2 * plain[name].total_s)
+    assert twice["score"] == plain["score"]
+    assert twice["decode"] == plain["decode"]
+
+
+def test_scoring_counts_the_models_that_read(rlhf):
+    """Actor (an eighth), reference, critic and reward model, which are equal but for their heads:
+    16 times 4 rows of 1 + 3 models; then the actor's all.
+    """
+    auto, _ = phases(rlhf)
+    every, _ = phases(rlhf, old_logprobs="recompute")
+    none, _ = phases(rlhf, old_logprobs="rollout")
+    actor = every["score"].products_s - none["score"].products_s
+    assert auto["score"].products_s - none["score"].products_s == pytest.approx(actor / 8)
+    without, _ = phases(rlhf, old_logprobs="rollout", kl_coef=0.0)
+    assert none["score"].products_s - without["score"].products_s == pytest.approx(actor)
+
+
+def test_the_hugging_face_loop_is_slower(rlhf):
+    engine, _ = phases(rlhf)
+    loop, time = phases(rlhf, enable_hybrid_engine=False)
+    assert time.fleet.shares == HF_LOOP
+    assert loop["decode"].total_s > 2 * engine["decode"].total_s
+
+
+def test_mean_lengths_replace_the_longest(rlhf):
+    _, time = phases(rlhf, tokens=(10, 100))
+    assert time.rows == Rows(128, 10, 16, 2)  # no answer is longer than the limit
+    _, longest = phases(rlhf)
+    assert time.total_s < longest.total_s
+
+
+def test_steps_of_pairs_have_two_sequences(tiny):
+    fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32}
+    sft, _ = estimated(fields, number=1)
+    pairs, _ = estimated(fields | {"loss": "dpo"}, number=2)
+    one, two = timer().time(sft), timer().time(pairs)
+    assert [p.name for p in one.phases] == ["train", "update"]
+    assert [p.name for p in two.phases] == ["reference", "train", "update"]
+    assert (one.rows.count, two.rows.count) == (16, 2 * RewardConfig().per_device_train_batch_size)
+    assert two.examples_per_s == pytest.approx(two.rows.count / 2 / two.total_s)
+
+
+def test_hours_and_dollars_by_hand(rlhf):
+    done, _ = estimated(rlhf | {"max_steps": 90}, num_processes=8)
+    time = timer().time(done)
+    slow = StepTime(time.fleet, time.rows, [replace(time.phases[0], total_s=80.0)])
+    text = "\n".join(time_lines(done, slow, CostRequest(price=2.5)))
+    # 90 iterations of 80 s: 2 h on 8 devices at $2.50
+    assert "90 steps: 2 h, 16 device hours, $40.00" in text
+    assert "128 sequences of 40 tokens) on 8 x A100-80" in text
+    unknown = replace(done.config, max_steps=0)
+    assert num_steps(unknown, time, CostRequest()) == (1000, False)
+    # 1,000 prompts, 64 of them in an iteration, two epochs: 31.25
+    twice = replace(unknown, num_train_epochs=2)
+    assert num_steps(twice, time, CostRequest(examples=1000)) == (32, True)
+
+
+def test_more_devices_share_the_batch():
+    config = RLHFConfig(
+        per_device_generation_batch_size=24,
+        generation_batches=2,
+        per_device_training_batch_size=4,
+        gradient_accumulation_steps=12,
+    )
+    for count in (8, 16, 48):
+        for other in same_batch(config, 8, count):
+            assert other.rollout_samples(count) == config.rollout_samples(8)
+            assert other.mini_batch_size(count) == config.mini_batch_size(8)
+    rows = [c.per_device_training_batch_size for c in same_batch(config, 8, 16)]
+    assert rows == [24, 8, 4, 2, 1]
+    assert list(same_batch(config, 8, 40)) == []  # of 384 prompts
+    sft = SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert [c.per_device_train_batch_size for c in same_batch(sft, 8, 16)] == [4, 2, 1]
+
+
+def test_the_scaling_table(rlhf):
+    fields = rlhf | {"max_steps": 1000}
+    request = Request({3: fields}, 8, 8, 80.0)
+    models = Models()
+
+    def estimate_on(config, count):
+        return make_estimator(replace(request, num_processes=count), models)(config)
+
+    done = estimate_on(request.config(3), 8)
+    cost = CostRequest("A100-80", price=1.0, nodes=[2, 1, 3])
+    lines = scaling_lines(done, estimate_on, timer(), cost)
+    rows = [line.split() for line in lines[2:5]]
+    assert [row[:3] for row in rows[:2]] == [["1", "8", "8"], ["2", "16", "4"]]
+    assert rows[0][4] == "1.00"
+    assert " ".join(rows[2]) == "3 24 devices do not divide the batch"
+    device_hours, dollars = float(rows[1][6]), float(rows[1][7])
+    assert device_hours == pytest.approx(16 * float(rows[1][5]), rel=0.01)
+    assert dollars == pytest.approx(device_hours, abs=0.01)
+    assert lines[5].startswith("  cheapest: 8 devices, micro-batches of 8; longest phase: ")
+    assert scaling_lines(done, estimate_on, timer(), CostRequest()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--plan_price -1", "--plan_price -1.0 must not be negative"),
+        ("--plan_device B200", "--plan_device B200: no such device; choose from V100-32, .*, cpu"),
+        ("--plan_nodes 1 0", "--plan_nodes 0: give numbers of at least 1"),
+        ("--plan_tokens 5", "--plan_tokens needs two numbers"),
+        ("--plan_examples 0", "--plan_examples 0 must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        parse_args(["--plan", *flags.split()])
