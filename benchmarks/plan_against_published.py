@@ -94,9 +94,11 @@ class Trained:
     """A row of DeepSpeed-Chat's tables.
 
     Attributes:
-        hours: published, in seconds where the source has them.
-        rows: sequences of a micro-batch and device, the largest power of two in the memory plan.
-        tp_size, offload: of the rollout; of the optimizer, and from then on of frozen weights.
+        hours: published.
+        rows: sequences of a micro-batch and device: the largest power of two that `--plan` fits into
+            the memory, at most the device's part of the step.
+        tp_size: of the rollout.
+        offload: of the optimizer, where `--plan` says that it does not fit otherwise.
     """
 
     table: str
@@ -169,18 +171,18 @@ CHAT_ROWS = [
     Trained("1", 3, "opt-6.7b", A80, 8, 4.1, 64, fitted=True),
     Trained("1", 3, "opt-13b", A80, 8, 9.0, 32, fitted=True, tp_size=2),
     Trained("1", 3, "opt-30b", A80, 8, 18.0, 32, tp_size=4, offload=True),
-    Trained("1", 3, "opt-66b", A80, 8, 2.1 * 24, 8, tp_size=8, offload=True),
+    Trained("1", 3, "opt-66b", A80, 8, 2.1 * 24, 16, tp_size=8, offload=True),
     Trained("2", 3, "opt-13b", A80, 64, 1.25, 16, fitted=True, tp_size=2),
     Trained("2", 3, "opt-30b", A80, 64, 4.0, 16, tp_size=4),
     Trained("2", 3, "opt-66b", A80, 64, 7.5, 16, tp_size=8),
-    Trained("2", 3, "opt-175b", A80, 64, 20.0, 8, tp_size=8),
+    Trained("2", 3, "opt-175b", A80, 64, 20.0, 8, tp_size=8, offload=True),
     Trained("4", 1, "opt-13b", A40, 8, 2.5, 4),
     Trained("4", 2, "opt-350m", A40, 8, 0.25, 8),
     Trained("5", 1, "opt-66b", A80, 64, 82 / 60, 4),
     Trained("5", 2, "opt-350m", A80, 64, 5 / 60, 8),
-    Trained("6", 1, "opt-1.3b", "A6000-48", 1, 2900 / 3600, 8, sequences=ONE_SET),
-    Trained("6", 2, "opt-350m", "A6000-48", 1, 670 / 3600, 8, sequences=ONE_SET),
-    Trained("6", 3, "opt-1.3b", "A6000-48", 1, 1.2, 16, sequences=ONE_SET),
+    Trained("6", 1, "opt-1.3b", "A6000-48", 1, 2900 / 3600, 64, sequences=ONE_SET),
+    Trained("6", 2, "opt-350m", "A6000-48", 1, 670 / 3600, 64, sequences=ONE_SET),
+    Trained("6", 3, "opt-1.3b", "A6000-48", 1, 1.2, 64, sequences=ONE_SET),
 ]
 
 

@@ -40,6 +40,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int) -> dict[
 SIZES = {
     "tiny": llama(128, 384, 2, 4, 1024),  # the shape of builtin/tiny
     "llama-10m": llama(320, 864, 6, 5, 8192),
+    "llama-22m": llama(448, 1216, 6, 7, 16384),  # held out: the shares were set without it
     "llama-35m": llama(512, 1376, 9, 8, 12288),
 }
 ITERATIONS = 5
@@ -82,6 +83,7 @@ def main() -> None:
             for size in args.sizes:
                 save_models(work / size, SIZES[size])
                 turns[size].append(turn(work, size))
+                sys.stderr.write(f"{size}: {json.dumps(turns[size][-1])}\n")
     for size, results in turns.items():
         line = {"benchmark": "plan_against_seconds", "case": size, **about}
         ratios = [result["ratio"] for result in results]

@@ -1,4 +1,8 @@
-"""The fitted shares of the time model: how much of a peak each phase reaches."""
+"""The fitted shares of the time model: how much of a peak each phase reaches.
+
+``python benchmarks/plan_against_published.py --fit`` repeats the fit of the GPU rows; docs/cost.md
+has the table of fitted and held-out figures. No share was measured with dschat on a GPU.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +30,13 @@ class Shares:
     update: float = 0.6
 
 
+# Fitted on OpenRLHF's 7B rows, colocated and with vLLM. The share of the bandwidth is at its bound:
+# copies of large tensors reach nine tenths.
 ENGINE = Shares(products=0.4075, decode=0.9)
+# Transformers' generate: every step reads and writes the whole cache to append to it, then reads it.
+# The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
 HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
-CPU = Shares(products=0.6, decode=0.5, step_launches=10, pass_launches=60)
+# One thread of a Xeon (AVX-512): benchmarks/plan_against_seconds.py, three sizes.
+CPU = Shares(products=0.65, decode=0.5, step_launches=150, pass_launches=2000)
+# DeepSpeed-Chat in 2023, for comparison: 6.7B and 13B of its tables, and its 7B row at OpenRLHF.
 DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)
