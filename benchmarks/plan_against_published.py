@@ -95,8 +95,8 @@ class Trained:
 
     Attributes:
         hours: published.
-        rows: sequences of a micro-batch and device: the largest power of two that `--plan` fits into
-            the memory, at most the device's part of the step.
+        rows: sequences of a micro-batch and device: the largest power of two that fits in memory by
+            `--plan`, at most the device's part of the step.
         tp_size: of the rollout.
         offload: of the optimizer, where `--plan` says that it does not fit otherwise.
     """

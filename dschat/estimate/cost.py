@@ -67,7 +67,8 @@ def time_lines(estimate: StepEstimate, time: StepTime, cost: CostRequest) -> lis
     lines.append(f"    {'total':<10}{_seconds(time.total_s):>10}")
     steps, known = num_steps(estimate.config, time, cost)
     hours = steps * time.total_s / 3600
-    total = f"  {steps:,} step{'s' if steps > 1 else ''}: {hours:.3g} h, {hours * fleet.count:.3g} device hours"
+    plural = "s" if steps > 1 else ""
+    total = f"  {steps:,} step{plural}: {hours:.3g} h, {hours * fleet.count:.3g} device hours"
     if cost.price is not None:
         total += f", ${hours * fleet.count * cost.price:,.2f}"
     hint = "" if known else " (--plan_examples N: of an epoch of N examples)"

@@ -33,7 +33,7 @@ class Shares:
 # Fitted on OpenRLHF's 7B rows, colocated and with vLLM. The share of the bandwidth is at its bound:
 # copies of large tensors reach nine tenths.
 ENGINE = Shares(products=0.4075, decode=0.9)
-# Transformers' generate: every step reads and writes the whole cache to append to it, then reads it.
+# Transformers' generate: a step reads and writes the whole cache to append to it, then reads it.
 # The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
 HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
 # One thread of a Xeon (AVX-512): benchmarks/plan_against_seconds.py, three sizes.
