@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -350,7 +349,7 @@ def fit() -> dict[str, dict[str, float]]:
     }
 
 
-def main(lines: Callable[[], Sequence[Line]] = table) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -359,7 +358,7 @@ def main(lines: Callable[[], Sequence[Line]] = table) -> None:
         print(json.dumps(fit(), indent=2))
         return
     print(f"{'row':<50} {'predicted':>9} {'published':>9}    {'ratio':>6}")
-    for line in lines():
+    for line in table():
         print(line)
 
 

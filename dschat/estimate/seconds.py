@@ -6,7 +6,6 @@ longer. Communication takes its bytes over the slowest link on the way; a part o
 matrix products. The shares are few and fitted (`dschat.estimate.shares`); no flags here.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from dschat.estimate.devices import DeviceSpeed
@@ -211,7 +210,8 @@ def prefill(fleet: Fleet, model: TimedModel, rows: Rows, batches: float, tp_size
     tokens = prompts * rows.prompt / (fleet.count / tp_size)
     links_s = _reduced_s(fleet, model, tokens, tp_size)
     launches = batches * model.shape.num_layers * fleet.shares.pass_launches
-    return _pass(replace_overlap(fleet, 0.0), "prefill", flops, links_s, launches)
+    exposed = replace(fleet, shares=replace(fleet.shares, overlap=0.0))  # a layer waits for them
+    return _pass(exposed, "prefill", flops, links_s, launches)
 
 
 def decode(
@@ -248,12 +248,3 @@ def _reduced_s(fleet: Fleet, model: TimedModel, tokens: float, tp_size: int) -> 
     num_bytes = 2 * reduces * tokens * model.shape.hidden * model.itemsize
     bytes_s = num_bytes * (tp_size - 1) / tp_size / (LINK_SHARE * fleet.device.link)
     return reduces * REDUCE_S + bytes_s
-
-
-def replace_overlap(fleet: Fleet, overlap: float) -> Fleet:
-    return replace(fleet, shares=replace(fleet.shares, overlap=overlap))
-
-
-def micro_batches_of(rows: Rows, count: int, rows_each: float) -> int:
-    """Micro-batches of ``rows_each`` on each of ``count`` devices."""
-    return math.ceil(rows.count / count / rows_each)

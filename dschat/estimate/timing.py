@@ -52,11 +52,6 @@ class StepTime:
     def total_s(self) -> float:
         return sum(phase.total_s for phase in self.phases)
 
-    @property
-    def examples_per_s(self) -> float:
-        """Examples of the data (step 3: prompts)."""
-        return self.rows.count / self.per_example / self.rows.samples / self.total_s
-
 
 @dataclass(frozen=True)
 class Timer:
