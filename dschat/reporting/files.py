@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dschat.reporting.figures import Figure
-from dschat.reporting.palette import color, line_style
+from dschat.reporting.palette import color, line_style, symbol
 
 _HEIGHT = 3.6  # inches of the axes and the title
 _LONG_LABEL = 16  # characters
@@ -56,7 +56,7 @@ def _draw(figure: Figure, axes) -> None:  # type: ignore[no-untyped-def]  # matp
             linestyle=line_style(curve.dash) if curve.has_line else "",
             linewidth=1.6,
             alpha=0.28 if curve.faint else 1.0,
-            marker="o" if curve.has_markers else "",
+            marker=symbol(curve.dash)[1] if curve.has_markers else "",
             markersize=3 if curve.has_line else 6,
             label="_nolegend_" if curve.faint else _plain(curve.label),
         )

@@ -14,6 +14,8 @@ COLORS = (
     "#7a7f87",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")  # plotly's names
+# Of each dash's points, where there are few: the same for plotly and matplotlib.
+_SYMBOLS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("x", "x"))
 _MATPLOTLIB = dict(zip(DASHES, ("-", "--", ":", "-."), strict=True))
 
 
@@ -28,3 +30,8 @@ def dash(index: int) -> str:
 def line_style(index: int) -> str:
     """The dash in matplotlib's notation."""
     return _MATPLOTLIB[dash(index)]
+
+
+def symbol(index: int) -> tuple[str, str]:
+    """The marker of a dash's points, as plotly and as matplotlib call it."""
+    return _SYMBOLS[index % len(_SYMBOLS)]

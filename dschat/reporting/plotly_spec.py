@@ -7,7 +7,7 @@ import html
 from typing import Any
 
 from dschat.reporting.figures import Curve, Figure
-from dschat.reporting.palette import color, dash
+from dschat.reporting.palette import color, dash, symbol
 
 
 def spec_of(figure: Figure) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _trace(curve: Curve) -> dict[str, Any]:
         "x": curve.xs,
         "y": curve.ys,
         "line": {"color": color(curve.color), "dash": dash(curve.dash), "width": 2},
-        "marker": {"size": 5 if curve.has_line else 9},
+        "marker": {"size": 5 if curve.has_line else 9, "symbol": symbol(curve.dash)[0]},
         "opacity": 0.28 if curve.faint else 1.0,
         "showlegend": not curve.faint,
         "hoverinfo": "skip" if curve.faint else "all",
