@@ -111,6 +111,8 @@ class Rollout:
     token_ids: list[list[int]] = field(default_factory=list)  # S, ragged, EOS included
     logprobs: list[list[float]] = field(default_factory=list)  # S, ragged; of raw logits / T
     finish_reasons: list[FinishReason] = field(default_factory=list)  # S
+    # S, ragged; False: the environment's, between two turns. None: the model drew all tokens.
+    drawn: list[list[bool]] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

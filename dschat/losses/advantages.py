@@ -64,27 +64,28 @@ def gae(
 
     ``delta_t = r_t + gamma * V_{t+1} - V_t``; ``A_t = delta_t + gamma * lam * A_{t+1}``; both V and
     A after the last action are 0 (the episode ends there, truncated or not). The returns, the
-    critic's targets, are A + V.
+    critic's targets, are A + V. In an episode of several turns, t + 1 is the next action: the
+    environment's tokens between two turns are no steps.
 
     Args:
         rewards, values: (B, A) any float; ``values[:, t]`` is the value of the state before
             action t.
-        answer_mask: (B, A) bool, True first and then False: a gap would break the recursion.
+        answer_mask: (B, A) bool.
 
     Returns:
         advantages, returns: (B, A) fp32, 0 outside the mask. Not whitened.
     """
-    assert not bool((answer_mask[:, 1:] & ~answer_mask[:, :-1]).any()), "answer_mask has a gap"
     rewards = torch.where(answer_mask, rewards.float(), 0.0)
     values = torch.where(answer_mask, values.float(), 0.0)
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
-        # Past the mask everything is 0, so the recursion starts at the last action with zeros.
+        is_action = answer_mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = next_advantage
-        next_value = values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(is_action, advantage, 0.0)
+        next_advantage = torch.where(is_action, advantage, next_advantage)
+        next_value = torch.where(is_action, values[:, t], next_value)
     return advantages, advantages + values
 
 

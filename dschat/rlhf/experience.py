@@ -3,8 +3,9 @@
 A sequence is prompt + answer, padded on the right. With p prompt tokens, action j (0-based) is the
 token in column p + j; the hidden state of column p + j - 1 predicts it, and the critic's score
 there is the value before it. All (S, A) tensors are indexed by action, not by column, so answers
-are aligned on the left. Masks come from lengths alone, because pad may equal EOS. Only
-`Experience.take` does this arithmetic.
+are aligned on the left. In an episode of several turns the environment's tokens between two answers
+have places too, at which the mask is False. Masks come from lengths and from the rollout, because
+pad may equal EOS. Only `Experience.take` does this arithmetic.
 """
 
 from dataclasses import dataclass, fields
@@ -36,7 +37,7 @@ class Experience:
     lengths: Tensor  # (S,) int64, prompt + answer tokens
     prompt_lengths: Tensor  # (S,) int64
     numbers: Tensor  # (S,) int64
-    answer_mask: Tensor  # (S, A) bool, True at real actions (EOS is one)
+    answer_mask: Tensor  # (S, A) bool, True where the model drew the token (EOS is one)
     loss_mask: Tensor  # (S, A) bool, the actions that the actor learns from
     finished: Tensor  # (S,) bool, whether the answer ended with a stop token
     rollout_logprobs: Tensor  # (S, A) fp32, the generator's
@@ -72,9 +73,10 @@ class Experience:
         part = self.pick_or_dummy(rows)
         ends = part.lengths.tolist()
         sequences = [ids[:end].numpy() for ids, end in zip(part.input_ids, ends, strict=True)]
-        actions = zip(part.prompt_lengths.tolist(), ends, strict=True)
-        reads = [range(start - 1, end - 1) if rows else () for start, end in actions]
-        part.rows = pack(sequences, reads, part.prompt_lengths.tolist())
+        starts = part.prompt_lengths.tolist()
+        masks = zip(starts, part.answer_mask, strict=True)
+        reads = [start - 1 + mask.nonzero().flatten().numpy() for start, mask in masks]
+        part.rows = pack(sequences, reads, starts)
         return part.to(device)
 
     def tokens_of(self, rows: list[int]) -> list[RowTokens]:
@@ -95,7 +97,7 @@ class Experience:
         """These rows, columns trimmed to the longest."""
         index = torch.tensor(rows, dtype=torch.int64)
         longest = int(self.lengths[index].max()) if rows else 0
-        actions = max(1, int(self.answer_mask[index].sum(1).max())) if rows else 0
+        actions = max(1, int((self.lengths - self.prompt_lengths)[index].max())) if rows else 0
 
         def picked(name: str, value: Any) -> Any:
             if isinstance(value, list):
@@ -189,9 +191,12 @@ def from_rollout(
     ids, _ = pad_right(sequences, pad_id)
     num_actions = torch.tensor([len(a) for a in rollout.token_ids])
     width = int(num_actions.max())
-    mask = torch.arange(width) < num_actions.unsqueeze(1)
+    places = torch.arange(width) < num_actions.unsqueeze(1)
+    mask = places.clone()
+    if rollout.drawn is not None:
+        mask[places] = torch.tensor([value for row in rollout.drawn for value in row])
     logprobs = torch.zeros(len(sequences), width)
-    logprobs[mask] = torch.tensor([value for row in rollout.logprobs for value in row])
+    logprobs[places] = torch.tensor([value for row in rollout.logprobs for value in row])
     per_action: dict[str, Any] = {name: torch.zeros_like(logprobs) for name in _PER_ACTION}
     return Experience(
         input_ids=ids,

@@ -108,10 +108,18 @@ def test_gae_of_lambda_one_is_return_minus_value():
     assert_close(returns, np.where(mask.numpy(), expected, 0.0), atol=3e-6)
 
 
-def test_gae_refuses_a_mask_with_a_gap():
-    zeros = torch.zeros(1, 3)
-    with pytest.raises(AssertionError, match="gap"):
-        losses.gae(zeros, zeros, torch.tensor([[True, False, True]]), 1.0, 0.95)
+def test_between_two_turns_nothing_happens():
+    """The environment's tokens are no steps: as if they were not there."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1]]).bool()
+    rewards, values = (torch.randn(3, 6, generator=generator) for _ in range(2))
+    got = losses.gae(rewards, values, mask, 0.9, 0.8)
+    for row, keep in enumerate(mask):
+        parts = rewards[row, keep][None], values[row, keep][None], keep[keep][None]
+        alone = losses.gae(*parts, 0.9, 0.8)
+        for whole, part in zip(got, alone, strict=True):
+            torch.testing.assert_close(whole[row, keep], part[0])
+            assert not whole[row, ~keep].any()
 
 
 # ---- whitening

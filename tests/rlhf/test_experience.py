@@ -35,6 +35,27 @@ def test_a_rollout_by_hand():
     assert torch.equal(e.weights, e.answer_mask.float())
 
 
+def test_an_episode_by_hand():
+    """Two turns with the environment's 91 and 92 between them, and one turn alone."""
+    rollout = Rollout(
+        [[14, 0, 91, 92, 15, 0], [22, 0]],
+        [[-1.0, -2.0, 0.0, 0.0, -3.0, -4.0], [-5.0, -6.0]],
+        ["stop", "stop"],
+        [[True, True, False, False, True, True], [True, True]],
+    )
+    e = from_rollout([[11, 12], [21]], rollout, PAD)
+    assert e.input_ids.tolist() == [[11, 12, 14, 0, 91, 92, 15, 0], [21, 22, 0, 0, 0, 0, 0, 0]]
+    assert e.answer_mask.int().tolist() == [[1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert e.rollout_logprobs.tolist() == [[-1, -2, 0, 0, -3, -4], [-5, -6, 0, 0, 0, 0]]
+    taken = e.take([0, 1], CPU)
+    assert taken.rows.targets.tolist() == [14, 0, 15, 0, 22, 0]  # nothing of the environment's
+    assert taken.rows.columns.tolist() == [1, 2, 5, 6, 8, 9]
+    read = torch.arange(1.0, 7.0)
+    assert taken.by_action(read).tolist() == [[1, 2, 0, 0, 3, 4], [5, 6, 0, 0, 0, 0]]
+    assert e.pick([1]).answer_mask.shape == (1, 2)
+    assert e.pick([0]).answer_mask.shape == (1, 6)
+
+
 def test_action_j_is_predicted_one_column_before_it():
     e = small().take([0, 1, 2], CPU)
     assert e.rows.input_ids.tolist() == [11, 12, 13, 14, 0, 21, 22, 23, 24, 25, 31, 32, 0]
