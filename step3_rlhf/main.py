@@ -28,11 +28,13 @@ def main() -> None:
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
+    from dschat.environments.contract import load_environment
     from dschat.launch.finished_steps import record_of
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
     from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms
+    from dschat.rlhf.episode_collector import ENVIRONMENT
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
@@ -61,6 +63,9 @@ def main() -> None:
     for table in (prompts, *([held_out] if len(held_out) else [])):
         programs.check_columns(prompt_columns(table))
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *programs.names]
+    if args.environment:
+        load_environment(args.environment)  # raises if there is none
+        sources.append(ENVIRONMENT)
     check_evaluation(args, sources, len(held_out))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed

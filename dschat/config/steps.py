@@ -9,11 +9,10 @@ from typing import Any, Literal, Optional, TypeVar
 from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig, MicroBatchConfig
 from dschat.config.deepspeed import DeepSpeedConfig
+from dschat.config.environment import EnvironmentConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, require_bounds, require_types
 from dschat.config.preference import PreferenceConfig
-from dschat.config.reward import RewardTrainingConfig
-from dschat.config.rollout import RolloutConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
@@ -226,7 +225,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(AlgorithmConfig, RewardTrainingConfig, RolloutConfig, CommonConfig):
+class RLHFConfig(AlgorithmConfig, EnvironmentConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")

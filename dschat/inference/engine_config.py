@@ -67,8 +67,9 @@ class EngineConfig:
             length_flags="--max_prompt_seq_len + --max_answer_seq_len",
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_gib=args.kv_cache_gib,
-            page_size=args.kv_page_size,
-            cuda_graphs=args.cuda_graphs,
+            # A turn of an episode finds the pages of those before it, and has its own sampling.
+            page_size=args.kv_page_size or (SMALL_PAGE if args.environment else None),
+            cuda_graphs=False if args.environment else args.cuda_graphs,
             speculate=args.speculate,
         )
 

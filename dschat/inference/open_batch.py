@@ -63,8 +63,16 @@ class OpenBatch:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def add(self, ids: list[int], sampling: SamplingParams, num_top: int = 0) -> Request:
+    def add(
+        self,
+        ids: list[int],
+        sampling: SamplingParams,
+        num_top: int = 0,
+        key: tuple[int, int, int] = (0, 0, 0),
+    ) -> Request:
         """Queue a request for ``sampling.n`` answers.
+
+        ``key``: prompt, first sample and first position, on which the draws depend.
 
         Raises:
             UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
@@ -74,8 +82,12 @@ class OpenBatch:
         if (problem := engine.problem([(ids, 0, limit)])) is not None:
             raise UserError(problem)
         ends = sampling.end_ids(engine.stop_ids)
+        number, first_sample, first_position = key
         request = Request(
-            list(ids), 0, sampling.n, limit, sampling=sampling, end_ids=ends, num_top=num_top
+            *(list(ids), number, sampling.n, limit, first_sample, first_position),
+            sampling=sampling,
+            end_ids=ends,
+            num_top=num_top,
         )
         self.stats.prompts += 1
         self._scheduler.add([request])

@@ -94,8 +94,9 @@ def refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None
         return
     ahead = min(_AHEAD, sampling.max_new_tokens)
     prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
-    number = torch.tensor([s.sample for s in sequences]).unsqueeze(1)
-    position = torch.tensor([len(s.answer) for s in sequences]).unsqueeze(1)
+    number = torch.tensor([s.prompt.first_sample + s.sample for s in sequences]).unsqueeze(1)
+    first = [s.prompt.first_position + len(s.answer) for s in sequences]
+    position = torch.tensor(first).unsqueeze(1)
     position = position + torch.arange(ahead - 1, -1, -1)
     shape = position.shape
     drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)

@@ -13,6 +13,9 @@ class Prompt:
     number: int  # its index in the whole rollout, on which random numbers depend
     num_samples: int
     max_new_tokens: int
+    # Of an answer that continues an earlier turn: its random numbers follow on from there.
+    first_sample: int = 0
+    first_position: int = 0
     pages: list[int] = field(default_factory=list)  # held for samples that wait to share them
     waiting: int = 0  # number of such samples
 

@@ -80,7 +80,7 @@ def evaluate_policy(
     if engine.has_reference:
         sums["kl"] = _kl(engine, e)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
-    if collector.scorer.programs.names or args.eval_pass_source:
+    if any(source.name != REWARD_MODEL for source in sources) or args.eval_pass_source:
         pass_scores = scores
         if args.eval_pass_source:
             pass_scores = _scores_of(args.eval_pass_source, sources)

@@ -5,14 +5,14 @@ Reward functions score one batch of answers while the next is generated.
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.rewards.combine import joined_scores
-from dschat.rewards.reward_functions import Pending, SourceScores
+from dschat.rewards.reward_functions import SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.balance import Moves, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -20,6 +20,12 @@ from dschat.rlhf.experience import Experience, from_rollout, joined
 from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
+
+
+class ScoreCall(Protocol):
+    """Scores of a part of a rollout that are being computed; see `Pending`."""
+
+    def result(self) -> list[SourceScores]: ...
 
 
 class PendingRollout:
@@ -37,7 +43,7 @@ class PendingRollout:
         num_prompts: int,
         metrics: dict[str, float],
         scorer: RolloutScorer | None = None,
-        calls: Sequence[Pending] = (),
+        calls: Sequence[ScoreCall] = (),
     ) -> None:
         """``scorer``: None if the experience has its scores. ``calls``: of reward functions."""
         self.experience, self.num_prompts, self.metrics = experience, num_prompts, metrics

@@ -1,6 +1,7 @@
 """Combines the scores of all sources, reward model and reward functions, into one per answer."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,14 @@ class RolloutScorer:
     """
 
     def __init__(
-        self, engine: DeepSpeedRLHFEngine, args: RLHFConfig, programs: RewardPrograms
+        self,
+        engine: DeepSpeedRLHFEngine,
+        args: RLHFConfig,
+        programs: RewardPrograms,
+        others: Sequence[str] = (),
     ) -> None:
-        if engine.reward is None and not programs.names:
+        """``others``: names of further sources, of weight 1."""
+        if engine.reward is None and not programs.names and not others:
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
                 "give --reward_fn, --reward_url or reward_fns=[...]"
@@ -35,7 +41,7 @@ class RolloutScorer:
         self._engine = engine
         self._warned = False  # of answers without a score
         weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
-        weights |= programs.weights
+        weights |= programs.weights | dict.fromkeys(others, 1.0)
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
         bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
         logger.info("score: %s, %s", " + ".join(terms), bound)

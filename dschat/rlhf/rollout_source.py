@@ -3,13 +3,17 @@
 from typing import Any, Protocol
 
 from dschat.config import RLHFConfig
+from dschat.environments.contract import load_environment
 from dschat.inference.protocol import SamplingParams
+from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.episode_collector import ENVIRONMENT, EpisodeCollector
 from dschat.rlhf.partial_rollouts import PartialRollouts
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+from dschat.rlhf.rollout_scorer import RolloutScorer
 
 
 class RolloutSource(Protocol):
@@ -20,6 +24,22 @@ class RolloutSource(Protocol):
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def rollout_collector(
+    engine: DeepSpeedRLHFEngine, args: RLHFConfig, programs: RewardPrograms, environment: Any
+) -> RolloutCollector:
+    """Collects answers, or with an environment episodes. ``environment``: a class or function, see
+    `dschat.environments.contract`; default: that of ``args``.
+
+    Raises:
+        UserError: nothing scores, or the environment does not exist.
+    """
+    environment = args.environment if environment is None else environment
+    if environment is None:
+        return RolloutCollector(engine, RolloutScorer(engine, args, programs))
+    scorer = RolloutScorer(engine, args, programs, (ENVIRONMENT,))
+    return EpisodeCollector(engine, scorer, load_environment(environment))
 
 
 def rollout_source(

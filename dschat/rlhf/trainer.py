@@ -41,9 +41,7 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptBatch, PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
-from dschat.rlhf.rollout_scorer import RolloutScorer
-from dschat.rlhf.rollout_source import rollout_source
+from dschat.rlhf.rollout_source import rollout_collector, rollout_source
 from dschat.rlhf.scoring import (
     action_logprobs,
     action_values,
@@ -78,14 +76,14 @@ class DeepSpeedPPOTrainer:
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
         programs: the reward functions of ``args``, already loaded; excludes ``reward_fns``.
+        environment: see `dschat.environments.contract`; default: that of ``args``.
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
         iteration: number of iterations done.
         kl: the coefficient of the KL penalty.
 
-    Raises:
-        UserError: neither a reward model nor reward functions.
+    Raises ``UserError`` where nothing scores.
     """
 
     def __init__(
@@ -96,6 +94,7 @@ class DeepSpeedPPOTrainer:
         reward_fns: Sequence[Any] = (),
         more_prompts: Iterator[PromptBatch] | None = None,
         programs: RewardPrograms | None = None,
+        environment: Any = None,
     ) -> None:
         if programs is not None and len(reward_fns):
             raise UserError(
@@ -107,7 +106,7 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.programs = programs or RewardPrograms.of(self.args, reward_fns)
-        self.collector = RolloutCollector(engine, RolloutScorer(engine, self.args, self.programs))
+        self.collector = rollout_collector(engine, self.args, self.programs, environment)
         self._more = PromptQueue(more_prompts)
         self._source = rollout_source(engine, self.collector, self.args, self._more)
         self._unsupervised = unsupervised

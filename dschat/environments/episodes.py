@@ -1,0 +1,204 @@
+"""Runs episodes: the model answers, its environment replies, until one of them ends it.
+
+Episodes in different turns decode together. An episode is one token sequence: the tokens that were
+drawn stay as they are, and only the environment's text is tokenized. The pages of what an episode
+has so far are found in the prefix cache, so a turn computes its new tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat.environments.contract import Environment, EnvironmentFault, Observation
+from dschat.environments.observations import ObservationTokens
+from dschat.inference import sequence as inference
+from dschat.inference.engine import InferenceEngine
+from dschat.inference.open_batch import OpenBatch
+from dschat.inference.protocol import FinishReason, SamplingParams
+from dschat.rewards.threads import Pool
+
+_WAIT_S = 0.2  # between two looks at the clock, while no answer decodes
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Bounds of an episode. ``tells``: an environment's failure becomes its text to the model."""
+
+    max_turns: int
+    max_turn_tokens: int
+    timeout_s: float
+    num_workers: int
+    tells: bool
+
+
+@dataclass(eq=False)
+class Episode:
+    """A prompt, and what followed it: the model's answers and the environment's replies.
+
+    Attributes:
+        key: prompt and sample, on which the draws depend.
+        tokens: A tokens after the prompt.
+        drawn: (A,) whether the model drew them.
+        logprobs: (A,) 0 where it did not.
+        rewards: (A,) each turn's at its last drawn token.
+        is_cut: whether the last answer has no stop token, so that nothing can follow it.
+        finish_reason: "stop" where the environment ended the episode, "length" at a bound.
+        problem: why the environment failed; then the episode is over.
+    """
+
+    prompt: list[int]
+    key: tuple[int, int]
+    environment: Environment
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    is_cut: bool = False
+    finish_reason: FinishReason = "length"
+    problem: str = ""
+
+    def add_answer(self, tokens: list[int], logprobs: list[float]) -> None:
+        self.num_turns += 1
+        self._add(tokens, logprobs, True)
+
+    def add_observation(self, tokens: list[int]) -> None:
+        self._add(tokens, [0.0] * len(tokens), False)
+
+    def reward(self, value: float) -> None:
+        """Give ``value`` to the last answer."""
+        self.rewards[-1] += value
+
+    def _add(self, tokens: list[int], logprobs: list[float], drawn: bool) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.drawn += [drawn] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
+
+
+class EpisodeRunner:
+    """Answers prompts in episodes with ``engine``. Not for captured steps, nor for several ranks
+    of tensor parallelism.
+
+    Args:
+        make: a new environment.
+        observations: tokenizes an environment's text.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        make: Callable[[], Environment],
+        observations: ObservationTokens,
+        limits: EpisodeLimits,
+    ) -> None:
+        self._batch = OpenBatch(engine)
+        self._tokenizer, self._make = tokenizer, make
+        self._observations, self._limits = observations, limits
+        self._pool = Pool(limits.num_workers)
+        self._decoding: dict[inference.Prompt, Episode] = {}
+        self._replying: dict[Future, tuple[Episode, float]] = {}  # and when it is late
+        self.stats = self._batch.stats
+        engine.stats = self.stats
+
+    def run(
+        self,
+        prompts: Sequence[list[int]],
+        texts: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        numbers: Sequence[int],
+    ) -> list[Episode]:
+        """``sampling.n`` episodes for each prompt, prompt-major.
+
+        ``sampling.max_new_tokens`` bounds an episode's tokens after the prompt, the environment's
+        included. ``numbers``: of the prompts in the rollout.
+        """
+        episodes = []
+        self._sampling = replace(sampling, n=1)
+        for ids, text, row, number in zip(prompts, texts, columns, numbers, strict=True):
+            for sample in range(sampling.n):
+                episode = Episode(ids, (number, sample), self._make())
+                episodes.append(episode)
+                seed = hash((sampling.seed, number, sample)) & (2**31 - 1)  # of ints: no salt
+                self._ask(episode, episode.environment.reset, text, seed, row)
+        try:
+            while self._decoding or self._replying:
+                if self._batch.has_work:
+                    self._take(self._batch.step())
+                for episode, reply in self._replies():
+                    self._follow(episode, reply)
+        finally:
+            self._batch.clear()
+            self._pool.close()
+            self.stats.finish()
+        return episodes
+
+    # -- the model's turn --------------------------------------------------------------------------
+
+    def _decode(self, episode: Episode) -> None:
+        """Queue the episode's next answer."""
+        room = self._sampling.max_new_tokens - len(episode.tokens)
+        length = min(room, self._limits.max_turn_tokens)
+        shortest = min(self._sampling.min_new_tokens, length)
+        sampling = replace(self._sampling, max_new_tokens=length, min_new_tokens=shortest)
+        key = *episode.key, len(episode.tokens)
+        request = self._batch.add(episode.prompt + episode.tokens, sampling, key=key)
+        self._decoding[request] = episode
+
+    def _take(self, events: list[tuple[inference.Sequence, int, bool]]) -> None:
+        for sequence, _, is_last in events:
+            if not is_last:
+                continue
+            episode = self._decoding.pop(sequence.prompt)
+            episode.add_answer(sequence.answer, sequence.logprobs)
+            episode.is_cut = not sequence.stopped
+            ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            self._ask(episode, episode.environment.step, text)
+
+    # -- the environment's turn --------------------------------------------------------------------
+
+    def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
+        late = time.monotonic() + self._limits.timeout_s
+        self._replying[self._pool.submit(method, *args)] = episode, late
+
+    def _replies(self) -> Iterator[tuple[Episode, Observation | None | EnvironmentFault]]:
+        """The replies since the last look; waits for one while no answer decodes."""
+        timeout = 0.0 if self._batch.has_work else _WAIT_S
+        done, _ = wait(self._replying, timeout, FIRST_COMPLETED)
+        now = time.monotonic()
+        for future in [f for f, (_, late) in self._replying.items() if f in done or late < now]:
+            episode, _ = self._replying.pop(future)
+            try:
+                if future not in done:
+                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s")
+                yield episode, future.result()
+            except EnvironmentFault as fault:
+                yield episode, fault
+
+    def _follow(self, episode: Episode, reply: Observation | None | EnvironmentFault) -> None:
+        """Continue an episode with what its environment said; None: it has been reset."""
+        if isinstance(reply, EnvironmentFault):
+            if not (self._limits.tells and episode.num_turns):
+                episode.problem = str(reply)
+                return
+            reply = Observation(f"error: {reply}")
+        if reply is not None:
+            episode.reward(reply.reward)
+            if reply.done:
+                episode.finish_reason = "stop"
+                return
+            if episode.is_cut or episode.num_turns == self._limits.max_turns:
+                return
+            tokens = self._observations(reply.text)
+            room = self._sampling.max_new_tokens - len(episode.tokens)
+            if len(tokens) >= room:
+                return  # no room for an answer
+            episode.add_observation(tokens)
+        self._decode(episode)

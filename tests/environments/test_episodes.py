@@ -1,0 +1,187 @@
+"""Episodes with a real engine: tokens, draws, order, limits and faults."""
+
+import random
+import time
+
+import pytest
+from families import EOS, VOCAB, empty_engine, engine, stream
+
+from dschat.environments.contract import load_environment
+from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.inference import SamplingParams
+
+STOPS = {EOS, *range(1, VOCAB, 3)}
+SAMPLING = SamplingParams(36, n=2, seed=5, stop_token_ids=tuple(STOPS - {EOS}))
+PROMPTS = [[3, 4, 5], [6], [7, 8], [3, 4, 9, 10, 11, 12]]
+LIMITS = EpisodeLimits(5, 8, 20.0, 4, tells=False)
+
+
+class Tokenizer:
+    """A token's text is its number."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def observation_ids(text):
+    return [int(word) for word in text.split()]
+
+
+class Replies:
+    """Replies with two tokens that depend on the answer, ends after a drawn number of turns."""
+
+    def reset(self, prompt, seed):
+        self.turns = random.Random(seed).randint(1, 4)
+
+    def step(self, answer):
+        self.turns -= 1
+        count = len(answer.split())
+        return f"{count % VOCAB} {(7 * count) % VOCAB}", 0.25 * count, self.turns == 0
+
+
+def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):
+    numbers = list(range(len(prompts))) if numbers is None else numbers
+    factory = load_environment(environment)
+    runner = EpisodeRunner(made, Tokenizer(), factory, observation_ids, limits)
+    texts = [" ".join(map(str, ids)) for ids in prompts]
+    return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
+
+
+@pytest.fixture(scope="module")
+def made(module_of):
+    return engine(module_of("llama"), page_size=4)
+
+
+def test_what_is_trained_is_what_was_sampled(made):
+    """Every answer ends at its first stop token, and the reply to it stands whole behind it."""
+    episodes = run(made)
+    assert len(episodes) == 8
+    seen_turns = set()
+    for episode in episodes:
+        place = 0
+        while place < len(episode.tokens):
+            assert episode.drawn[place]
+            end = place
+            while end < len(episode.tokens) and episode.drawn[end]:
+                end += 1
+            answer = episode.tokens[place:end]
+            assert not STOPS & set(answer[:-1])
+            count = len(answer) - (answer[-1] in STOPS)
+            reply = [count % VOCAB, 7 * count % VOCAB]
+            after = episode.tokens[end : end + 2]
+            assert after in ([], reply)
+            place = end + len(after)
+        seen_turns.add(episode.num_turns)
+        assert len(episode.tokens) == len(episode.logprobs) == len(episode.rewards)
+        assert all(v == 0 for v, d in zip(episode.logprobs, episode.drawn, strict=True) if not d)
+    assert len(seen_turns) > 1
+
+
+def test_logprobs_are_those_of_the_whole_sequence(made, module_of):
+    """Against transformers' forward over the episode."""
+    import torch
+
+    for episode in run(made):
+        ids = torch.tensor([episode.prompt + episode.tokens])
+        with torch.no_grad():
+            logprobs = module_of("llama")(ids).logits[0].log_softmax(-1)
+        for i, token in enumerate(episode.tokens):
+            if episode.drawn[i]:
+                expected = logprobs[len(episode.prompt) + i - 1, token].item()
+                assert episode.logprobs[i] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 2}, {"page_size": 64}, {"page_size": 3}])
+def test_episodes_are_those_alone(sizes, made, module_of):
+    """Whatever decodes beside them, in any order of arrival."""
+    together = run(made)
+    other = engine(module_of("llama"), **sizes)
+    for number in reversed(range(len(PROMPTS))):
+        alone = run(other, prompts=[PROMPTS[number]], numbers=[number])
+        for one, expected in zip(alone, together[2 * number :], strict=False):
+            assert one.tokens == expected.tokens
+            assert one.drawn == expected.drawn
+            assert one.rewards == expected.rewards
+            assert one.finish_reason == expected.finish_reason
+
+
+def test_a_single_turn_is_an_answer_of_generate(made):
+    class Ends:
+        def step(self, answer):
+            return None, 1.0, True
+
+    limits = EpisodeLimits(3, 36, 20.0, 4, tells=False)
+    episodes = run(made, Ends, limits=limits)
+    expected = made.generate(PROMPTS, SAMPLING)
+    assert [e.tokens for e in episodes] == expected.token_ids
+    assert all(e.rewards[-1] == 1.0 and sum(e.rewards) == 1.0 for e in episodes)
+
+
+def test_turns_find_their_pages(module_of):
+    """A turn computes its new tokens, and at most a page more."""
+    made = empty_engine(module_of("llama").config, page_size=2)
+    made.weights.load(stream(module_of("llama")))
+    episodes = run(made)
+    tokens = sum(len(e.prompt) + len(e.tokens) for e in episodes)
+    turns = sum(e.num_turns for e in episodes)
+    assert turns > 1.5 * len(episodes)
+    assert made.stats.prefill_tokens <= tokens + 2 * turns
+    assert made.stats.cached_tokens > 0
+
+
+class Endless:
+    def step(self, answer):
+        return "5", 0.0, False
+
+
+def test_an_environment_that_never_ends(made):
+    for episode in run(made, Endless):
+        assert episode.finish_reason == "length"
+        assert episode.num_turns <= LIMITS.max_turns
+        assert len(episode.tokens) <= SAMPLING.max_new_tokens
+        assert episode.drawn[-1]  # nothing of the environment's is left at the end
+
+
+class Hangs:
+    def step(self, answer):
+        time.sleep(60)
+
+
+class Raises:
+    def step(self, answer):
+        raise ValueError("the server is down")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"), [(Hangs, "took over 0.2 s"), (Raises, "the server is down")]
+)
+def test_a_failure_ends_the_episode(environment, said, made):
+    limits = EpisodeLimits(3, 8, 0.2, 16, tells=False)
+    episodes = run(made, environment, prompts=PROMPTS[:2], limits=limits)
+    assert all(said in e.problem for e in episodes)
+    assert made.cache.num_free == made.cache.num_pages
+
+
+def test_a_failure_is_told_to_the_model(made):
+    told = []
+
+    class Sometimes:
+        def step(self, answer):
+            if len(told) < 3:
+                raise ValueError("no luck")
+            return "", 2.0, True
+
+    def ids(text):
+        told.append(text)
+        return [9]
+
+    limits = EpisodeLimits(30, 8, 20.0, 1, tells=True)
+    factory = load_environment(Sometimes)
+    runner = EpisodeRunner(made, Tokenizer(), factory, ids, limits)
+    sampling = SamplingParams(36, seed=1, stop_token_ids=tuple(range(1, VOCAB)))
+    (episode,) = runner.run([[3]], ["3"], [{}], sampling, [0])
+    assert told == ["error: raised ValueError: no luck"] * 3
+    assert episode.problem == ""
+    assert episode.num_turns == 4
+    assert episode.drawn == [True, False] * 3 + [True]
+    assert episode.rewards == [0.0] * 6 + [2.0]
