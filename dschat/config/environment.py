@@ -40,15 +40,6 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     def validate_rewards(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         super().validate_rewards()
-        own = (
-            ("max_turn_tokens", self.max_turn_tokens is not None),
-            ("on_environment_error", self.on_environment_error != "error"),
-        )
-        for name, is_given in own:
-            require(
-                self.environment is not None or not is_given,
-                f"--{name} {getattr(self, name)} needs --environment",
-            )
         for flag_name, excludes in (
             ("--partial_rollout", self.partial_rollout),
             ("--inference_tp_size above 1", self.inference_tp_size > 1),

@@ -116,7 +116,7 @@ class RolloutCollector:
         calls = self.scorer.args.generation_batches if self._programs.overlaps else 1
         with self._engine.rollout_mode() as generator:
             rollout = self.answers_of(generator, prompts, sampling, first, calls)
-            rollout.metrics = generation_metrics(self._engine.rollout.last_refresh, generator)
+            rollout.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
         rollout.num_prompts = sum(counts)
         rollout.metrics["time/generate_s"] = time.perf_counter() - started
         return rollout

@@ -1,0 +1,103 @@
+"""An observation's tokens: what the chat template puts between two answers, for any text."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dschat.builtin.tiny_model import resolve_model
+from dschat.config import UserError
+from dschat.data.segments import prompt_text_ids
+from dschat.environments.observations import ObservationTokens
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{{ '<s>' }}{% for m in messages %}"
+    "{{ '<h>' + m.role + '</h>\n\n' + m.content | trim + '<eot>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<h>assistant</h>\n\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<s>[INST] ' + m.content | trim + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m.content | trim + ' </s>' }}{% endif %}{% endfor %}"
+)
+THINKS = (  # removes the thoughts of earlier answers, as Qwen3's does
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "llama-3": (LLAMA_3, "<eot>"),
+    "llama-2": (LLAMA_2, "</s>"),
+    "thinks": (THINKS, "<|im_end|>"),
+    "default": (None, "<|end|>"),
+}
+
+
+def tokenizer_of(name):
+    """A byte-level tokenizer, so that any text survives."""
+    template, eos = TEMPLATES[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = [eos, "<|im_start|>", "<s>", "<h>", "</h>"]
+    made.add_special_tokens(list(dict.fromkeys(special)))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=eos, pad_token=eos, chat_template=template
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_episode_is_the_rendered_chat(name):
+    """Prompt, answer with EOS, observation, in tokens, are the chat of three turns that waits for
+    the next answer.
+    """
+    tokenizer = tokenizer_of(name)
+    observations = ObservationTokens(tokenizer, is_chat=True)
+
+    @settings(max_examples=40, deadline=None)
+    @given(*[st.text(st.characters(codec="utf-8", exclude_characters="<>"), min_size=1)] * 3)
+    def check(asked, answered, said):
+        asked, answered, said = (text.strip() or "x" for text in (asked, answered, said))
+        prompt = [{"role": "user", "content": asked}]
+        ids = prompt_text_ids(tokenizer, prompt)
+        before, after = {"llama-2": " ", "default": " "}.get(name, ""), " " * (name == "llama-2")
+        ids += tokenizer.encode(f"{before}{answered}{after}", add_special_tokens=False)
+        ids += [tokenizer.eos_token_id, *observations(said)]
+        answer = {"role": "assistant", "content": answered}
+        whole = [*prompt, answer, {"role": "user", "content": said}]
+        expected = tokenizer.decode(prompt_text_ids(tokenizer, whole))
+        assert tokenizer.decode(ids) == expected
+
+    check()
+
+
+def test_text_is_all_there_is_without_a_chat():
+    tokenizer = tokenizer_of("chatml")
+    said = ObservationTokens(tokenizer, is_chat=False)("12\n")
+    assert tokenizer.decode(said) == "12\n"
+    assert tokenizer.eos_token_id not in said
+
+
+def test_the_builtin_model():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin/tiny"))
+    prompt = [{"role": "user", "content": "what is the sun?"}]
+    answer, said = "a star", "and the moon?"
+    ids = prompt_text_ids(tokenizer, prompt) + tokenizer.encode(answer, add_special_tokens=False)
+    ids += [tokenizer.eos_token_id, *ObservationTokens(tokenizer, is_chat=True)(said)]
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    assert ids == prompt_text_ids(tokenizer, prompt + turns)
+
+
+def test_a_template_without_a_place_for_it():
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(UserError, match="--environment: the chat template does not render"):
+        ObservationTokens(tokenizer, is_chat=True)

@@ -1,0 +1,139 @@
+"""Training on episodes: what the loss sees, rewards per turn, estimators, failures."""
+
+import json
+
+import pytest
+import torch
+from step_cases import Case, build_trainer, ppo_config
+from tiny_models import EOS
+
+from dschat.config import UserError
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
+
+CASE = Case("ppo", iterations=2)
+PROMPTS = [[3 + i, 5, 7] for i in range(8)]
+REPLY = [11, 13, 17]
+STOPS = (EOS, *range(20, 40))  # random weights hardly ever draw EOS
+
+
+class Game:
+    """Replies until the third answer; rewards each turn with its number."""
+
+    def reset(self, prompt):
+        self.turn = 0
+
+    def step(self, answer):
+        self.turn += 1
+        return "w11 w13 w17", float(self.turn), self.turn == 3
+
+
+def config_of(models_folder, **options):
+    config = ppo_config(CASE, models_folder)
+    defaults = {
+        "max_answer_seq_len": 40,
+        "max_turn_tokens": 8,
+        "kl_coef": 0.0,
+        "reward_model_weight": 0.0,
+    }
+    for name, value in (defaults | options).items():
+        setattr(config, name, value)
+    return config
+
+
+def trainer_of(models_folder, environment=Game, **options):
+    config = config_of(models_folder, **options)
+    first = build_trainer(config)
+    made = DeepSpeedPPOTrainer(first.engine, config, environment=environment)
+    made.collector._observations = {False: lambda text: list(REPLY), True: lambda text: list(REPLY)}
+    with made.engine.rollout_mode() as generator:
+        generator.stop_ids = STOPS
+    return made
+
+
+def gaps(e):
+    return [
+        (ids[p:n].tolist(), mask[: n - p].tolist())
+        for ids, mask, p, n in zip(
+            e.input_ids, e.answer_mask, e.prompt_lengths, e.lengths, strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_pp"])
+def test_no_loss_is_on_the_environments_tokens(estimator, models_folder):
+    trainer = trainer_of(models_folder, advantage_estimator=estimator)
+    e = trainer.generate_experience(PROMPTS)
+    replies = 0
+    for tokens, mask in gaps(e):
+        place = 0
+        while False in mask[place:]:
+            place = mask.index(False, place)
+            assert tokens[place : place + 3] == REPLY
+            assert mask[place : place + 3] == [False] * 3
+            assert tokens[place - 1] in STOPS
+            assert mask[place + 3]
+            place += 3
+            replies += 1
+    assert replies > 3
+    outside = ~e.answer_mask
+    for name in ("logprobs", "advantages", "returns", "weights", "entropy", "values"):
+        assert not getattr(e, name)[outside].any(), name
+    assert not (e.loss_mask & outside).any()
+    assert (e.logprobs - e.rollout_logprobs)[e.answer_mask].abs().max() < 1e-4
+    before = [p.detach().clone() for p in trainer.engine.actor.parameters()]
+    trainer.train_rlhf(e)
+    pairs = zip(before, trainer.engine.actor.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    assert trainer.metrics["rollout/turns"] > 1
+    assert trainer.metrics["rollout/environment_tokens"] > 0
+
+
+def test_rewards_stand_at_the_last_token_of_their_turn(models_folder):
+    e = trainer_of(models_folder).generate_experience(PROMPTS)
+    whole = 0
+    for row, (_, mask) in enumerate(gaps(e)):
+        rewards = e.token_scores[row].tolist()
+        turn = 0
+        for i, drawn in enumerate(mask):
+            is_last = drawn and (i + 1 == len(mask) or not mask[i + 1])
+            turn += is_last
+            assert rewards[i] == (float(turn) if is_last else 0.0)
+        assert e.scores[row] == sum(range(turn + 1))
+        assert bool(e.finished[row]) == (turn == 3)
+        whole += turn == 3
+    assert whole > 0
+
+
+def test_a_failure_stops_the_run_with_one_line(models_folder):
+    def step(observation, action):
+        raise ValueError("no\nluck")
+
+    trainer = trainer_of(models_folder, step)
+    with pytest.raises(UserError, match="the environment failed: raised ValueError: no luck"):
+        trainer.generate_experience(PROMPTS)
+
+
+def test_a_resumed_run_draws_the_same_episodes(models_folder):
+    first, second = (trainer_of(models_folder) for _ in range(2))
+    first.generate_experience(PROMPTS)
+    second.load_run_state(json.loads(json.dumps(first.run_state().values)))
+    first.iteration = second.iteration = 1
+    one, other = (t.generate_experience(PROMPTS) for t in (first, second))
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_turns": 0}, "--max_turns 0 must be at least 1"),
+        ({"partial_rollout": True}, "--partial_rollout and --environment exclude each other"),
+        ({"enable_hybrid_engine": False}, "--no_enable_hybrid_engine and --environment exclude"),
+    ],
+)
+def test_flags(options, said, models_folder):
+    config = config_of(models_folder, max_turn_tokens=None, environment="a.py:B")
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=said):
+        config.validate()
