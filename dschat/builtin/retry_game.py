@@ -1,5 +1,5 @@
-"""An environment for ``builtin/arithmetic``: says whether an answer is right, and lets the model try
-again.
+"""An environment for ``builtin/arithmetic``: says whether an answer is right, and allows another
+attempt.
 """
 
 import re
