@@ -1,5 +1,6 @@
-"""Step 2, learning from pairs: trains a reward model on which of two answers people prefer; or,
-with --loss dpo, cdpo, ipo or kto, trains the policy on the pairs and leaves out step 3.
+"""Step 2, learning from pairs: trains a reward model on which of two answers people prefer, or how
+they rank several; or, with --loss dpo, cdpo, ipo or kto, trains the policy on the pairs and leaves
+out step 3.
 
     deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m
     deepspeed step2_reward/main.py --model_name_or_path output/step1_sft --loss dpo
@@ -45,6 +46,7 @@ def main() -> None:
 
 def train_reward_model(config, zero, base, tables) -> None:
     """Put a score head on the language model and train it on the pairs, for step 3."""
+    from dschat.data.preference_rows import most_answers
     from dschat.launch.finished_steps import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
@@ -70,7 +72,7 @@ def train_reward_model(config, zero, base, tables) -> None:
         )
     companions = setup.Companions(model.config, base.tokenizer, type(model).__name__)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
-    task = tasks.RewardTask()
+    task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.

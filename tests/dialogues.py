@@ -8,6 +8,9 @@ USER, REPLY, SYSTEM = (
 )
 
 
+HH = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and?\n\nAssistant:"
+
+
 def chat(prompt, chosen=None, rejected=None):
     """An example whose prompt is one user turn."""
     answers = (answer and [REPLY(answer)] for answer in (chosen, rejected))

@@ -41,6 +41,15 @@ class DataConfig:
     chosen_column: Optional[str] = flag(None, "Column of the preferred answer.")
     rejected_column: Optional[str] = flag(None, "Column of the rejected answer.")
     messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
+    answers_column: Optional[str] = flag(
+        None, "Column of a list of ranked answers, or a path, e.g. completions.*.response."
+    )
+    ranks_column: Optional[str] = flag(
+        None, "Column of the ranks of --answers_column, one number per answer; the lowest is best."
+    )
+    scores_column: Optional[str] = flag(
+        None, "Column of the scores of --answers_column in place of ranks; the highest is best."
+    )
     seed: int = flag(
         1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
     )
@@ -71,6 +80,14 @@ class DataConfig:
         require(
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
+        )
+        require(
+            bool(self.answers_column) == (bool(self.ranks_column) != bool(self.scores_column)),
+            "--answers_column needs either --ranks_column or --scores_column, and they need it",
+        )
+        require(
+            not (self.answers_column and (self.chosen_column or self.messages_column)),
+            "--answers_column names all answers; leave out --chosen_column and --messages_column",
         )
         try:
             parts: tuple[float, ...] = self.split_weights

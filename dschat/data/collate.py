@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat.data.sources.ranking import ranked_pairs
 from dschat.models.packing import PackedRows, pack
 from dschat.models.packing.device_copy import to_device
 
@@ -22,15 +23,25 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 class PackedBatch:
     """A micro-batch for one forward.
 
-    Step 1's reads the columns before the targets. Step 2's has pairs: chosen answers, then rejected
-    ones in the same order, and reads the last token of each.
+    Step 1's reads the columns before the targets.
     """
 
     rows: PackedRows
-    num_real: int  # rows (step 1) or pairs (step 2) that are not dummies
+    num_real: int  # rows that are not dummies
 
     def to(self: Batch, device: Union[str, torch.device]) -> Batch:
         return to_device(self, device)
+
+
+@dataclass
+class RankedBatch(PackedBatch):
+    """Step 2's micro-batch for a reward model: reads the last token of every answer. All chosen
+    answers, then the rejected ones in the same order, then the others of each row.
+    """
+
+    better: Tensor  # (pairs,) int64, answers that rank above `worse`
+    worse: Tensor  # (pairs,) int64
+    weights: Tensor  # (pairs,) fp32, 1 / the pairs of the row
 
 
 @dataclass
@@ -67,11 +78,28 @@ def collate_sft(rows: Sequence[dict[str, Any]]) -> PackedBatch:
     return PackedBatch(pack([row["input_ids"] for row in rows], reads), num_real=len(rows))
 
 
-def collate_pairs(rows: Sequence[dict[str, Any]]) -> PackedBatch:
+def collate_pairs(rows: Sequence[dict[str, Any]]) -> RankedBatch:
     """Rows of ``preference_dataset`` to a batch."""
-    sides = [row[side] for side in ("chosen_ids", "rejected_ids") for row in rows]
-    prompts = [row.get("prompt_length", 0) for row in rows] * 2
-    return PackedBatch(pack(sides, [[len(ids) - 1] for ids in sides], prompts), num_real=len(rows))
+    n = len(rows)
+    sequences = [row[side] for side in ("chosen_ids", "rejected_ids") for row in rows]
+    owners = [*range(n), *range(n)]
+    pairs: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        others = row.get("other_ids") or []
+        answers = [i, n + i, *range(len(sequences), len(sequences) + len(others))]
+        sequences += others
+        owners += [i] * len(others)
+        compared = ranked_pairs(row.get("ranks") or [0, 1])
+        pairs += [(answers[a], answers[b], 1 / len(compared)) for a, b in compared]
+    prompts = [rows[i].get("prompt_length", 0) for i in owners]
+    better, worse, weights = zip(*pairs, strict=True) if pairs else ((), (), ())
+    return RankedBatch(
+        pack(sequences, [[len(ids) - 1] for ids in sequences], prompts),
+        n,
+        torch.tensor(better, dtype=torch.int64),
+        torch.tensor(worse, dtype=torch.int64),
+        torch.tensor(weights, dtype=torch.float32),
+    )
 
 
 def collate_preferences(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -> PreferenceBatch:

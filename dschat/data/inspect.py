@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from logging.handlers import BufferingHandler
 from typing import Any, NamedTuple
 
@@ -146,16 +146,7 @@ def _example(
         yield f"  example {number}: {len(ids)} tokens, {sum(mask)} with loss"
         yield from _pieces(ids, mask, tokenizer)
     elif purpose == "reward":
-        chosen, rejected = row["chosen_ids"], row["rejected_ids"]
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-            min(len(chosen), len(rejected)),
-        )
-        yield f"  example {number}: {len(chosen)} and {len(rejected)} tokens, {shared} shared"
-        yield from _pieces(chosen[:shared], [False] * shared, tokenizer)
-        for side, ids in (("chosen", chosen), ("rejected", rejected)):
-            yield f"    {side}:"
-            yield from _pieces(ids[shared:], [True] * (len(ids) - shared), tokenizer)
+        yield from _answers(number, row, tokenizer)
     else:
         ids = row["prompt_ids"]
         yield f"  example {number}: {len(ids)} tokens, to be answered"
@@ -163,6 +154,20 @@ def _example(
         for column, (value,) in prompts_of([row]).columns.items():
             shown = f"    {column} = {value!r}"
             yield shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 4]} ..."
+
+
+def _answers(number: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """A pair or a ranking, best first: the tokens that all answers share, and each one's own."""
+    ids = [row["chosen_ids"], *row["other_ids"], row["rejected_ids"]]
+    sides = ["chosen", *(f"rank {rank + 1}" for rank in row["ranks"][2:]), "rejected"]
+    columns = zip(*ids, strict=False)
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    lengths = " and ".join(str(len(each)) for each in ids)
+    yield f"  example {number}: {lengths} tokens, {shared} shared"
+    yield from _pieces(ids[0][:shared], [False] * shared, tokenizer)
+    for side, each in zip(sides, ids, strict=True):
+        yield f"    {side}:"
+        yield from _pieces(each[shared:], [True] * (len(each) - shared), tokenizer)
 
 
 def _pieces(

@@ -25,7 +25,8 @@ class RowTokens(NamedTuple):
 
 def row_tokens(row: Mapping[str, Any]) -> RowTokens:
     """Of a row of ``sft_dataset``, or of ``preference_dataset``, whose answers share the prompt."""
-    lengths = [len(ids) for name, ids in row.items() if name.endswith("_ids")]
+    named = [ids for name, ids in row.items() if name.endswith("_ids") and name != "other_ids"]
+    lengths = [len(ids) for ids in (*named, *row.get("other_ids", ()))]
     shared = (len(lengths) - 1) * row.get("prompt_length", 0)
     return RowTokens(sum(lengths) - shared, max(lengths), len(lengths))
 

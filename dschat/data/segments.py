@@ -58,30 +58,32 @@ def prompt_text_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list
 def encode_examples(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], fields: Sequence[str]
 ) -> list[Encoded]:
-    """Tokenize prompts and the answers in ``fields`` ("chosen", "rejected") as one batch.
+    """Tokenize prompts and the answers in ``fields`` ("chosen", "rejected", "others") as one batch.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
     """
     eos = require_eos(tokenizer)
     split: list[list[Segment]] = []
-    problems = []
+    problems, num_answers = [], []
     for example in examples:
+        answers = example.answers(fields)
         try:
             segments = prompt_segments(tokenizer, example.prompt)
-            for name in fields:
-                segments.append(answer_segment(tokenizer, example.prompt, getattr(example, name)))
+            for answer in answers:
+                segments.append(answer_segment(tokenizer, example.prompt, answer))
             problem = ""
         except RefusedChat as error:
             segments, problem = [], str(error)
         split.append(segments)
         problems.append(problem)
+        num_answers.append(len(answers))
     ids = iter(encode(tokenizer, [segment for segments in split for segment in segments]))
     return [
         Encoded([], [], [], problem)
         if problem
-        else _assemble([(s, next(ids)) for s in segments], len(fields), eos)
-        for segments, problem in zip(split, problems, strict=True)
+        else _assemble([(s, next(ids)) for s in segments], count, eos)
+        for segments, problem, count in zip(split, problems, num_answers, strict=True)
     ]
 
 

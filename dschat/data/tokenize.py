@@ -9,20 +9,21 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Optional, Protocol, TypeVar, Union, cast, overload
+from typing import Any, Literal, Protocol, TypeVar, Union, cast, overload
 
-import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import RowStream
+from dschat.data.preference_rows import pair_rows, shuffled_labels
 from dschat.data.report import read_report
-from dschat.data.segments import Encoded, encode_examples
+from dschat.data.segments import encode_examples
 from dschat.data.sources.adapters import Content, Example, Purpose, is_packed
-from dschat.data.sources.splits import key_hash, load_examples
+from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
 from dschat.data.sources.table_cache import mapped
+from dschat.data.truncation import fit
 
 logger = logging.getLogger("dschat")
 
@@ -55,8 +56,6 @@ def _typed(make: Callable[[C, PreTrainedTokenizerBase, Split], Tables]) -> _Toke
 
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
-_PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
-CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 
 
 @_typed
@@ -96,18 +95,31 @@ def preference_dataset(
     Both sides have identical prompt tokens: the prompt is cut on the left, as in step 1, to fit the
     longer side. Pairs with identical tokens are dropped, and pairs with an answer that would lose
     its end: annotators compared whole answers, and a missing EOS would give a side away.
-    ``--shuffle_labels`` swaps a seeded half of the training pairs.
+
+    Of a row of ranked answers, such answers are left out, and the best and the worst of the rest
+    are chosen and rejected. For a reward model the table has all of them: ``other_ids``, further
+    sequences, and ``ranks`` of chosen, rejected and the others, from 0 for the best; both are empty
+    for pairs.
+
+    ``--shuffle_labels`` swaps a seeded half of the training pairs, and reverses rankings.
 
     Returns and raises like ``sft_dataset``.
     """
-    make = partial(_pair_rows, tokenizer=tokenizer, max_len=config.max_seq_len)
+    make = partial(
+        pair_rows,
+        tokenizer=tokenizer,
+        max_len=config.max_seq_len,
+        best_and_worst=config.trains_policy,
+    )
     columns = {"chosen_ids": _IDS, "rejected_ids": _IDS, "prompt_length": Value("int32")}
+    if not config.trains_policy:
+        columns |= {"other_ids": List(_IDS), "ranks": List(Value("int32"))}
     tables = _tables(config, "reward", split, make, columns)
     if not config.shuffle_labels or split == "eval":
         return tables
     if isinstance(tables, tuple):
-        return _shuffled_labels(tables[0], config.seed), tables[1]
-    return _shuffled_labels(tables, config.seed)
+        return shuffled_labels(tables[0], config.seed), tables[1]
+    return shuffled_labels(tables, config.seed)
 
 
 @_typed
@@ -248,31 +260,12 @@ def _sft_rows(
     train_on_prompt: bool,
 ) -> Iterator[dict[str, Any]]:
     for encoded in encode_examples(tokenizer, examples, ("chosen",)):
-        prompt, targets, (answer,), cut = _fit(encoded, 1, max_len, tokenizer.bos_token_id)
+        prompt, targets, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
         mask = [True] * len(ids) if train_on_prompt else targets + [True] * len(answer)
         mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
         yield {"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut}
-
-
-def _pair_rows(
-    examples: list[Example], indices: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int
-) -> Iterator[dict[str, Any]]:
-    for encoded in encode_examples(tokenizer, examples, ("chosen", "rejected")):
-        prompt, _, (chosen, rejected), cut = _fit(encoded, 2, max_len, tokenizer.bos_token_id)
-        problem = encoded.problem
-        if CUT_ANSWER in cut:
-            problem = f"an answer too long for --max_seq_len {max_len}"
-        elif not problem and chosen == rejected:
-            problem = "chosen and rejected alike"
-        yield {
-            "chosen_ids": prompt + chosen,
-            "rejected_ids": prompt + rejected,
-            "prompt_length": len(prompt),
-            "problem": problem,
-            "cut": cut,
-        }
 
 
 def _prompt_rows(
@@ -290,54 +283,6 @@ def _prompt_rows(
             or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
             "cut": "",
         }
-
-
-def _fit(
-    encoded: Encoded, num_answers: int, max_len: int, bos: Optional[int]
-) -> tuple[list[int], list[bool], list[list[int]], str]:
-    """Cut an example to ``max_len``: (prompt ids, their targets, answers, parts that were lost).
-
-    The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all of it if it is shorter:
-    answers without their question teach nothing. At least one token stays, since the answer's first
-    token needs one before it.
-    """
-    prompt, targets = encoded.prompt_ids, encoded.prompt_targets
-    if encoded.problem:
-        return [], [], [[]] * num_answers, ""
-    share = max(int(max_len * _PROMPT_SHARE), 1)
-    keep = min(len(prompt), max(max_len - max(map(len, encoded.answers)), share))
-    lost = []
-    if keep < len(prompt):
-        lost.append(CUT_PROMPT)
-        # keep the BOS: the model has always seen one first
-        head = 1 if prompt[0] == bos and keep > 1 else 0
-        tail = len(prompt) - (keep - head)
-        prompt, targets = prompt[:head] + prompt[tail:], targets[:head] + targets[tail:]
-    if any(keep + len(answer) > max_len for answer in encoded.answers):
-        lost.append(CUT_ANSWER)
-    answers = [answer[: max_len - keep] for answer in encoded.answers]
-    return prompt, targets, answers, "; ".join(lost)
-
-
-def _shuffled_labels(pairs: Table, seed: int) -> Table:
-    """``pairs``, a seeded half of them with chosen and rejected swapped."""
-    if isinstance(pairs, RowStream):
-        return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
-    swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
-    return mapped(pairs, partial(_swap_where, swap=swap.tolist()), with_indices=True)
-
-
-def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
-    """``_shuffled_labels`` for a stream: a hash of its tokens decides whether a pair is swapped."""
-    rows = encode(examples)
-    swap = [key_hash(str(row["chosen_ids"]), f"swap:{seed}") % 2 == 1 for row in rows]
-    return [{**row, **_swap_where(row, i, swap)} for i, row in enumerate(rows)]
-
-
-def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, Any]:
-    if not swap[index]:
-        return row
-    return {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
 
 
 def question_text(prompt: Content) -> str:

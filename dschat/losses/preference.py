@@ -12,22 +12,25 @@ from torch import Tensor
 
 
 def pairwise_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor
+    chosen_scores: Tensor, rejected_scores: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss ``-log sigmoid(chosen - rejected)``, summed (Ouyang et al. 2022, eq. 1).
 
     Args:
         chosen_scores, rejected_scores: (B,), any float. B may be 0 (a rank without rows): the loss
             is 0 and still connected to the scores, so that its backward pass runs.
+        weights: (B,) of the pairs in the loss; for all pairs of k ranked answers, 1 / their number
+            (eq. 1: the mean over the k (k - 1) / 2 pairs of a prompt). None: 1.
 
     Returns:
         loss_sum: 0-d fp32.
-        metrics: sums over pairs of ``correct`` (a tie counts 0.5), ``margin``, ``chosen``,
-            ``rejected``; and ``pairs``, their count.
+        metrics: unweighted sums over pairs of ``correct`` (a tie counts 0.5), ``margin``,
+            ``chosen``, ``rejected``; and ``pairs``, their count.
     """
     chosen_scores, rejected_scores = chosen_scores.float(), rejected_scores.float()
     margin = chosen_scores - rejected_scores
-    loss_sum = -F.logsigmoid(margin).sum()
+    losses = F.logsigmoid(margin)
+    loss_sum = -(losses if weights is None else losses * weights).sum()
     metrics = {
         "correct": _num_right(margin),
         "margin": margin.sum(),

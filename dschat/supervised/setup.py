@@ -14,7 +14,7 @@ from dschat.checkpoint import export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches
-from dschat.data.micro_batches import MicroBatchSize
+from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.fit import check_fit, check_positions
@@ -187,7 +187,7 @@ def settle_micro_batches(
 def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Task) -> int:
     """Collective. The token budget by a trial of the longest rows."""
     row = task.longest_row(config.max_seq_len)
-    longest = sum(len(ids) for name, ids in row.items() if name.endswith("_ids"))
+    longest = row_tokens(row).total
 
     def forward(num_rows: int) -> Tensor:
         (batch,) = task.prepare(engine, [task.collate([row] * num_rows)])

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dschat.data.collate import PackedBatch, collate_pairs, collate_sft
+from dschat.data.collate import PackedBatch, RankedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
 from dschat.models.training_engine import ModelOrEngine
 from dschat.runtime.metric_sums import DeviceSums
@@ -72,30 +72,41 @@ class SFTTask(Task):
 
 
 class RewardTask(Task):
-    """-log sigmoid of the difference of two last-token scores (InstructGPT, eq. 1)."""
+    """-log sigmoid of the difference of two last-token scores, as the mean over a row's pairs of
+    answers (InstructGPT, eq. 1): however many answers a row ranks, it weighs as much as a pair.
+
+    Args:
+        most_answers: of a row, for `longest_row`.
+    """
 
     columns = ("loss", "accuracy", "margin")
 
-    def collate(self, rows: Rows) -> PackedBatch:
+    def __init__(self, most_answers: int = 2) -> None:
+        self._most_answers = most_answers
+
+    def collate(self, rows: Rows) -> RankedBatch:
         return collate_pairs(rows)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
-        return {"chosen_ids": [0] * num_tokens, "rejected_ids": [0] * num_tokens}
+        chosen, rejected, *others = [[0] * num_tokens] * self._most_answers
+        row: dict[str, Any] = {"chosen_ids": chosen, "rejected_ids": rejected}
+        return row | {"other_ids": others, "ranks": list(range(self._most_answers))}
 
-    def weight(self, batch: PackedBatch) -> int:
+    def weight(self, batch: RankedBatch) -> int:
         return batch.num_real
 
-    def loss(self, model: ModelOrEngine, batch: PackedBatch) -> tuple[Tensor, DeviceSums]:
-        # NOTE: both answers in one forward. Two forwards before their backwards break ZeRO-3's
+    def loss(self, model: ModelOrEngine, batch: RankedBatch) -> tuple[Tensor, DeviceSums]:
+        # NOTE: all answers in one forward. Two forwards before their backwards break ZeRO-3's
         # gradients.
         scores = model(batch.rows)
-        total, metrics = pairwise_loss(scores[: batch.num_real], scores[batch.num_real :])
-        return total, metrics | {"loss": total.detach()}
+        total, metrics = pairwise_loss(scores[batch.better], scores[batch.worse], batch.weights)
+        rows = total.new_full((), batch.num_real)
+        return total, metrics | {"loss": total.detach(), "rows": rows}
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {
-            "loss": sums["loss"] / pairs,
+            "loss": sums["loss"] / max(sums["rows"], 1.0),
             "accuracy": sums["correct"] / pairs,
             "margin": sums["margin"] / pairs,
             "chosen_score": sums["chosen"] / pairs,

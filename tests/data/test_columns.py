@@ -148,6 +148,8 @@ def test_steps_without_reward_functions_keep_no_columns(write):
             "prompt",
             "chosen",
             "rejected",
+            "others",
+            "ranks",
         }
 
 

@@ -4,7 +4,8 @@ import json
 
 import datasets
 import pytest
-from dialogues import REPLY, USER, chat
+from dialogues import HH, REPLY, USER, chat
+from ranked_sets import RANKED_COLUMNS, RANKED_SETS
 
 from dschat.config import CommonConfig, UserError
 from dschat.data.sources import splits
@@ -14,9 +15,6 @@ from dschat.data.sources.resolve import Splits, table_rows
 from dschat.data.sources.splits import load_examples
 
 SFT, RM, PPO = "sft", "reward", "rlhf"
-
-
-HH = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and?\n\nAssistant:"
 
 PASSAGES = [{"docid": "7#0", "title": "t", "text": "richtig"}, {"docid": "8", "text": "nicht"}]
 WEBGPT = {
@@ -41,6 +39,7 @@ NO_MKQA = {"queries": MKQA["queries"], "answers": {"zh_cn": [{"text": None}], "j
 
 # name -> rows in its layout, and the examples of each step
 KNOWN = {
+    **RANKED_SETS,
     "Dahoas/rm-static": (
         [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
         {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
@@ -186,6 +185,7 @@ KNOWN = {
 TURNS = [USER("u"), REPLY("r"), USER("v")]
 # recognized by their columns, not by name
 FOUND_BY_COLUMNS = {
+    **RANKED_COLUMNS,
     "Anthropic/hh-rlhf": (
         [
             {"chosen": HH + " yes", "rejected": HH + " no"},

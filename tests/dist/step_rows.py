@@ -42,10 +42,24 @@ def pair_rows() -> list[dict[str, Any]]:
     ]
 
 
+def ranked_rows() -> list[dict[str, Any]]:
+    """Rankings of two to five answers, every other one with a tie."""
+    rows = pair_rows()
+    texts = iter(sequences(6, 3 * len(rows)))
+    for i, row in enumerate(rows):
+        prompt = row["chosen_ids"][: row["prompt_length"]]
+        others = [prompt + next(texts) + [EOS] for _ in range(i % 4)]
+        ranks = [0, 3, *((0, 1, 2) if i % 2 else (1, 2, 2))][: 2 + len(others)]
+        row |= {"other_ids": others, "ranks": ranks if others else []}
+    return rows
+
+
 def rows_of(step: str, which: str) -> list[dict[str, Any]]:
-    """The rows of "sft" or of pairs: all; "one" alone; or eleven "awkward" ones, of one token, or
-    of three with or without targets; answers of one token each.
+    """The rows of "sft" or of pairs: all; "one" alone; eleven "awkward" ones, of one token, or
+    of three with or without targets; answers of one token each. Or rows of "ranked" answers.
     """
+    if which == "ranked":
+        return ranked_rows()
     rows = sft_rows() if step == "sft" else pair_rows()
     if which == "awkward":
         cut = _cut_text if step == "sft" else _cut_pair

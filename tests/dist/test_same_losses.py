@@ -58,12 +58,14 @@ GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 HERE = [
     Case("sft", 3, 2),
     Case("reward", 3, 8),
+    Case("reward", 0, 2, rows="ranked", options=LORA),
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("ppo", 0, 4, options=BUDGET),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
+    Case("reward", 3, 4, rows="ranked"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
 ]
@@ -79,6 +81,7 @@ SLOW_HERE += [
     Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
     Case("sft", options=BUDGET),
     Case("sft", 0, 4, "opt_350m", options=BUDGET),
+    Case("reward", 3, 2, rows="ranked", options=BUDGET),
 ]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [
@@ -92,6 +95,8 @@ SLOW_TWO += [
     Case("ppo", 0, 4, iterations=2, shares=(8, 0), options=RLOO),  # then roundings grow
     Case("ppo", 3, 4, shares=(3, 5), options=BUDGET),
     Case("reward", 3, 1, options=BUDGET),
+    Case("reward", 3, 4, rows="ranked", options=BUDGET),
+    Case("reward", 0, 2, rows="ranked", options=(("packing", "off"),)),
     Case("reward", 3, 4, options=AUTO),
 ]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]

@@ -16,6 +16,7 @@ from typing import Any, Literal, Optional, TypeGuard, Union
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, ColumnAdapter
+from dschat.data.sources.ranking import Ranked, read_ranked
 from dschat.data.sources.turns import (
     Content,
     Turn,
@@ -28,8 +29,9 @@ from dschat.data.sources.turns import (
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected")
+CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks")
 
+_PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
 _PACKED = "column: "  # starts the name of a packed column
 
 Parsed = Union[Content, Unusable, None]
@@ -40,15 +42,23 @@ class Example:
     """A prompt with its chosen and rejected answers: all text, or all chat messages.
 
     ``chosen`` and ``rejected`` are None if a step does not need them. As messages, an answer is a
-    list of one assistant turn. Tables store each field as a JSON string: one schema for both forms.
+    list of one assistant turn. Of more than two ranked answers they are the best and the worst.
+    Tables store each field as a JSON string: one schema for both forms.
     """
 
     prompt: Content
     chosen: Optional[Content] = None
     rejected: Optional[Content] = None
+    others: Optional[list[Content]] = None  # further ranked answers; None for a pair
+    ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
 
     def to_row(self) -> dict[str, str]:
         return {f: json.dumps(getattr(self, f)) for f in CONTENT_FIELDS}
+
+    def answers(self, fields: Sequence[str]) -> list[Any]:
+        """The answers in ``fields``, in their order; "others" has any number of them."""
+        given = [(name, getattr(self, name)) for name in fields]
+        return [a for name, v in given for a in ((v or []) if name == "others" else [v])]
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
@@ -65,7 +75,7 @@ def choose_adapter(
     """
     present = listed(columns)
     given = {}
-    for role in ("prompt", "chosen", "rejected", "messages"):
+    for role in ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores"):
         column = getattr(config, f"{role}_column")
         if column is not None and not _has(columns, column):
             raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
@@ -73,8 +83,9 @@ def choose_adapter(
             given[role] = column
     if "messages" in given:
         return ColumnAdapter(messages=given["messages"])
-    known = known_adapter(name)
-    for row in (known,) if known else GENERIC:
+    known = None if "answers" in given else known_adapter(name)
+    generic = _PROMPTS if "answers" in given else GENERIC
+    for row in (known,) if known else generic:
         # a dialogue row has no columns that these flags could override
         adapter = row if row.messages and given else replace(row, **given)
         adapter = adapter if known else adapter.match_case(columns)
@@ -85,7 +96,8 @@ def choose_adapter(
         raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
     raise UserError(
         f"{flag}: {name} has the columns {present}; name those that hold the data with "
-        "--prompt_column, --chosen_column and --rejected_column, or --messages_column"
+        "--prompt_column, --chosen_column and --rejected_column, or --messages_column, or "
+        "--answers_column and --scores_column"
     )
 
 
@@ -100,8 +112,11 @@ def require_answers(
 ) -> None:
     """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
     needs = {
-        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
-        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
+        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages or adapter.answers},
+        "reward": {
+            "chosen": adapter.chosen or adapter.answers,
+            "rejected": adapter.rejected or adapter.answers,
+        },
         "rlhf": {},
     }[purpose]
     for role, column in needs.items():
@@ -114,7 +129,8 @@ def require_answers(
 
 
 def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> dict[str, str]:
-    """One raw row as an ``Example`` row with its ``key`` and ``problem``.
+    """One raw row as an ``Example`` row with its ``key`` and ``problem``. Of ranked answers, SFT
+    takes the best.
 
     ``problem`` says why ``purpose`` cannot use the row, "" if it can.
 
@@ -122,19 +138,22 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     must go to the same step. The key is the same for every purpose; it is "" if the row has no
     usable prompt.
     """
-    prompt, chosen, rejected, demonstration = _read_row(row, adapter)
+    ranked = _ranked(row, adapter)
+    prompt, answers = _read_row(row, adapter, ranked)
     if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
         problem = "no usable prompt" + _because(prompt)
         return {**Example("").to_row(), "key": "", "problem": problem}
-    problem = ""
-    if purpose == "sft":
-        prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
-    if purpose != "rlhf" and not _is_answer(chosen):
-        problem = "an empty or unreadable answer" + _because(chosen)
-    elif purpose == "reward" and not _is_answer(rejected):
-        problem = "an empty or unreadable rejected answer" + _because(rejected)
-    usable = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
-    return {**Example(prompt, *usable).to_row(), "key": key, "problem": problem}
+    if isinstance(ranked, Unusable):
+        problem = "" if purpose == "rlhf" else f"an unusable ranking ({ranked})"
+        return {**Example(prompt).to_row(), "key": key, "problem": problem}
+    if ranked is not None and purpose == "reward":
+        made: Union[Example, str] = _ranked_example(prompt, answers, ranked[1])
+    else:
+        best = answers if ranked is None else [answers[0], None, None]
+        made = _example(prompt, best, purpose)
+    if isinstance(made, str):
+        return {**Example(prompt).to_row(), "key": key, "problem": made}
+    return {**made.to_row(), "key": key, "problem": ""}
 
 
 def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
@@ -174,13 +193,22 @@ def unpacked_names(names: Iterable[str]) -> set[str]:
 
 
 def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
-    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent."""
+    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent.
+
+    ``answers.*.text`` is the list of all texts.
+    """
     if path is None:
         return None
     if path in row:
         return row[path]
     value: Any = row
-    for step in path.split("."):
+    steps = path.split(".")
+    for number, step in enumerate(steps):
+        if step == "*" and isinstance(value, list):
+            rest = ".".join(steps[number + 1 :])
+            return [look_up(item, rest) if isinstance(item, dict) else None for item in value]
+        if isinstance(value, dict) and step == "*":
+            continue  # an object of lists, such as a Sequence of `datasets`
         if isinstance(value, dict):
             value = value.get(step)
         elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
@@ -208,18 +236,59 @@ def _is_answer(content: Parsed) -> TypeGuard[Content]:
     return bool(content) and not isinstance(content, Unusable)
 
 
-def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Parsed, Parsed, Parsed, Parsed]:
-    """Prompt, chosen, rejected and SFT's answer; all text or all messages if usable."""
+def _ranked(row: dict[str, Any], adapter: ColumnAdapter) -> Union[Ranked, Unusable, None]:
+    """The row's ranked answers; None if its data set has none."""
+    if adapter.answers is None:
+        return None
+    values = look_up(row, adapter.scores or adapter.ranks)
+    return read_ranked(look_up(row, adapter.answers), values, adapter.scores is not None)
+
+
+def _example(prompt: Content, answers: list[Parsed], purpose: Purpose) -> Union[Example, str]:
+    """A demonstration, a pair or a prompt; or the problem with it."""
+    chosen, rejected, demonstration = answers
+    if purpose == "sft":
+        prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
+    if purpose != "rlhf" and not _is_answer(chosen):
+        return "an empty or unreadable answer" + _because(chosen)
+    if purpose == "reward" and not _is_answer(rejected):
+        return "an empty or unreadable rejected answer" + _because(rejected)
+    chosen, rejected = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
+    return Example(prompt, chosen, rejected)
+
+
+def _ranked_example(
+    prompt: Content, answers: list[Parsed], ranks: list[int]
+) -> Union[Example, str]:
+    """Ranked answers, best first, as an example; of two, a pair. Or the problem with them."""
+    usable = [answer for answer in answers if _is_answer(answer)]
+    if len(usable) < len(answers):
+        unusable = next(answer for answer in answers if not _is_answer(answer))
+        return "an empty or unreadable ranked answer" + _because(unusable)
+    best, *others, worst = usable
+    if not others:
+        return Example(prompt, best, worst)
+    return Example(prompt, best, worst, others, [ranks[0], ranks[-1], *ranks[1:-1]])
+
+
+def _read_row(
+    row: dict[str, Any], adapter: ColumnAdapter, ranked: Union[Ranked, Unusable, None]
+) -> tuple[Parsed, list[Parsed]]:
+    """The prompt; and chosen, rejected and SFT's answer, or the ranked answers. All text or all
+    messages if usable.
+    """
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        return (*_split_answer(read_dialogue(look_up(row, adapter.messages))), None, None)
-    prompt, *answers = (
-        read_content(look_up(row, column))
-        for column in (adapter.prompt, adapter.chosen, adapter.rejected, adapter.sft)
-    )
+        prompt, answer = _split_answer(read_dialogue(look_up(row, adapter.messages)))
+        return prompt, [answer, None, None]
+    columns = (adapter.chosen, adapter.rejected, adapter.sft)
+    found = [look_up(row, column) for column in columns]
+    if isinstance(ranked, tuple):
+        found = ranked[0]
+    prompt, *answers = map(read_content, (look_up(row, adapter.prompt), *found))
     if isinstance(prompt, Unusable):
-        return prompt, None, None, None
+        return prompt, [None] * len(answers)
     if adapter.prompt is None:
         prompts, parts = zip(*(_split_answer(answer) for answer in answers), strict=True)
         return _same_prompt(prompts, parts)
@@ -229,23 +298,19 @@ def _read_row(row: dict[str, Any], adapter: ColumnAdapter) -> tuple[Parsed, Pars
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
-        chosen, rejected, demonstration = map(_filled, answers)
-        return prompt, chosen, rejected, demonstration
+        return prompt, [_filled(answer) for answer in answers]
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
 
 
 def _same_prompt(
     prompts: Sequence[Parsed], answers: Sequence[Parsed]
-) -> tuple[Parsed, Parsed, Parsed, Parsed]:
+) -> tuple[Parsed, list[Parsed]]:
     """The first non-empty prompt and the answers; those to another prompt become unusable."""
     prompt = next((p for p in prompts if p), None)
     other = Unusable("it answers another prompt than the chosen one")
     pairs = zip(prompts, answers, strict=False)
-    chosen, rejected, demonstration = (
-        other if _is_answer(a) and p != prompt else a for p, a in pairs
-    )
-    return prompt, chosen, rejected, demonstration
+    return prompt, [other if _is_answer(a) and p != prompt else a for p, a in pairs]
 
 
 def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:

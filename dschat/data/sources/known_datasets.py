@@ -3,7 +3,8 @@
 ``ADAPTERS`` goes by hub name, ``GENERIC`` by columns. A row may carry a pure function that rewrites
 raw rows if naming columns is not enough.
 
-A column may be a path into its value: ``answers.0.text`` is the text of the first answer.
+A column may be a path into its value: ``answers.0.text`` is the text of the first answer,
+``answers.*.text`` the list of all texts.
 """
 
 import re
@@ -24,6 +25,9 @@ class ColumnAdapter:
     chosen: Optional[str] = None
     rejected: Optional[str] = None
     messages: Optional[str] = None  # a whole dialogue: its last assistant turn is the answer
+    answers: Optional[str] = None  # a list of answers, with `ranks` or `scores` in place of pairs
+    ranks: Optional[str] = None  # one number per answer, the lowest for the best
+    scores: Optional[str] = None  # one number per answer, the highest for the best
     sft: Optional[str] = None  # the answer that step 1 trains on, if not `chosen`
     as_chat: bool = False  # turn the prompt into the user turn of a chat
     context: Optional[str] = None  # text appended to an `as_chat` prompt
@@ -36,7 +40,8 @@ class ColumnAdapter:
     @property
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
-        names = ("prompt", "chosen", "rejected", "messages", "sft", "context", "system")
+        pairs = ("prompt", "chosen", "rejected", "messages")
+        names = (*pairs, "answers", "ranks", "scores", "sft", "context", "system")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -128,6 +133,12 @@ _HC3 = ColumnAdapter(
 )
 _ORCA_PAIRS = ColumnAdapter("question", "chosen", "rejected", as_chat=True, system="system")
 _ALPACA = ColumnAdapter("instruction", "output", as_chat=True, context="input")
+_ULTRAFEEDBACK = ColumnAdapter(
+    "instruction",
+    answers="completions.*.response",
+    scores="completions.*.overall_score",
+    as_chat=True,
+)
 
 ADAPTERS = {
     "builtin/chat": ColumnAdapter(
@@ -158,6 +169,11 @@ ADAPTERS = {
     # current data sets whose columns are ambiguous
     "Intel/orca_dpo_pairs": _ORCA_PAIRS,
     "tatsu-lab/alpaca": _ALPACA,
+    # ranked answers
+    "openbmb/UltraFeedback": _ULTRAFEEDBACK,
+    "berkeley-nest/Nectar": ColumnAdapter(
+        "prompt", answers="answers.*.answer", ranks="answers.*.rank"
+    ),
 }
 
 GENERIC = (
@@ -169,6 +185,14 @@ GENERIC = (
     _PAIRS,
     ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
     ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ in the last turn
+    # ranked answers
+    *(
+        replace(by, prompt=prompt, answers=answers, as_chat=prompt != "prompt")
+        for prompt in ("prompt", "instruction", "question")
+        for answers in ("answers", "responses", "completions")
+        for by in (ColumnAdapter(ranks="ranks"), ColumnAdapter(scores="scores"))
+    ),
+    _ULTRAFEEDBACK,
     # one answer
     ColumnAdapter("prompt", "chosen"),
     ColumnAdapter("prompt", "completion"),

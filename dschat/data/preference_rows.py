@@ -1,0 +1,107 @@
+"""Makes step 2's rows: the answers to a prompt that can be compared, tokenized, best first."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Union
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from dschat.data.batches import RowStream
+from dschat.data.segments import Encoded, encode_examples
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import key_hash
+from dschat.data.sources.table_cache import mapped
+from dschat.data.truncation import fit, prompt_share
+
+
+def pair_rows(
+    examples: list[Example],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_len: int,
+    best_and_worst: bool,
+) -> Iterator[dict[str, Any]]:
+    """Rows of ``preference_dataset``; ``best_and_worst``: without the answers between them."""
+    fields = ("chosen", "rejected", "others")
+    encoded_examples = encode_examples(tokenizer, examples, fields)
+    for example, encoded in zip(examples, encoded_examples, strict=True):
+        kept, lost = _comparable(encoded, example.ranks or [0, 1], max_len)
+        problem = encoded.problem or ("" if kept else lost)
+        encoded = Encoded(
+            encoded.prompt_ids, encoded.prompt_targets, [ids for _, ids in kept], problem
+        )
+        num_answers = max(2, len(kept))
+        prompt, _, answers, cut = fit(encoded, num_answers, max_len, tokenizer.bos_token_id)
+        best, *others, worst = (prompt + ids for ids in answers)
+        row = {
+            "chosen_ids": best,
+            "rejected_ids": worst,
+            "prompt_length": len(prompt),
+            "problem": problem,
+            "cut": "; ".join(filter(None, (cut, lost and f"lost {lost}"))),
+        }
+        if not best_and_worst:
+            ranks = [rank for rank, _ in kept] if others else []
+            row |= {"other_ids": others, "ranks": [*ranks[:1], *ranks[-1:], *ranks[1:-1]]}
+        yield row
+
+
+def _comparable(
+    encoded: Encoded, ranks: list[int], max_len: int
+) -> tuple[list[tuple[int, list[int]]], str]:
+    """The answers that can be compared, with their ranks, best first; and why others cannot.
+
+    None, if they all tie. Of answers with the same tokens, the best stays.
+    """
+    if encoded.problem:
+        return [], ""
+    chosen, rejected, *others = zip(ranks, encoded.answers, strict=True)
+    room = max_len - min(len(encoded.prompt_ids), prompt_share(max_len))
+    kept: list[tuple[int, list[int]]] = []
+    lost = ""
+    for rank, ids in sorted((chosen, *others, rejected), key=lambda answer: answer[0]):
+        if len(ids) > room:
+            lost = f"an answer too long for --max_seq_len {max_len}"
+        elif ids not in (known for _, known in kept):
+            kept.append((rank, ids))
+    if len({rank for rank, _ in kept}) < 2:
+        return [], lost or "chosen and rejected alike"
+    return kept, lost
+
+
+def most_answers(*tables: Union[Dataset, RowStream]) -> int:
+    """The answers of the longest ranking in tables of ``preference_dataset``; of a stream, 2."""
+    counts = [2]
+    for table in tables:
+        if isinstance(table, Dataset) and len(table):
+            ranks = table.select_columns(["ranks"]).with_format("arrow")[:]["ranks"]
+            counts.append(pc.max(pc.list_value_length(ranks)).as_py())
+    return max(counts)
+
+
+def shuffled_labels(pairs: Union[Dataset, RowStream], seed: int) -> Union[Dataset, RowStream]:
+    """``pairs``, a seeded half of them with chosen and rejected swapped."""
+    if isinstance(pairs, RowStream):
+        return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
+    swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
+    return mapped(pairs, partial(_swap_where, swap=swap.tolist()), with_indices=True)
+
+
+def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
+    """``shuffled_labels`` for a stream: a hash of its tokens decides whether a pair is swapped."""
+    rows = encode(examples)
+    swap = [key_hash(str(row["chosen_ids"]), f"swap:{seed}") % 2 == 1 for row in rows]
+    return [{**row, **_swap_where(row, i, swap)} for i, row in enumerate(rows)]
+
+
+def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, Any]:
+    if not swap[index]:
+        return row
+    swapped = {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
+    if ranks := row.get("ranks"):
+        best, worst, *others = (max(ranks) - rank for rank in ranks)
+        swapped["ranks"] = [worst, best, *others]
+    return swapped
