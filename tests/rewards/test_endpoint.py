@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dschat.rewards import endpoint as module
+from dschat.rewards import http_post
 from dschat.rewards.reward_functions import RewardError
 
 
@@ -79,7 +79,7 @@ def server(monkeypatch):
 @pytest.fixture
 def ask(server, programs, samples, monkeypatch):
     """``ask(n)``: the endpoint's scores of n samples, with short pauses between retries."""
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(http_post, "_FIRST_PAUSE_S", 0.05)
 
     def finish(n, columns=None, limit_s=60.0, **flags):
         asked = programs(reward_url=server.url, **flags)

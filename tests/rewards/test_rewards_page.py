@@ -70,4 +70,4 @@ def test_a_request_and_its_reply():
     columns = {"reference": request["reference"]}
     sample = Samples(["2+2="], ["4"], [[1]], [[2]], ["stop"], columns)
     assert json.loads(body_of(sample)) == request
-    assert rewards_of(json.dumps(reply).encode()) == [1.0]
+    assert rewards_of(reply) == [1.0]

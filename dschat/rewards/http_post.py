@@ -1,0 +1,95 @@
+"""Posts JSON over HTTP: with a time limit, and retries after transient failures."""
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from dschat.rewards.call import Fault, shortened
+from dschat.rewards.threads import within
+
+_FIRST_PAUSE_S = 0.5  # doubles with every retry
+_LONGEST_PAUSE_S = 30.0
+_TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+_CHUNK_BYTES = 1 << 16
+
+
+class _TransientFailure(Fault):
+    """A failure that a retry may fix, ``wait_s`` from now at the earliest."""
+
+    wait_s = 0.0
+
+
+def post(
+    url: str, body: bytes, timeout_s: float, retries: int, headers: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON of the reply to ``body``; no attempt takes longer than ``timeout_s``.
+
+    Raises:
+        Fault: no attempt worked, or a retry cannot help.
+    """
+    request = urllib.request.Request(url, body, _HEADERS | dict(headers or {}))
+    for attempt in range(retries + 1):
+        try:
+            return _parsed(_post(request, timeout_s))
+        except _TransientFailure as failure:
+            times = f"{attempt + 1} times" if attempt else "once"
+            fault = Fault(f"{failure.problem} ({times})", failure.timed_out)
+            pause_s = max(_FIRST_PAUSE_S * 2**attempt, failure.wait_s)
+        if attempt < retries:
+            time.sleep(min(pause_s, _LONGEST_PAUSE_S))
+    raise fault
+
+
+def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The reply's body.
+
+    Raises:
+        _TransientFailure: a retry may help.
+        Fault: a retry cannot help.
+    """
+    try:
+        return within(timeout_s, _exchange, request, timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        answered = f"answered {error.code} {error.reason}".strip()
+        if error.code not in _TRANSIENT and error.code < 500:
+            raise Fault(answered) from None
+        failure = _TransientFailure(answered)
+        seconds = error.headers.get("Retry-After", "")
+        failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
+        raise failure from None
+    except (OSError, http.client.HTTPException) as error:  # TimeoutError is an OSError
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            message = f"did not answer within {timeout_s:.3g} s"
+            raise _TransientFailure(message, timed_out=True) from None
+        message = " ".join(str(reason).split()) or type(reason).__name__
+        raise _TransientFailure(f"cannot be reached: {message}") from None
+
+
+def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The reply's body.
+
+    The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
+    but not DNS lookups or slow headers.
+    """
+    end, chunks = time.monotonic() + timeout_s, []
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        while chunk := reply.read1(_CHUNK_BYTES):
+            chunks.append(chunk)
+            if time.monotonic() > end:
+                raise TimeoutError
+    return b"".join(chunks)
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        shown = shortened(" ".join(reply[:200].decode(errors="replace").split()), 60)
+        raise Fault(f"answered with invalid JSON ({shown!r})") from None
