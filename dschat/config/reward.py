@@ -25,8 +25,8 @@ class RewardSourcesConfig:
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
-        "math_equal, regex_match, length, json_schema, format_tags); append :WEIGHT if not 1 "
-        "(0: only log the score).",
+        "math_equal, regex_match, length, json_schema, format_tags, judge, judge_group, "
+        "judge_reference); append :WEIGHT if not 1 (0: only log the score).",
         short=True,
     )
     reward_args: Optional[list[str]] = flag(

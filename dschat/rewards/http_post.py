@@ -12,7 +12,7 @@ from dschat.rewards.call import Fault, shortened
 from dschat.rewards.threads import within
 
 _FIRST_PAUSE_S = 0.5  # doubles with every retry
-_LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 30.0
 _TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 _CHUNK_BYTES = 1 << 16
@@ -41,7 +41,7 @@ def post(
             fault = Fault(f"{failure.problem} ({times})", failure.timed_out)
             pause_s = max(_FIRST_PAUSE_S * 2**attempt, failure.wait_s)
         if attempt < retries:
-            time.sleep(min(pause_s, _LONGEST_PAUSE_S))
+            time.sleep(min(pause_s, LONGEST_PAUSE_S))
     raise fault
 
 

@@ -22,6 +22,7 @@ from dschat.config.errors import require
 from dschat.config.fields import require_types
 from dschat.config.text_file import read_text
 from dschat.rewards.call import LONGEST_CALL_S
+from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
 from dschat.rewards.processes import START_S
 
@@ -267,6 +268,9 @@ READY_MADE: dict[str, Callable[..., Any]] = {
     "length": Length,
     "json_schema": JsonSchema,
     "format_tags": FormatTags,
+    "judge": Judge,
+    "judge_group": JudgeGroup,
+    "judge_reference": JudgeReference,
 }
 
 

@@ -1,0 +1,307 @@
+"""The judges, against a small server in a thread that plays the model."""
+
+import json
+import logging
+import pickle
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dschat.config import UserError
+from dschat.rewards import http_post
+from dschat.rewards.call import Fault
+from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference, read_rating, read_verdict
+from dschat.rewards.loader import load_programs
+from dschat.rewards.reward_functions import RewardError
+
+
+class Model:
+    """Answers ``/v1/chat/completions`` with ``reply(question)``: a text, a (status, body) pair, or
+    a number of seconds to hang.
+    """
+
+    def __init__(self):
+        self.reply = lambda question: "[[10]]"
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+        self.running = self.most_running = 0
+        lock = threading.Lock()
+        model = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    model.requests.append(content)
+                    model.keys.append(self.headers["Authorization"])
+                    model.running += 1
+                    model.most_running = max(model.most_running, model.running)
+                reply = model.reply(content["messages"][1]["content"])
+                if isinstance(reply, float):
+                    time.sleep(reply)
+                    reply = "[[1]]"
+                if isinstance(reply, str):
+                    reply = 200, chat(reply)
+                status, body = reply
+                with lock:
+                    model.running -= 1
+                raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+                try:
+                    self.send_response(status if self.path == "/v1/chat/completions" else 404)
+                    self.send_header("Content-Length", str(len(raw)))
+                    self.end_headers()
+                    self.wfile.write(raw)
+                except OSError:  # it did not wait for us
+                    pass
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def chat(text, finish_reason="stop"):
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": finish_reason}]}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(http_post, "_FIRST_PAUSE_S", 0.02)
+    one = Model()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def judge(model, tmp_path):
+    """``judge(kind, key=value)`` of the model, with a cache of this test."""
+
+    def make(kind=Judge, **knobs):
+        cache = str(tmp_path / "cache")
+        return kind(**{"url": model.url, "model": "m", "cache": cache, "retries": 0, **knobs})
+
+    return make
+
+
+def parts(question):
+    """Tag -> text of a question to the judge."""
+    return dict(re.findall(r"<(\w+)>\n(.*?)\n</\1>", question, re.DOTALL))
+
+
+def prefers(*order):
+    """A model that prefers the answers that come first in ``order``."""
+
+    def reply(question):
+        given = parts(question)
+        a, b = order.index(given["answer_A"]), order.index(given["answer_B"])
+        return f"Well. [[{'A' if a < b else 'B' if b < a else 'C'}]]"
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("[[10]]", 1.0),
+        ("It has 3 faults of 10. [[1]]", 0.0),
+        ("[[5.5]]", 0.5),
+        ("First [[2]], but then [[ 10/10 ]] for all 7 points", 1.0),
+        ("Rating: 10", 1.0),
+        ("I give 5.5/10.", 0.5),
+        ("5.5 out of 10", 0.5),
+        ("on a scale of 1-10, it is a 10.", 1.0),
+        ("", None),
+        ("good", None),
+        ("[[11]]", None),
+        ("[[0]]", None),
+        ("-5", None),
+        ("8/100", None),
+        ("2024", None),
+    ],
+)
+def test_the_last_number_is_the_rating(reply, score):
+    assert read_rating(reply) == score
+
+
+def test_the_last_letter_is_the_verdict():
+    replies = ("[[A]]", "[[A]]? No, [[B]]", "so [[C]].", "A", "[[D]]", "")
+    assert [read_verdict(reply) for reply in replies] == [1.0, 0.0, 0.5, None, None, None]
+
+
+def test_ratings(model, judge, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret\n")
+    model.reply = lambda question: f"Fine. [[{parts(question)['answer']}]]"
+    one = judge(rubric="Be strict.", api_key_env="MY_KEY", body={"seed": 3, "temperature": None})
+    assert one(["p", "p", "q"], ["1", "10", "5.5"]) == [0.0, 1.0, 0.5]
+    assert set(model.keys) == {"Bearer secret"}
+    request = next(r for r in model.requests if ">\nq\n<" in r["messages"][1]["content"])
+    system, user = request.pop("messages")
+    assert request == {"model": "m", "max_tokens": 512, "seed": 3}
+    assert system["content"].startswith("Be strict.\n\n")
+    assert "[[5]]" in system["content"]
+    assert parts(user["content"]) == {"question": "q", "answer": "5.5"}
+
+
+def test_long_texts_are_cut(model, judge):
+    judge(max_chars=4)(["123456"], ["abcd"])
+    (request,) = model.requests
+    given = parts(request["messages"][1]["content"])
+    assert given == {"question": "1234 [... cut]", "answer": "abcd"}
+
+
+def test_a_group_is_compared_in_both_orders(model, judge):
+    model.reply = prefers("best", "good", "bad")
+    answers = ["good", "bad", "best", "best", "alone"]
+    scores = judge(JudgeGroup)(["p"] * 4 + ["q"], answers, [[1]] * 4 + [[2]])
+    # good: beats one of three; bad: none; each best: beats two and ties with the other
+    assert scores == pytest.approx([1 / 3, 0, 2.5 / 3, 2.5 / 3, None])
+    asked = [parts(r["messages"][1]["content"]) for r in model.requests]
+    pairs = sorted((a["answer_A"], a["answer_B"]) for a in asked)
+    # equal texts are asked once
+    some = [("bad", "best"), ("bad", "good"), ("best", "good")]
+    assert pairs == sorted([*some, *(pair[::-1] for pair in some)])
+
+
+def test_a_judge_that_prefers_a_position_is_undecided(model, judge):
+    model.reply = lambda question: "[[A]]"
+    assert judge(JudgeGroup)(["p"] * 2, ["a", "b"], [[1]] * 2) == [0.5, 0.5]
+    assert judge(JudgeReference)(["p"], ["a"], ["r"]) == [0.5]
+
+
+def test_against_the_reference(model, judge):
+    model.reply = prefers("best", "72", "bad")
+    scores = judge(JudgeReference)(["p"] * 4, ["best", "bad", "72", "x"], [72, ["72"], 72, None])
+    assert scores == [1.0, 0.0, 0.5, None]
+    assert len(model.requests) == 5  # the two orders of equal texts are one request
+
+
+def test_a_resumed_run_asks_only_what_is_new(model, judge, tmp_path):
+    assert judge()(["p", "p"], ["a", "a"]) == [1.0, 1.0]
+    assert len(model.requests) == 1  # equal ones are asked once
+    for file in (tmp_path / "cache").iterdir():
+        file.write_text(file.read_text() + '{"key": "half a li')
+    model.reply = lambda question: "[[1]]"
+    assert judge()(["p", "p"], ["a", "b"]) == [1.0, 0.0]
+    assert len(model.requests) == 2
+    assert judge(rubric="another")(["p"], ["a"]) == [0.0]
+    assert judge(model="another")(["p"], ["a"]) == [0.0]
+    memory = judge(cache="")
+    assert [memory(["p"], ["a"]), memory(["p"], ["a"])] == [[0.0], [0.0]]
+    assert len(model.requests) == 5
+
+
+def test_no_more_requests_at_a_time_than_workers(model, judge):
+    model.reply = lambda question: 0.05
+    judge(workers=2)(["p"] * 6, list("abcdef"))
+    assert (len(model.requests), model.most_running) == (6, 2)
+
+
+def test_replies_without_a_verdict_give_no_score_and_are_asked_again(model, judge, caplog):
+    said = {"a": "[[4]]", "b": "no idea", "c": (200, chat("[[9]] but", "length"))}
+    said["d"] = (200, chat(None))
+    model.reply = lambda question: said[parts(question)["answer"]]
+    one = judge()
+    assert one(["p"] * 4, list("abcd")) == [pytest.approx(1 / 3), None, None, None]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "shown once" in record.getMessage()
+    said["b"] = "[[1]]"
+    assert one(["p"] * 2, ["a", "b"]) == [pytest.approx(1 / 3), 0.0]
+    assert len(model.requests) == 5
+
+
+def test_a_busy_server_is_asked_again(model, judge):
+    replies = iter([(429, b""), (503, b""), 0.6, "[[10]]"])
+    model.reply = lambda question: next(replies)
+    assert judge(retries=3, timeout_s=0.3)(["p"], ["a"]) == [1.0]
+    assert len(model.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (0.6, r"got no reply: http://.* did not answer within 0.3 s \(2 times\); raise judge.time"),
+        ((500, b""), r"answered 500 .*\(2 times\)"),
+        ((401, b""), "answered 401 Unauthorized$"),
+        ((200, b"<html>"), "answered with invalid JSON"),
+        ((200, {"error": "no"}), 'without choices from http.*: {"error": "no"}'),
+        ((200, []), "without choices"),
+        ((200, {"choices": []}), "without choices"),
+    ],
+)
+def test_a_server_that_fails_fails_the_call(model, judge, reply, words):
+    model.reply = lambda question: reply
+    with pytest.raises(Fault) as caught:
+        judge(retries=1, timeout_s=0.3)(["p"], ["a"])
+    assert re.search(words, caught.value.problem)
+
+
+def test_a_run_stops_with_one_line_or_drops_what_fails(model, programs, samples, tmp_path):
+    def reply(question):
+        return (400, b"") if parts(question)["answer"] == "a1" else "[[10]]"
+
+    model.reply = reply
+    args = [f"judge.url={model.url}/", "judge.model=m", f"judge.cache={tmp_path}"]
+    flags = {"reward_fn": ["judge:0.5"], "reward_args": args}
+    with pytest.raises(RewardError, match="--reward_fn judge:0.5 got no reply: .* answered 400"):
+        programs(**flags).score(samples(4), 60).result()
+    (source,) = programs(on_reward_error="skip", **flags).score(samples(4), 60).result()
+    assert source.scores.isnan().tolist() == [False, True, False, False]
+    answers = [parts(r["messages"][1]["content"])["answer"] for r in model.requests]
+    assert [answers.count(answer) for answer in ("a0", "a2", "a3")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"url": ""}, "is missing its endpoint: --reward_args judge.url=http"),
+        ({"url": "host:8000"}, "judge.url=host:8000 must begin with http"),
+        ({"model": ""}, "is missing its model: --reward_args judge.model=NAME"),
+        ({"workers": 0}, "judge.workers must be at least 1"),
+        ({"timeout_s": 0.0}, "judge.timeout_s=0.0 must be above 0"),
+        ({"timeout_s": 600.0, "retries": 1}, "takes 1230 s with 1 retries"),
+        ({"api_key_env": "NO_SUCH"}, "judge.api_key_env=NO_SUCH: no such environment variable"),
+        ({"rubric": "lost.txt"}, "judge.rubric=lost.txt: No such file"),
+        ({"cache": "/dev/null/x"}, "judge.cache=/dev/null/x cannot be written"),
+        ({"body": "x"}, "judge.body 'x' is not of the form {key: value}"),
+    ],
+)
+def test_wrong_arguments(judge, knobs, words):
+    with pytest.raises(UserError) as caught:
+        judge(**knobs)
+    assert words in str(caught.value)
+
+
+def test_a_broken_key_is_not_shown(judge, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    with pytest.raises(UserError, match="OPENAI_API_KEY: its value is not a key") as caught:
+        judge()
+    assert "ret" not in str(caught.value).partition("OPENAI_API_KEY")[2]
+
+
+def test_flags_and_processes(model, judge, tmp_path):
+    (tmp_path / "rubric.md").write_text("Kind.\n")
+    args = [f"judge_group.url={model.url}", "judge_group.model=5", "judge_group.cache="]
+    args += [f"judge_group.rubric={tmp_path}/rubric.md", "judge_group.body={seed: 1}"]
+    (program,) = load_programs(["judge_group"], [], args, [])
+    assert program.function.model == "5"
+    assert program.limit_per_answer_s == 4 * 60 + 3 * 30
+    copy = pickle.loads(pickle.dumps(program.function))
+    assert copy(["p", "p"], ["a", "b"], [[1], [1]]) == [None, None]  # [[10]] is no verdict
+    assert model.requests[0]["messages"][0]["content"].startswith("Kind.\n\nCompare")
+    args = [arg.replace("group", "reference") for arg in args]
+    (program,) = load_programs(["judge_reference"], [], args, [])
+    with pytest.raises(UserError, match="needs the column reference"):
+        program.sources(["tests"])
