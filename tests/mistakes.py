@@ -114,6 +114,7 @@ def write_files(folder: Path) -> None:
         "data.docx": "PK",
         "column.jsonl": json.dumps({"question": "a", "chosen": "b", "rejected": "c"}),
         "answers.jsonl": json.dumps({"prompt": "a", "chosen": "b"}),
+        "ranked.jsonl": json.dumps({"prompt": "a", "answers": ["b", "c"], "scores": [1, 1]}),
         "broken.jsonl": f"{good}\n{good}\n{{not json\n",
         "broken.json": f"[{good},\n{{]",
         "lists.json": "[[1, 2], [3]]",

@@ -1,5 +1,6 @@
 """Posts JSON over HTTP: with a time limit, and retries after transient failures."""
 
+import contextlib
 import http.client
 import json
 import time
@@ -16,6 +17,7 @@ LONGEST_PAUSE_S = 30.0
 _TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 _CHUNK_BYTES = 1 << 16
+_DETAIL_BYTES = 1000  # of the body of an error
 
 
 class _TransientFailure(Fault):
@@ -58,7 +60,8 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
         error.close()  # it holds the connection
         answered = f"answered {error.code} {error.reason}".strip()
         if error.code not in _TRANSIENT and error.code < 500:
-            raise Fault(answered) from None
+            detail = " ".join(getattr(error, "detail", b"").decode(errors="replace").split())
+            raise Fault(f"{answered}: {shortened(detail, 120)}" if detail else answered) from None
         failure = _TransientFailure(answered)
         seconds = error.headers.get("Retry-After", "")
         failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
@@ -79,7 +82,13 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
     but not DNS lookups or slow headers.
     """
     end, chunks = time.monotonic() + timeout_s, []
-    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+    try:
+        reply = urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            error.detail = error.read(_DETAIL_BYTES)  # type: ignore[attr-defined]
+        raise
+    with reply:
         while chunk := reply.read1(_CHUNK_BYTES):
             chunks.append(chunk)
             if time.monotonic() > end:

@@ -235,6 +235,7 @@ def test_a_busy_server_is_asked_again(model, judge):
         (0.6, r"got no reply: http://.* did not answer within 0.3 s \(2 times\); raise judge.time"),
         ((500, b""), r"answered 500 .*\(2 times\)"),
         ((401, b""), "answered 401 Unauthorized$"),
+        ((404, {"error": "no model m"}), 'answered 404 Not Found: {"error": "no model m"}$'),
         ((200, b"<html>"), "answered with invalid JSON"),
         ((200, {"error": "no"}), 'without choices from http.*: {"error": "no"}'),
         ((200, []), "without choices"),

@@ -57,7 +57,21 @@ def test_the_names_that_functions_may_declare():
 
 def test_the_ready_made_functions_are_listed():
     listed = {names(row[0])[0]: set(names(row[-1])) for row in table("name")}
+    of_judges = {name for row in table("judge's argument") for name in names(row[0])}
+    judges = [name for name in listed if name.startswith("judge")]
+    assert not any(listed[name] for name in judges)
+    listed |= dict.fromkeys(judges, of_judges)
     assert listed == {name: {f.name for f in fields(made)} for name, made in READY_MADE.items()}
+
+
+def test_the_defaults_of_a_judge():
+    judge = READY_MADE["judge"](url="http://host/v1", model="m")
+    for arguments, defaults, _ in table("judge's argument"):
+        if re.search(r"\d|`", defaults):
+            values = [str(getattr(judge, name)) for name in names(arguments)]
+            assert [value.strip("`") for value in defaults.split(", ")] == [
+                value.removesuffix(".0") for value in values
+            ]
 
 
 def test_the_pools_are_listed():
