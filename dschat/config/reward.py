@@ -26,7 +26,7 @@ class RewardSourcesConfig:
         None,
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
         "math_equal, regex_match, length, json_schema, format_tags, judge, judge_group, "
-        "judge_reference); append :WEIGHT if not 1 (0: only log the score).",
+        "judge_reference); append :WEIGHT if not 1 (0: only log).",
         short=True,
     )
     reward_args: Optional[list[str]] = flag(
