@@ -151,8 +151,13 @@ class Judge:
         ]
 
     def _request(self, task: str, **texts: str) -> Request:
-        """The system message, and the user's: each text between tags of its name."""
-        parts = [f"<{n}>\n{_cut(text, self.max_chars)}\n</{n}>" for n, text in texts.items()]
+        """The system message, and the user's: each text between tags of its name, which no text
+        can close.
+        """
+        parts = [
+            f"<{name}>\n{_cut(text, self.max_chars).replace('</', '< /')}\n</{name}>"
+            for name, text in texts.items()
+        ]
         return f"{self._criteria}\n\n{task}", "\n\n".join(parts)
 
     def _ask(self, requests: Sequence[Request], read: Read) -> list[float | None]:

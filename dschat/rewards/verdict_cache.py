@@ -5,6 +5,7 @@ hosts may share the folder. A line that a killed process left half written is sk
 """
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from dschat.config.errors import require
+
+logger = logging.getLogger("dschat")
 
 
 class VerdictCache:
@@ -52,13 +55,20 @@ class VerdictCache:
             self._known[key] = verdict
             if self._folder is None:
                 return
-            if self._file is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
-                self._file = (self._folder / name).open("a", encoding="utf-8")
-            line = {"key": key, "verdict": verdict, "reply": reply}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            line = json.dumps({"key": key, "verdict": verdict, "reply": reply})
+            try:
+                self._write(self._folder, line)
+            except OSError as error:  # a full disk need not stop a run
+                logger.warning("%s: %s; verdicts stay in memory", self._folder, error.strerror)
+                self._folder = None
+
+    def _write(self, folder: Path, line: str) -> None:
+        if self._file is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+            self._file = (folder / name).open("a", encoding="utf-8")
+        self._file.write(line + "\n")
+        self._file.flush()
 
     def _read(self) -> dict[str, float]:
         known: dict[str, float] = {}
