@@ -26,7 +26,6 @@ from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
@@ -36,13 +35,13 @@ from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.initial_checkpoints import ACTOR, REWARD, find_checkpoints
+from dschat.rlhf.initial_checkpoints import ACTOR, find_checkpoints
+from dschat.rlhf.model_loader import ModelLoader
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     initialize_frozen,
     initialize_training,
-    sharded_loading,
     unwrap,
     zero_settings,
 )
@@ -101,6 +100,7 @@ class DeepSpeedRLHFEngine:
         self.checkpoints = find_checkpoints(
             str(actor_model_name_or_path), names[1] or None, self.args, tokenizer
         )
+        self._loader = ModelLoader(self.checkpoints, self.args, tokenizer)
         self._num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
@@ -134,39 +134,6 @@ class DeepSpeedRLHFEngine:
         self.version = 0  # optimizer steps the actor has taken
         self.token_budget = fixed_or_zero(self.args.max_tokens_per_micro_batch)
         self._announce()
-
-    def _load_actor(self, zero: ZeroSettings, dropout: float) -> nn.Module:
-        with sharded_loading(zero):
-            return load_causal_lm(
-                self.checkpoints.actor,
-                ACTOR,
-                zero.dtype,
-                dropout,
-                self.args.attn_implementation,
-                self.args.trust_remote_code,
-                num_tokens=num_ids(self.tokenizer),
-            )
-
-    def _load_score(self, critic: bool, zero: ZeroSettings, dropout: float) -> nn.Module:
-        checkpoints, trust = self.checkpoints, self.args.trust_remote_code
-        name, flag = checkpoints.reward, REWARD
-        if critic:
-            name, flag = checkpoints.critic, checkpoints.critic_flag
-        assert name is not None
-        pad_id = load_config(name, flag, trust).pad_token_id
-        tokenizer = checkpoints.critic_tokenizer or self.tokenizer
-        with sharded_loading(zero):
-            return load_score_backbone(
-                name,
-                flag,
-                zero.dtype,
-                from_base=critic and checkpoints.critic_from_base,
-                pad_token_id=tokenizer.pad_token_id if critic or pad_id is None else pad_id,
-                num_tokens=num_ids(tokenizer) if critic else 0,
-                dropout=dropout,
-                attn_implementation=self.args.attn_implementation,
-                trust_remote_code=trust,
-            )
 
     def _trained(
         self,
@@ -204,14 +171,16 @@ class DeepSpeedRLHFEngine:
         )
 
     def _build_actor(self) -> TrainingEngine:
-        model = self._load_actor(self._actor_zero, self.args.actor_dropout or 0.0)
+        dropout = self.args.actor_dropout or 0.0
+        name = self.checkpoints.actor
+        model = self._loader.language_model(name, ACTOR, self._actor_zero, dropout)
         self._architectures["actor"] = type(model).__name__
         return self._trained(model, "actor", self._actor_zero, LanguageModel)
 
     def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
             return None
-        model = self._load_score(True, self._critic_zero, self.args.critic_dropout or 0.0)
+        model = self._loader.critic(self._critic_zero, self.args.critic_dropout or 0.0)
         self._architectures["critic"] = type(model).__name__
         return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
@@ -224,14 +193,17 @@ class DeepSpeedRLHFEngine:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
         zero = self._actor_zero.frozen(self.args.offload_reference_model)
-        model = LanguageModel(self._load_actor(zero, 0.0), self.args.packing)
-        return initialize_frozen(model, zero)
+        return self._frozen_language_model(self.checkpoints.actor, ACTOR, zero)
+
+    def _frozen_language_model(self, name: str, flag: str, zero: ZeroSettings) -> nn.Module:
+        model = self._loader.language_model(name, flag, zero)
+        return initialize_frozen(LanguageModel(model, self.args.packing), zero)
 
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
         zero = self._critic_zero.frozen(self.args.offload_reward_model)
-        model = ScoreModel(self._load_score(False, zero, 0.0), self.args.packing)
+        model = ScoreModel(self._loader.reward(zero), self.args.packing)
         return initialize_frozen(model, zero)
 
     def _announce(self) -> None:
