@@ -9,6 +9,7 @@ from typing import Any, Literal, Optional, TypeVar
 from dschat.config.algorithm import AlgorithmConfig
 from dschat.config.data import DataConfig, MicroBatchConfig
 from dschat.config.deepspeed import DeepSpeedConfig
+from dschat.config.distillation import DistillationConfig
 from dschat.config.environment import EnvironmentConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, require_bounds, require_types
@@ -225,7 +226,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(AlgorithmConfig, EnvironmentConfig, CommonConfig):
+class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
@@ -359,13 +360,16 @@ class RLHFConfig(AlgorithmConfig, EnvironmentConfig, CommonConfig):
         return self.ppo_epochs * self.num_mini_batches == 1
 
     def validate(self) -> None:
-        """`validate_models`, and require a reward source."""
+        """`validate_models`, and require a reward source or a teacher."""
         self.validate_models()
+        has_rewards = bool(self.reward_model_name_or_path) or self.has_reward_programs
         require(
-            bool(self.reward_model_name_or_path) or self.has_reward_programs,
+            has_rewards or self.has_teacher,
             "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
             "model), or score with --reward_fn or --reward_url",
         )
+        if not has_rewards:
+            self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
 
     def validate_models(self) -> None:
         """Raise ``UserError`` for the first invalid flag, whatever the reward source."""

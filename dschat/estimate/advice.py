@@ -91,6 +91,8 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
             yield from _off(config, "offload_reference_model", 1.5)
         if config.reward_model_name_or_path:
             yield from _off(config, "offload_reward_model", 1.5)
+        if config.has_teacher:
+            yield from _off(config, "offload_teacher_model", 1.5)
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
         yield from _halves(config, "max_answer_seq_len", cost=4)

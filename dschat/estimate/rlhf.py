@@ -1,7 +1,7 @@
 """Estimates the memory of step 3 on one device, in rollout, scoring, training and evaluation.
 
-The actor exists in its training and its rollout form; critic, reference and reward model are
-optional.
+The actor exists in its training and its rollout form; critic, reference, reward model
+and teacher are optional.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         return learners
 
     def _frozen_models(self, actor: Learner) -> dict[str, Model]:
-        """Reference and reward model, if loaded."""
+        """Reference, reward model and teacher, if loaded."""
         c, models = self._config, {}
         if c.needs_reference and not (c.actor_lora_dim and c.only_optimize_lora):
             models["reference"] = self._frozen(
@@ -81,6 +81,10 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             models["reward model"] = self._frozen(
                 "reward", use, "value", zero, c.offload_reward_model
             )
+        if name := c.teacher_model_name_or_path:
+            use = replace(actor.use.frozen, name=name, flag="--teacher_model_name_or_path")
+            offload = c.offload_teacher_model
+            models["teacher"] = self._frozen("teacher", use, "policy", actor.zero, offload)
         return models
 
     def _rollout(self, learners: Sequence[Learner], held: Items) -> RolloutBytes:
@@ -125,7 +129,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         return Items({"rollout copy": max(rollout.weights, whole // tp_size)})
 
     def _readings(self, readers: dict[str, Model], batch: Batch, leftover: int) -> Moments:
-        """The passes of reference and reward model, which reads the last token only."""
+        """The passes of frozen models; the reward model's reads the last token only."""
         last = batch._replace(num_read=1)
         return [
             (name, self._forward(m, last if m.work == "value" else batch, leftover))
@@ -151,8 +155,10 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         if "reward model" in frozen:
             total = self._models.sizes(frozen["reward model"].use).total
             reward = f"{count(total)} parameters"
+        teacher = [self._line(frozen["teacher"])] if "teacher" in frozen else []
         return [
             *(self._line(learner) for learner in learners),
+            *teacher,
             f"reference: {reference if self._config.needs_reference else 'none'}; "
             f"reward model: {reward}",
             f"rollout: {rollout.form}",

@@ -16,6 +16,7 @@ from dschat.estimate.timing import Timer
 _MIB = 2**20
 _ORDER = (
     *("model weights", "actor weights", "critic weights", "reference weights", "reward weights"),
+    "teacher weights",
     *("gradients", "optimizer states", "moving average", "rollout copy", "KV cache"),
     *("activations", "logits", "buffers", "file being written", "libraries"),
 )

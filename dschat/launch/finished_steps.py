@@ -38,6 +38,7 @@ LAYOUT = {
     "offload_parameters",
     "offload_reference_model",
     "offload_reward_model",
+    "offload_teacher_model",
     "offload_training_states",
     "gradient_checkpointing",
     "attn_implementation",

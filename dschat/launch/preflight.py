@@ -74,6 +74,7 @@ def _check_rlhf(config: RLHFConfig) -> None:
         config.actor_model_name_or_path,
         config.critic_model_name_or_path,
         config.reward_model_name_or_path,
+        config.teacher_model_name_or_path,
     )
     if not all(_has_config(name) for name in names if name):
         return

@@ -1,7 +1,8 @@
 """Selects the steps of a run, and the inputs of its last step.
 
 All three steps; steps 1 and 2 if step 2 trains the policy on pairs (DPO, IPO, KTO); steps 1 and 3
-if functions or an endpoint score. Which of them are finished already is up to `run_plan`.
+if functions or an endpoint score, or a teacher is all that step 3 learns from. Which of them are
+finished already is up to `run_plan`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,9 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
     pairs = RewardConfig(**values[2])
     if pairs.trains_policy:
         return _two_steps(config, pairs.loss)
-    if not RLHFConfig(**values[3]).has_reward_programs or REWARD in values[3]:
+    rlhf = RLHFConfig(**values[3])
+    needs_no_model = rlhf.has_reward_programs or rlhf.has_teacher
+    if not needs_no_model or rlhf.reward_model_name_or_path:
         return dict(STEPS), []
     if config.reward_model or 2 in (config.step or ()):
         return dict(STEPS), []
@@ -35,7 +38,10 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
             "step 3 also scores with the reward model of step 2; --step 1 3 leaves it out"
         ]
     without = {n: step for n, step in STEPS.items() if n != 2}
-    return without, ["--reward_fn or --reward_url scores: no reward model, so no step 2"]
+    scores = "--reward_fn or --reward_url scores"
+    if not rlhf.has_reward_programs:
+        scores = "--teacher_model_name_or_path alone is learned from"
+    return without, [f"{scores}: no reward model, so no step 2"]
 
 
 def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, TrainingStep], list[str]]:

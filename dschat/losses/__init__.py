@@ -27,6 +27,7 @@ from dschat.losses.advantages import (
     shape_rewards,
     whiten,
 )
+from dschat.losses.distillation import distillation_advantages
 from dschat.losses.linear_logprobs import linear_logprobs
 from dschat.losses.logprobs import (
     entropy_from_logits,
@@ -57,6 +58,7 @@ __all__ = [
     "aggregation_weights",
     "cispo_loss",
     "clip_scores",
+    "distillation_advantages",
     "dpo_loss",
     "dr_grpo_advantages",
     "entropy_from_logits",

@@ -160,19 +160,20 @@ def rlhf_iteration_flops(
     critic_frozen_base: bool = False,
     ptx_lens: Iterable[int] = (),
     actor_forwards: float = 2.0,
+    teacher: ModelShape | None = None,
 ) -> dict[str, int]:
     """FLOPs of one PPO iteration by phase, over the given sequences (of one rank or of all).
 
     - ``generate``: every answer with a KV cache; one prefill per prompt, shared by its samples.
       Divide by ``time/generate_s``.
-    - ``score``: one forward pass each of actor (old log-probs), reference, reward model and critic,
-      if present.
+    - ``score``: one forward pass each of actor (old log-probs), reference, teacher, reward model
+      and critic, if present.
     - ``train``: ``ppo_epochs`` x forward and backward of actor and critic, and of the actor over
       the pretraining sequences. Divide by ``time/train_s``.
     - ``effective``: the sum of the three. Divide by ``time/iteration_s``, which includes scoring.
 
     Args:
-        actor, critic, reward: shapes; None for an absent model.
+        actor, critic, reward, teacher: shapes; None for an absent model.
         prompt_lens, answer_lens: real tokens of each sequence; samples of a prompt are adjacent.
         train_actor: False in iterations that warm up the critic.
         actor_frozen_base, critic_frozen_base: only LoRA adapters train.
@@ -191,6 +192,8 @@ def rlhf_iteration_flops(
             generate += prefill_flops(actor, prompt_len)
         generate += decode_flops(actor, prompt_len, answer_len)
         score += actor_forwards * transformer_flops(actor, seq_len)
+        if teacher is not None:
+            score += transformer_flops(teacher, seq_len)
         if reward is not None:
             score += transformer_flops(reward, seq_len, head="score")
         if critic is not None:

@@ -12,6 +12,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.losses import (
     clip_scores,
+    distillation_advantages,
     dr_grpo_advantages,
     gae,
     group_stats,
@@ -67,6 +68,10 @@ def fill_in_advantages(
         e.advantages = e.returns = returns_to_go(baselined, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.scored_mask)
+    if args.has_teacher:  # per action and with its own discount, whatever the estimator
+        e.advantages = e.advantages + args.distill_coef * distillation_advantages(
+            e.logprobs, e.teacher_logprobs, e.answer_mask, args.distill_gamma
+        )
     e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
     e.loss_mask = e.answer_mask.clone()
     if args.overlong_filter:

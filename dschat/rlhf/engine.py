@@ -1,6 +1,6 @@
-"""Holds the four models of RLHF in one process: actor, reference, critic and reward model.
+"""Holds the models of RLHF in one process: actor, reference, critic, reward model and teacher.
 
-Actor and critic train under DeepSpeed, reference and reward model are frozen. `rollout_mode` is the
+Actor and critic train under DeepSpeed, the others are frozen. `rollout_mode` is the
 scope in which the actor generates. Losses, advantages and the training loop are the trainer's.
 """
 
@@ -35,7 +35,7 @@ from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.initial_checkpoints import ACTOR, find_checkpoints
+from dschat.rlhf.initial_checkpoints import ACTOR, TEACHER, find_checkpoints
 from dschat.rlhf.model_loader import ModelLoader
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.runtime.deepspeed_engine import (
@@ -51,7 +51,7 @@ logger = logging.getLogger("dschat")
 
 
 class DeepSpeedRLHFEngine:
-    """Actor, reference, critic and reward model.
+    """Actor, reference, critic, reward model and teacher.
 
     Attributes:
         actor: a DeepSpeed engine.
@@ -59,6 +59,7 @@ class DeepSpeedRLHFEngine:
         ref: frozen; None where the KL has no weight, or where the reference is the actor with its
             LoRA adapters off.
         reward: frozen; None where only reward functions score.
+        teacher: frozen; None unless ``args.teacher_model_name_or_path`` names one.
         ema: the actor's moving average; None unless ``enable_ema``.
         token_budget: tokens of a micro-batch; 0: rows decide, as they do before ``auto`` is
             measured.
@@ -114,6 +115,7 @@ class DeepSpeedRLHFEngine:
         if self.args.output_dir is not None:
             check_room(self.args.output_dir, self._saved_bytes())
         self.reward = self._build_reward()
+        self.teacher = self._build_teacher()
         self._retokenizer = None
         if self.checkpoints.reward_tokenizer is not None:
             self._retokenizer = Retokenizer(
@@ -206,6 +208,12 @@ class DeepSpeedRLHFEngine:
         model = ScoreModel(self._loader.reward(zero), self.args.packing)
         return initialize_frozen(model, zero)
 
+    def _build_teacher(self) -> nn.Module | None:
+        if self.checkpoints.teacher is None:
+            return None
+        zero = self._actor_zero.frozen(self.args.offload_teacher_model)
+        return self._frozen_language_model(self.checkpoints.teacher, TEACHER, zero)
+
     def _announce(self) -> None:
         args = self.args
         reference = "a frozen copy" if self.ref is not None else "none"
@@ -227,6 +235,13 @@ class DeepSpeedRLHFEngine:
             str(self._actor_zero.dtype).removeprefix("torch."),
             reference,
         )
+        if self.teacher is not None:
+            logger.info(
+                "teacher %.1fM parameters: KL weight %g, discount %g",
+                count_parameters(unwrap(self.teacher)) / 1e6,
+                args.distill_coef,
+                args.distill_gamma,
+            )
         logger.info("rollout: %s", self.rollout.describe())
         for note in self.checkpoints.notes:
             logger.warning("%s", note)
@@ -304,15 +319,15 @@ class DeepSpeedRLHFEngine:
 
     @property
     def actor_config(self) -> PretrainedConfig:
-        return _config(self.actor)
+        return config_of(self.actor)
 
     @property
     def critic_config(self) -> PretrainedConfig | None:
-        return None if self.critic is None else _config(self.critic)
+        return None if self.critic is None else config_of(self.critic)
 
     @property
     def reward_config(self) -> PretrainedConfig | None:
-        return None if self.reward is None else _config(self.reward)
+        return None if self.reward is None else config_of(self.reward)
 
     def save(self, output_dir: str | Path) -> None:
         """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
@@ -359,6 +374,7 @@ class DeepSpeedRLHFEngine:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
-def _config(model: ModelOrEngine) -> PretrainedConfig:
+def config_of(model: ModelOrEngine) -> PretrainedConfig:
+    """The configuration of the model inside an engine, wrapper or adapter."""
     module: Any = unwrap(model)
     return module.get_base_model().config if hasattr(module, "get_base_model") else module.config

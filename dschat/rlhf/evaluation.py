@@ -1,7 +1,8 @@
 """Evaluates the policy on held-out prompts.
 
-Metrics: the score and each of its sources, pass@k, KL to the reference, answer length, share of
-answers that end with EOS, and for the built-in prompts the gold score, which training never sees.
+Metrics: the score and each of its sources, pass@k, KL to reference and teacher, answer length,
+share of answers that end with EOS, and for the built-in prompts the gold score, which training
+never sees.
 """
 
 import logging
@@ -20,6 +21,7 @@ from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.eval_mode import evaluating
+from dschat.models.training_engine import ModelOrEngine
 from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -70,7 +72,8 @@ def evaluate_policy(
     sources = rollout.sources(args.eval_batch_size)
     by_source = source_means("eval/scores", sources)
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
-    scores[~any_applies(sources)] = math.nan
+    if sources:
+        scores[~any_applies(sources)] = math.nan
     for source in sources:
         if source.weight:  # 0 x NaN would be NaN
             scores += source.weight * source.scores.double()
@@ -78,7 +81,10 @@ def evaluate_policy(
     sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
     sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
-        sums["kl"] = _kl(engine, e)
+        with engine.reference() as reference:
+            sums["kl"] = _kl(engine, reference, e)
+    if engine.teacher is not None:
+        sums["teacher_kl"] = _kl(engine, engine.teacher, e)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
     if any(source.name != REWARD_MODEL for source in sources) or args.eval_pass_source:
         pass_scores = scores
@@ -90,20 +96,20 @@ def evaluate_policy(
     names = list(sums)
     totals = dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
     metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
-    metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
+    if sources:
+        metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
     return metrics | (by_source if len(sources) > 1 else {})
 
 
 @torch.no_grad()
-def _kl(engine: DeepSpeedRLHFEngine, e: Experience) -> float:
-    """Collective. Sum over this rank's answers of log policy - log reference, in nats."""
+def _kl(engine: DeepSpeedRLHFEngine, other: ModelOrEngine, e: Experience) -> float:
+    """Collective. Sum over this rank's answers of log policy - log ``other``, in nats."""
     total = 0.0
     with evaluating(engine.actor):
         for part, piece in pieces(engine, e, engine.args.eval_batch_size):
-            with engine.reference() as reference:
-                ref_logprobs, _ = action_logprobs(reference, piece, engine.args.temperature)
+            logprobs, _ = action_logprobs(other, piece, engine.args.temperature)
             if part:
-                difference = (piece.rollout_logprobs - ref_logprobs)[piece.answer_mask]
+                difference = (piece.rollout_logprobs - logprobs)[piece.answer_mask]
                 total += float(difference.double().sum())
     return total
 
@@ -156,11 +162,13 @@ def require_metric(name: str, names: Collection[str]) -> None:
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     """The names that `evaluate_policy` returns."""
-    names = ["score", "answer_length", "eos_share"]
+    names = [*(["score"] if sources else []), "answer_length", "eos_share"]
     if gold_knows(args.eval_data_path or args.data_path):
         names.append("gold")
     if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):
         names.append("kl")
+    if args.has_teacher:
+        names.append("teacher_kl")
     if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):
         names += _passes(torch.zeros(0), args.eval_num_samples)
     if len(sources) > 1:

@@ -44,6 +44,7 @@ class Experience:
     logprobs: Tensor  # (S, A) fp32, the actor's, by the training form or the generator
     recomputed: Tensor  # (S,) bool, whether the training form computed logprobs and entropy
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
+    teacher_logprobs: Tensor  # (S, A) fp32, the teacher's
     values: Tensor  # (S, A) fp32, the critic's, before each action
     scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalized
     scored: Tensor  # (S,) bool, False where every source declined; then score and advantages are 0
@@ -143,6 +144,7 @@ def joined(parts: list[Experience]) -> Experience:
 _PER_ACTION = (
     "logprobs",
     "ref_logprobs",
+    "teacher_logprobs",
     "values",
     "token_scores",
     "entropy",

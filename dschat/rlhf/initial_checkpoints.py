@@ -1,4 +1,4 @@
-"""Decides which checkpoint each of the four models starts from, and checks all of them.
+"""Decides which checkpoint each model starts from, and checks all of them.
 
 Only configurations, tokenizers and lists of weight names are read: mistakes show before any weight
 loads.
@@ -22,6 +22,7 @@ from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tok
 ACTOR = "--actor_model_name_or_path"
 CRITIC = "--critic_model_name_or_path"
 REWARD = "--reward_model_name_or_path"
+TEACHER = "--teacher_model_name_or_path"
 
 
 @dataclass
@@ -36,6 +37,7 @@ class InitialCheckpoints:
     actor: str
     critic: str | None = None
     reward: str | None = None
+    teacher: str | None = None
     critic_flag: str = CRITIC
     critic_from_base: bool = False
     critic_tokenizer: PreTrainedTokenizerBase | None = None
@@ -87,6 +89,9 @@ def find_checkpoints(
     if args.has_critic:
         name = resolve_model(critic) if critic else checkpoints.reward
         _find_critic(checkpoints, name, name == checkpoints.reward, args, tokenizer)
+    if args.has_teacher:
+        name = resolve_model(args.teacher_model_name_or_path)
+        checkpoints.teacher = _checked_teacher(name, args, tokenizer)
     return checkpoints
 
 
@@ -163,6 +168,21 @@ def _find_critic(
     checkpoints.critic_tokenizer.chat_template = tokenizer.chat_template
 
 
+def _checked_teacher(name: str, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """``name``, a causal LM that reads the actor's ids."""
+    trust = args.trust_remote_code
+    config = load_config(name, TEACHER, trust)
+    require_causal_lm(config, name, TEACHER)
+    check_fit(config, name, TEACHER, "lm", args.attn_implementation, packing=args.packing)
+    teacher_tokenizer = _tokenizer_of(name, config, TEACHER, tokenizer, trust)
+    if teacher_tokenizer is not None and not same_ids(tokenizer, teacher_tokenizer):
+        raise UserError(
+            f"{TEACHER} {name} has another tokenizer than the actor, whose tokens it must judge "
+            "one by one; name a teacher with the same vocabulary and EOS token"
+        )
+    return name
+
+
 def check_lengths(checkpoints: InitialCheckpoints, args: RLHFConfig) -> None:
     """Raise ``UserError`` where prompt and answer together exceed a model's positions.
 
@@ -174,6 +194,7 @@ def check_lengths(checkpoints: InitialCheckpoints, args: RLHFConfig) -> None:
         (checkpoints.actor, ACTOR),
         (checkpoints.critic, checkpoints.critic_flag),
         (reward, REWARD),
+        (checkpoints.teacher, TEACHER),
     ):
         if name is None:
             continue

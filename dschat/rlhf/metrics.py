@@ -17,7 +17,7 @@ from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
 from dschat.memory import peak_memory_gib
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
-from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.engine import DeepSpeedRLHFEngine, config_of
 from dschat.rlhf.experience import Experience
 from dschat.runtime.metric_sums import DeviceSums
 
@@ -64,6 +64,7 @@ def experience_metrics(
         "tokens": float(mask.sum()),
         "prompt_tokens": float(e.prompt_lengths.sum()),
         "kl": total(e.logprobs - e.ref_logprobs),
+        "teacher_kl": total(e.logprobs - e.teacher_logprobs),
         "scores": float(scores.sum()),
         "scores_sq": float(scores.square().sum()),
         "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
@@ -95,6 +96,8 @@ def experience_metrics(
         metrics["objective/clipped_share"] = totals["clipped"] / scored
     if engine.has_reference:
         metrics["objective/kl"] = totals["kl"] / n
+    if engine.teacher is not None:
+        metrics["objective/teacher_kl"] = totals["teacher_kl"] / n
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens
         metrics["val/returns"] = totals["returns"] / max(totals["scored_tokens"], 1.0)
@@ -230,6 +233,7 @@ def throughput(
         e.prompt_lengths.tolist(),
         e.answer_mask.sum(1).tolist(),
         actor_forwards=float(e.recomputed.sum()) / max(e.num_sequences, 1) + engine.has_reference,
+        teacher=None if engine.teacher is None else shape_of(config_of(engine.teacher)),
         num_samples_per_prompt=args.num_samples_per_prompt,
         ppo_epochs=epochs,
         train_actor=train_actor,

@@ -31,7 +31,8 @@ class RolloutScorer:
         others: Sequence[str] = (),
     ) -> None:
         """``others``: names of further sources, of weight 1."""
-        if engine.reward is None and not programs.names and not others:
+        has_model = engine.reward is not None or engine.teacher is not None
+        if not (has_model or programs.names or others):
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
                 "give --reward_fn, --reward_url or reward_fns=[...]"
@@ -44,7 +45,7 @@ class RolloutScorer:
         weights |= programs.weights | dict.fromkeys(others, 1.0)
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
         bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
-        logger.info("score: %s, %s", " + ".join(terms), bound)
+        logger.info("score: %s, %s", " + ".join(terms) or "none, the teacher alone", bound)
 
     @property
     def clip(self) -> float | None:
@@ -70,7 +71,12 @@ class RolloutScorer:
     def combined(
         self, e: Experience, sources: list[SourceScores]
     ) -> tuple[Experience, dict[str, float]]:
-        """Collective. ``e`` with scores, without the answers that failed; and metrics."""
+        """Collective. ``e`` with scores, without the answers that failed; and metrics.
+
+        Without a source, where a teacher is all that is learned from, all scores are 0.
+        """
+        if not sources:
+            return e, {}
         metrics = source_means("objective/scores", sources)
         scores, token_scores = combine(sources, self.args, self.scale)
         e.scores = scores.float()

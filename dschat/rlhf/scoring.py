@@ -58,7 +58,7 @@ _CHECKED_SHARE = 8  # one of so many answers is recomputed to compare, and for t
 
 @torch.no_grad()
 def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
-    """Collective. Fill in the log-probs of actor and reference, entropies and values of ``e``.
+    """Collective. Fill in the log-probs of actor, reference and teacher, entropies and values.
 
     Returns:
         Whether the actor's log-probs are the generator's, by ``old_logprobs``: then the training
@@ -75,7 +75,7 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
         is_rollouts = args.old_logprobs == "rollout" or _rollout_serves(engine, e, args)
         if not is_rollouts:
             _recompute(engine, e, args, [i for i in rows if not e.recomputed[i]])
-        if engine.has_reference or engine.critic is not None:
+        if engine.has_reference or engine.teacher is not None or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
     return is_rollouts
 
@@ -95,7 +95,7 @@ def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig
     gap = float((e.rollout_logprobs - e.logprobs)[mask].abs().double().sum())
     gap, count = dist.sum_floats([gap, float(mask.sum())])
     is_in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
-    is_read = is_in_reward or not args.takes_one_step
+    is_read = is_in_reward or engine.teacher is not None or not args.takes_one_step
     # NOTE: False for NaN, and where no answer was compared: dynamic sampling leaves numbers out.
     return not is_read or (count > 0 and gap <= _AGREES * count)
 
@@ -115,13 +115,16 @@ def _recompute(
 
 
 def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
-    """Collective. The reference's log-probs and the critic's values."""
+    """Collective. The log-probs of reference and teacher, and the critic's values."""
     filled = []
     for part, batch in pieces(engine, e, args.per_device_training_batch_size):
         values: dict[str, Tensor] = {}
         if engine.has_reference:
             with engine.reference() as reference:
                 values["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
+        if engine.teacher is not None:
+            logprobs, _ = action_logprobs(engine.teacher, batch, args.temperature)
+            values["teacher_logprobs"] = logprobs
         if engine.critic is not None:
             values["values"] = action_values(engine.critic, batch)
         filled.append((part, values))
@@ -167,6 +170,7 @@ _MUST_BE_FINITE = {
     "rollout_logprobs": "log-probs of the rollout",
     "logprobs": "log-probs of the actor",
     "ref_logprobs": "log-probs of the reference",
+    "teacher_logprobs": "log-probs of the teacher",
     "values": "values of the critic",
 }
 
@@ -187,7 +191,7 @@ def not_finite(e: Experience) -> str:
 
 def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
     """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
-    models = (engine.actor, engine.ref, engine.critic, engine.reward)
+    models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
     pads = any(model is not None and not packs(model) for model in models)
     return MicroBatchSize(rows, engine.token_budget, pads)
 
