@@ -19,22 +19,15 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import (
-    POLICY_LOSSES,
-    AdaptiveKL,
-    aggregation_count,
-    aggregation_weights,
-    kl_penalty,
-    value_loss,
-)
+from dschat.losses import AdaptiveKL, aggregation_count, value_loss
 from dschat.models.packing import PackedRows, pack
 from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
     experience_metrics,
-    mismatch_sums,
     throughput,
     training_metrics,
     warn_of_gap,
@@ -43,7 +36,6 @@ from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptBatch, PromptTable
 from dschat.rlhf.rollout_source import rollout_collector, rollout_source
 from dschat.rlhf.scoring import (
-    action_logprobs,
     action_values,
     fill_in,
     micro_batch_size,
@@ -312,35 +304,11 @@ class DeepSpeedPPOTrainer:
         return sums
 
     def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
-        """Backward of the policy loss, with any KL penalty and entropy bonus; sums of metrics."""
-        args, mask = self.args, batch.loss_mask
-        logprobs, entropy = action_logprobs(
-            self.engine.actor, batch, args.temperature, args.entropy_coef > 0
+        """Backward of the actor's loss; sums of metrics."""
+        kl_coef = self.kl.value if self.args.kl_is_in_loss and self.engine.has_reference else None
+        loss, named = actor_loss(
+            self.engine.actor, batch, self.args, kl_coef, self._is_on_policy, self._measures_gap
         )
-        weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
-        options = {"dual_clip": args.dual_clip} if args.dual_clip is not None else {}
-        loss, metrics = POLICY_LOSSES[args.policy_loss](
-            logprobs,
-            logprobs.detach() if self._is_on_policy else batch.logprobs,
-            batch.advantages,
-            mask,
-            args.cliprange_sides,
-            weights=weights * batch.weights,
-            **options,
-        )
-        named = {f"policy_{name}": value for name, value in metrics.items()}
-        named["policy_loss"] = loss.detach()
-        if args.kl_is_in_loss and self.engine.has_reference:
-            kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
-            kl = (weights * kl).sum()
-            loss = loss + self.kl.value * kl
-            named["kl_loss"] = kl.detach()
-        if entropy is not None:
-            bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
-            loss = loss - args.entropy_coef * bonus
-            named["entropy"] = bonus.detach()
-        if self._measures_gap:
-            named |= mismatch_sums(logprobs.detach(), batch)
         step.backward(loss)
         return named
 

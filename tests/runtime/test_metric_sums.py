@@ -12,7 +12,7 @@ from step_rows import pair_rows, sft_rows
 from tiny_models import PAD
 
 from dschat.config import RewardConfig
-from dschat.rlhf import trainer
+from dschat.rlhf import actor_loss, trainer
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.metric_sums import sum_parts
@@ -63,7 +63,7 @@ def test_policy_and_value_losses_read_nothing_from_the_device(models_folder, mon
     )
     batch = from_rollout([[3], [2, 3]], rollout, PAD).to("meta")
     per_action = torch.zeros(2, 2, device="meta", requires_grad=True)
-    monkeypatch.setattr(trainer, "action_logprobs", lambda *_: (per_action, per_action))
+    monkeypatch.setattr(actor_loss, "action_logprobs", lambda *_: (per_action, per_action))
     monkeypatch.setattr(trainer, "action_values", lambda *_: per_action)
     stub = SimpleNamespace(
         args=args,
