@@ -29,11 +29,29 @@ class DistillationConfig:
         ge=0,
         le=1,
     )
+    distill_top_k: int = flag(
+        0,
+        "Put the KL to the teacher in the loss, over the N likeliest tokens of the teacher and "
+        "of the actor at each position; 0: in the advantage of the sampled token.",
+        ge=0,
+    )
     offload_teacher_model: bool = flag(False, "Keep the weights of the teacher in CPU memory.")
 
     @property
     def has_teacher(self) -> bool:
         return bool(self.teacher_model_name_or_path)
+
+    def validate_distillation(self) -> None:
+        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
+        require(
+            self.distill_top_k == 0 or self.has_teacher,
+            f"--distill_top_k {self.distill_top_k} needs --teacher_model_name_or_path",
+        )
+        require(
+            self.distill_top_k == 0 or self.distill_gamma == 0,
+            f"--distill_gamma {self.distill_gamma} is for the KL of sampled tokens; leave it out, "
+            "or --distill_top_k",
+        )
 
     def validate_teacher_alone(self, estimator: str, dynamic_sampling: bool) -> None:
         """Raise ``UserError`` for a flag that needs rewards, where the teacher is all there is."""

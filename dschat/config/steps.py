@@ -362,13 +362,12 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     def validate(self) -> None:
         """`validate_models`, and require a reward source or a teacher."""
         self.validate_models()
-        has_rewards = bool(self.reward_model_name_or_path) or self.has_reward_programs
-        require(
-            has_rewards or self.has_teacher,
-            "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
-            "model), or score with --reward_fn or --reward_url",
-        )
-        if not has_rewards:
+        if not (self.reward_model_name_or_path or self.has_reward_programs):
+            require(
+                self.has_teacher,
+                "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
+                "model), or score with --reward_fn or --reward_url",
+            )
             self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
 
     def validate_models(self) -> None:
@@ -377,6 +376,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         self.validate_rollout()
         self.validate_algorithm(self.num_samples_per_prompt, self.max_answer_seq_len)
         self.validate_rewards()
+        self.validate_distillation()
         require(
             bool(self.actor_model_name_or_path),
             "--actor_model_name_or_path is missing; name a folder or a hub model",

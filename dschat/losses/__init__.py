@@ -27,8 +27,8 @@ from dschat.losses.advantages import (
     shape_rewards,
     whiten,
 )
-from dschat.losses.distillation import distillation_advantages
-from dschat.losses.linear_logprobs import linear_logprobs
+from dschat.losses.distillation import distillation_advantages, top_k_reverse_kl
+from dschat.losses.linear_logprobs import linear_logprobs, linear_top_ids
 from dschat.losses.logprobs import (
     entropy_from_logits,
     token_entropy,
@@ -71,6 +71,7 @@ __all__ = [
     "kl_penalty",
     "kto_loss",
     "linear_logprobs",
+    "linear_top_ids",
     "masked_whiten_stats",
     "overlong_penalty",
     "pairwise_loss",
@@ -81,6 +82,7 @@ __all__ = [
     "shape_rewards",
     "token_entropy",
     "token_logprobs",
+    "top_k_reverse_kl",
     "value_loss",
     "whiten",
 ]

@@ -38,18 +38,40 @@ def linear_logprobs(
     Args:
         hidden: (M, D), any float dtype.
         weight: (V, D) and bias: (V,), the head.
-        target_ids: (M,) int64, all in [0, V).
+        target_ids: (M,) or, for several a position, (M, K) int64, all in [0, V).
         temperature: T; 0 (greedy) counts as 1.
         product: computes all products with the head, those of the gradients too.
 
     Returns:
-        (M,) fp32 log-probs, and (M,) fp32 entropies in nats or None.
+        fp32 log-probs in the shape of ``target_ids``, and (M,) fp32 entropies in nats or None.
     """
     temperature = checked_temperature(temperature)
+    ids = target_ids if target_ids.dim() == 2 else target_ids.unsqueeze(1)
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, bias, target_ids, temperature, with_entropy, product
+        hidden, weight, bias, ids, temperature, with_entropy, product
     )
-    return logprobs, entropy if with_entropy else None
+    return logprobs.view_as(target_ids), entropy if with_entropy else None
+
+
+@torch.no_grad()
+def linear_top_ids(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    num_ids: int,
+    product: Product = F.linear,
+) -> Tensor:
+    """The ``top_k`` likeliest of the first ``num_ids`` ids at each position: (M, K) int64.
+
+    Fewer where there are fewer ids. Arguments as in `linear_logprobs`.
+    """
+    top_k = min(top_k, num_ids)
+    ids = torch.empty(len(hidden), top_k, dtype=torch.int64, device=hidden.device)
+    for rows in _chunks(len(hidden), len(weight)):
+        logits = product(hidden[rows], weight, bias)
+        ids[rows] = logits[:, :num_ids].topk(top_k).indices
+    return ids
 
 
 def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
@@ -72,14 +94,14 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocabulary = len(hidden), len(weight)
         logsumexp = hidden.new_empty(num_rows, dtype=torch.float32)
-        picked = torch.empty_like(logsumexp)
+        picked = hidden.new_empty(target_ids.shape, dtype=torch.float32)  # (M, K)
         entropy = torch.empty_like(logsumexp if with_entropy else logsumexp[:0])
         logits = None
         for rows in _chunks(num_rows, vocabulary):
             logits = product(hidden[rows], weight, bias)
             scaled = _scaled(logits, temperature)
             logsumexp[rows] = scaled.logsumexp(-1)
-            picked[rows] = scaled.gather(-1, target_ids[rows].unsqueeze(-1)).squeeze(-1)
+            picked[rows] = scaled.gather(-1, target_ids[rows])
             if with_entropy:
                 probs = (scaled - logsumexp[rows].unsqueeze(-1)).exp_()
                 entropy[rows] = torch.special.entr(probs).sum(-1)
@@ -88,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.with_entropy, ctx.product = temperature, with_entropy, product
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return picked - logsumexp, entropy
+        return picked - logsumexp.unsqueeze(-1), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -103,8 +125,8 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         for rows in _chunks(num_rows, vocabulary):
             logits = ctx.product(hidden[rows], weight, bias) if kept is None else kept
-            scale = (grad[rows] / ctx.temperature).unsqueeze(-1)  # (m, 1)
-            unused, entropies = scale == 0, None
+            scale = grad[rows] / ctx.temperature  # (m, K)
+            unused, entropies = (scale == 0).all(-1, keepdim=True), None
             if ctx.with_entropy:
                 entropy_scale = (grad_entropy[rows] / ctx.temperature).unsqueeze(-1)
                 unused &= entropy_scale == 0
@@ -135,17 +157,18 @@ def _grad_logits(
 ) -> Tensor:
     """Gradient of the logits (m, V), perhaps in the memory of ``probs``.
 
-    d log p_t / dlogit_j = [j = t] - p_j, times ``scale`` (m, 1); dH/dlogit_j = -p_j (log p_j + H),
-    where ``entropies`` are H and its scale, each (m, 1).
+    d log p_t / dlogit_j = [j = t] - p_j, times ``scale`` (m, K) of each target t;
+    dH/dlogit_j = -p_j (log p_j + H), where ``entropies`` are H and its scale, each (m, 1).
     """
+    every = scale.sum(-1, keepdim=True)
     if entropies is None:
-        part = probs.mul_(-scale)
+        part = probs.mul_(-every)
     else:
         entropy, entropy_scale = entropies
         # entr(p) = -p log p is 0 at p = 0, where log p is not finite.
         part = torch.special.entr(probs).addcmul_(probs, entropy, value=-1.0)
-        part.mul_(entropy_scale).sub_(probs.mul_(scale))
-    return part.scatter_add_(-1, target_ids.unsqueeze(-1), scale)
+        part.mul_(entropy_scale).sub_(probs.mul_(every))
+    return part.scatter_add_(-1, target_ids, scale)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

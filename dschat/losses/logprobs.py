@@ -51,23 +51,25 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
         for chunk in _chunks(logits):
             logsumexp[chunk] = torch.logsumexp(_scaled(logits[chunk], temperature), dim=-1)
-        picked = logits.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1)
+        picked = logits.gather(-1, target_ids)
         ctx.save_for_backward(logits, target_ids, logsumexp)
         ctx.temperature = temperature
-        return _scaled(picked, temperature) - logsumexp
+        return _scaled(picked, temperature) - logsumexp.unsqueeze(-1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         logits, target_ids, logsumexp = ctx.saved_tensors
-        scale = (grad_output.float() / ctx.temperature).unsqueeze(-1)  # (B, T, 1)
+        scale = grad_output.float() / ctx.temperature  # (B, T, K)
+        every = scale.sum(-1, keepdim=True)
+        unused = (scale == 0).all(-1, keepdim=True)
         grad = torch.empty_like(logits)
         for chunk in _chunks(logits):
             log_p = _scaled(logits[chunk], ctx.temperature) - logsumexp[chunk].unsqueeze(-1)
-            part = log_p.exp_().mul_(-scale[chunk])
-            part.scatter_add_(-1, target_ids[chunk].unsqueeze(-1), scale[chunk])
+            part = log_p.exp_().mul_(-every[chunk])
+            part.scatter_add_(-1, target_ids[chunk], scale[chunk])
             # A masked token has gradient 0 but its logits may be NaN, and 0 * NaN is NaN.
-            grad[chunk] = part.masked_fill_(scale[chunk] == 0, 0.0)
+            grad[chunk] = part.masked_fill_(unused[chunk], 0.0)
         return grad, None, None
 
 
@@ -81,13 +83,14 @@ def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0)
 
     Args:
         logits: (B, T, V), any float dtype.
-        target_ids: (B, T) int64, all in [0, V), masked ones too.
+        target_ids: (B, T) or (B, T, K) int64, all in [0, V), masked ones too.
         temperature: T; 0 (greedy) counts as 1.
 
     Returns:
-        (B, T) fp32.
+        fp32 in the shape of ``target_ids``.
     """
-    return _TokenLogprobs.apply(logits, target_ids, checked_temperature(temperature))
+    ids = target_ids if target_ids.dim() == 3 else target_ids.unsqueeze(-1)
+    return _TokenLogprobs.apply(logits, ids, checked_temperature(temperature)).view_as(target_ids)
 
 
 @torch.no_grad()

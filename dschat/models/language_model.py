@@ -8,10 +8,17 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat.losses import entropy_from_logits, linear_logprobs, token_entropy, token_logprobs
+from dschat.losses import (
+    entropy_from_logits,
+    linear_logprobs,
+    linear_top_ids,
+    token_entropy,
+    token_logprobs,
+)
 from dschat.models.linear import OneDnnLinear, product_of
 from dschat.models.packing.model import PackedModel, Packing, backbone
 from dschat.models.packing.rows import PackedRows
@@ -39,21 +46,37 @@ class LanguageModel(PackedModel):
             head.forward = partial(_head_forward, head)
 
     def forward(
-        self, rows: PackedRows, temperature: float = 1.0, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        rows: PackedRows,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        top_k: int = 0,
+        num_ids: int = 0,
+    ) -> tuple[Tensor | None, ...]:
         """Log-probs (M,) fp32 of ``rows.targets``, and entropies (M,) fp32 or None.
 
-        ``log_softmax(logits / temperature)`` in fp32; temperature 0 (greedy) counts as 1.
+        ``log_softmax(logits / temperature)`` in fp32; temperature 0 (greedy) counts as 1. With
+        ``rows.candidates`` the log-probs are (M, 1 + K): of the target, then of the candidates.
+        ``top_k`` appends the likeliest of the first ``num_ids`` ids to the candidates; a third
+        result are then the ids of the log-probs, (M, 1 + K) int64.
         """
+        ids = rows.targets
+        if top_k or rows.candidates is not None:
+            others = [] if rows.candidates is None else [rows.candidates]
+            ids = torch.cat([ids.unsqueeze(1), *others], dim=1)
         if self._head_is_linear:
             head = self.base.get_output_embeddings()
-            return head(self.hidden_states(rows), rows.targets, temperature, with_entropy)
+            hidden = self.hidden_states(rows)
+            return head(hidden, ids, temperature, with_entropy, top_k, num_ids)
         logits = self.run(rows, "logits")[None]  # the family changes them after the head
-        logprobs = token_logprobs(logits, rows.targets[None], temperature)[0]
-        if not with_entropy:
-            return logprobs, None
-        entropy = token_entropy if logits.requires_grad else entropy_from_logits
-        return logprobs, entropy(logits, temperature)[0]
+        if top_k:
+            top = logits[0, :, :num_ids].topk(min(top_k, num_ids)).indices
+            ids = torch.cat([ids, top], dim=1)
+        logprobs, entropy = token_logprobs(logits, ids[None], temperature)[0], None
+        if with_entropy:
+            compute = token_entropy if logits.requires_grad else entropy_from_logits
+            entropy = compute(logits, temperature)[0]
+        return (logprobs, entropy, ids) if top_k else (logprobs, entropy)
 
     def _check(self, rows: PackedRows) -> None:
         super()._check(rows)
@@ -74,6 +97,8 @@ def _head_forward(
     target_ids: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    top_k: int = 0,
+    num_ids: int = 0,
 ) -> Any:
     """Forward of a head that can skip the logits: without targets it is ``nn.Linear``'s.
 
@@ -82,6 +107,9 @@ def _head_forward(
     """
     if target_ids is None:
         return type(head).forward(head, hidden)
-    return linear_logprobs(
-        hidden, head.weight, head.bias, target_ids, temperature, with_entropy, product_of(head)
-    )
+    weights, product = (head.weight, head.bias), product_of(head)
+    if top_k:
+        top = linear_top_ids(hidden, *weights, top_k, num_ids, product)
+        target_ids = torch.cat([target_ids, top], dim=1)
+    results = linear_logprobs(hidden, *weights, target_ids, temperature, with_entropy, product)
+    return (*results, target_ids) if top_k else results

@@ -1,4 +1,4 @@
-"""Composes the actor's loss of a micro-batch: policy, KL to the reference, entropy bonus."""
+"""Composes the actor's loss of a micro-batch: policy, KLs to reference and teacher, entropy."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import RLHFConfig
-from dschat.losses import POLICY_LOSSES, aggregation_weights, kl_penalty
+from dschat.losses import POLICY_LOSSES, aggregation_weights, kl_penalty, top_k_reverse_kl
 from dschat.models.training_engine import ModelOrEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.metrics import mismatch_sums
@@ -31,6 +31,8 @@ def actor_loss(
     """
     mask = batch.loss_mask
     logprobs, entropy = action_logprobs(actor, batch, args.temperature, args.entropy_coef > 0)
+    of_candidates = logprobs[:, :, 1:] if logprobs.dim() == 3 else batch.teacher_candidates
+    logprobs = logprobs[:, :, 0] if logprobs.dim() == 3 else logprobs
     weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
     options: dict[str, Any] = {}
     if args.dual_clip is not None:
@@ -51,6 +53,11 @@ def actor_loss(
         kl = (weights * kl).sum()
         loss = loss + kl_coef * kl
         named["kl_loss"] = kl.detach()
+    if args.distill_top_k:
+        kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
+        kl = (weights * kl).sum()
+        loss = loss + args.distill_coef * kl
+        named["distill_loss"] = kl.detach()
     if entropy is not None:
         bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
         loss = loss - args.entropy_coef * bonus

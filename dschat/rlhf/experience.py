@@ -45,6 +45,8 @@ class Experience:
     recomputed: Tensor  # (S,) bool, whether the training form computed logprobs and entropy
     ref_logprobs: Tensor  # (S, A) fp32, the reference model's
     teacher_logprobs: Tensor  # (S, A) fp32, the teacher's
+    candidates: Tensor  # (S, A, K) int64, likely ids of teacher and actor; K = 0: not computed
+    teacher_candidates: Tensor  # (S, A, K) fp32, the teacher's log-probs of the candidates
     values: Tensor  # (S, A) fp32, the critic's, before each action
     scores: Tensor  # (S,) fp32, weighted sum of all sources, not clipped or penalized
     scored: Tensor  # (S,) bool, False where every source declined; then score and advantages are 0
@@ -78,6 +80,8 @@ class Experience:
         masks = zip(starts, part.answer_mask, strict=True)
         reads = [start - 1 + mask.nonzero().flatten().numpy() for start, mask in masks]
         part.rows = pack(sequences, reads, starts)
+        if part.candidates.shape[-1]:
+            part.rows.candidates = part.candidates[part.answer_mask]
         return part.to(device)
 
     def tokens_of(self, rows: list[int]) -> list[RowTokens]:
@@ -90,9 +94,12 @@ class Experience:
         ]
 
     def by_action(self, values: Tensor) -> Tensor:
-        """What a forward read of ``rows`` (M,) as (S, A): 0 where there is no action."""
-        zeros = values.new_zeros(self.answer_mask.shape)
-        return zeros.masked_scatter(self.answer_mask, values)
+        """What a forward read of ``rows``, (M,) or (M, K), as (S, A) or (S, A, K): 0 where there is
+        no action.
+        """
+        zeros = values.new_zeros(self.answer_mask.shape + values.shape[1:])
+        mask = self.answer_mask.view(self.answer_mask.shape + (1,) * (values.dim() - 1))
+        return zeros.masked_scatter(mask, values)
 
     def pick(self, rows: list[int]) -> "Experience":
         """These rows, columns trimmed to the longest."""
@@ -106,7 +113,7 @@ class Experience:
             if not isinstance(value, Tensor):
                 return None if isinstance(value, PackedRows) else value
             value = value[index]
-            if value.dim() == 2:
+            if value.dim() >= 2:
                 value = value[:, : longest if name == "input_ids" else actions]
             return value
 
@@ -130,7 +137,8 @@ def joined(parts: list[Experience]) -> Experience:
             if values[0].dim() == 1:
                 return torch.cat(values)
             width = max(value.shape[1] for value in values)
-            return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+            inner = (0, 0) * (values[0].dim() - 2)
+            return torch.cat([F.pad(v, (*inner, 0, width - v.shape[1])) for v in values])
         if isinstance(values[0], str):
             return max(values)  # a problem, if any part has one
         if any(value is None or isinstance(value, PackedRows) for value in values):
@@ -157,6 +165,7 @@ def _dummy() -> Experience:
     """One sequence without actions: a rank without rows must run as many forwards as the others."""
     long, flat = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     row = flat.unsqueeze(1)
+    none = row.new_zeros(1, 1, 0)
     per_action: dict[str, Any] = dict.fromkeys(_PER_ACTION, row)
     return Experience(
         input_ids=long.new_zeros(1, 2),
@@ -168,6 +177,8 @@ def _dummy() -> Experience:
         finished=flat.bool(),
         recomputed=flat.bool(),
         rollout_logprobs=row,
+        candidates=none.long(),
+        teacher_candidates=none,
         scores=flat,
         scored=flat.bool(),
         weights=row,
@@ -209,6 +220,8 @@ def from_rollout(
         loss_mask=mask.clone(),
         finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
         rollout_logprobs=logprobs,
+        candidates=torch.zeros(*logprobs.shape, 0, dtype=torch.int64),
+        teacher_candidates=torch.zeros(*logprobs.shape, 0),
         scores=torch.zeros(len(sequences)),
         scored=torch.ones(len(sequences), dtype=torch.bool),
         recomputed=torch.zeros(len(sequences), dtype=torch.bool),

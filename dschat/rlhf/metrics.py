@@ -175,6 +175,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
     optional = {
         "loss/ptx_avg": ("ptx_loss", "ptx_tokens"),
         "loss/kl_avg": ("kl_loss", "policy_count"),
+        "loss/distill_avg": ("distill_loss", "policy_count"),
         "loss/entropy_avg": ("entropy", "policy_count"),
         "rollout/logprob_gap": ("gap", "gap_actions"),
         "rollout/mismatch_kl": ("mismatch_kl", "gap_actions"),

@@ -15,6 +15,7 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.eval_mode import evaluating
 from dschat.models.packing.model import packs
 from dschat.models.training_engine import ModelOrEngine
+from dschat.models.vocabulary import num_ids
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
@@ -77,6 +78,8 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
             _recompute(engine, e, args, [i for i in rows if not e.recomputed[i]])
         if engine.has_reference or engine.teacher is not None or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
+        if args.distill_top_k:
+            _fill_in_candidates(engine, e, args)
     return is_rollouts
 
 
@@ -122,13 +125,36 @@ def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFC
         if engine.has_reference:
             with engine.reference() as reference:
                 values["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
-        if engine.teacher is not None:
+        if engine.teacher is not None and not args.distill_top_k:
             logprobs, _ = action_logprobs(engine.teacher, batch, args.temperature)
             values["teacher_logprobs"] = logprobs
         if engine.critic is not None:
             values["values"] = action_values(engine.critic, batch)
         filled.append((part, values))
     _keep(e, filled)
+
+
+def _fill_in_candidates(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
+    """Collective. The likeliest ids of actor and teacher, and the teacher's log-probs.
+
+    NOTE: last of all, as every forward on ``e`` computes the log-probs of its candidates.
+    """
+    top = args.distill_top_k, num_ids(engine.tokenizer)
+    shape = (*e.answer_mask.shape, 2 * min(top))
+    candidates, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for part, batch in pieces(engine, e, args.per_device_training_batch_size):
+        assert batch.rows is not None
+        for model in (engine.actor, engine.teacher):
+            assert model is not None
+            values, _, ids = model(batch.rows, args.temperature, False, *top)
+            batch.rows.candidates = ids[:, 1:]
+        if part:
+            width = batch.answer_mask.shape[1]
+            candidates[part, :width] = batch.by_action(ids[:, 1:]).cpu()
+            on_host = batch.by_action(values).cpu()
+            logprobs[part, :width] = on_host[:, :, 1:]
+            e.teacher_logprobs[part, :width] = on_host[:, :, 0]
+    e.candidates, e.teacher_candidates = candidates, logprobs
 
 
 def _keep(e: Experience, filled: list[tuple[list[int], dict[str, Tensor]]]) -> None:
