@@ -191,6 +191,7 @@ def write_models(folder: Path) -> None:
     reward = tiny_models.ensure(folder, "llama_reward")
     tiny_models.ensure(folder, "bloom")
     tiny_models.ensure(folder, "llama_reward_reversed").rename(folder / "reversed_reward")
+    tiny_models.ensure(folder, "llama_reversed").rename(folder / "reversed")
     for name, damage in DAMAGES.items():
         source = reward if name.endswith("_reward") else good
         damage(Path(shutil.copytree(source, folder / name)))

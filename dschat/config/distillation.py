@@ -17,7 +17,6 @@ class DistillationConfig:
         "",
         "Teacher: a causal LM of any size with the actor's tokenizer. Its log-probs of the actor's "
         "answers are learned from, without or in addition to rewards.",
-        short=True,
     )
     distill_coef: float = flag(
         1.0, "Weight of the reverse KL to the teacher in the advantages.", ge=0

@@ -244,6 +244,8 @@ def ppo_config(case: Case, models: Path) -> RLHFConfig:
         **_batch_sizes(case),
     )
     case.apply_options(config)
+    if config.has_teacher:
+        config.teacher_model_name_or_path = str(models / config.teacher_model_name_or_path)
     return config
 
 
@@ -293,7 +295,9 @@ _PPO_METRICS = (
     "loss/value_avg",
     "loss/ptx_avg",
     "objective/scores",
+    "loss/distill_avg",
     "objective/kl",
+    "objective/teacher_kl",
     "objective/entropy",
     "objective/rlhf_reward",
     "policy/grad_norm",

@@ -52,6 +52,10 @@ PP_BASELINE = (("advantage_estimator", "reinforce_pp_baseline"), ("policy_loss",
 DR_GRPO = (("advantage_estimator", "dr_grpo"), ("rollout_is", "tis"), ("dual_clip", 3.0))
 DAPO = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
 DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
+# A teacher of another family, beside PPO's rewards and over the top tokens.
+TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
+TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
+TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
 GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -61,6 +65,7 @@ HERE = [
     Case("reward", 0, 2, rows="ranked", options=LORA),
     Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("ppo", 0, 4, options=BUDGET),
+    Case("ppo", 3, 4, iterations=1, options=TOP),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
@@ -68,6 +73,7 @@ TWO = [
     Case("reward", 3, 4, rows="ranked"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("ppo", 3, 4, iterations=1, shares=(3, 5), options=TOP_LORA),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -76,6 +82,8 @@ SLOW_HERE = [
 SLOW_HERE += [
     Case("ppo", 3, 2, options=GRPO),
     Case("ppo", 0, 4, options=DR_GRPO),
+    Case("ppo", 3, 4, options=TEACHER),
+    Case("ppo", 0, 2, iterations=1, options=TOP_LORA + BUDGET),
     Case("sft", 2, 4, options=AUTO),
     Case("ppo", 3, 4, iterations=1, options=AUTO + (("align_overflow", True),)),
     Case("ppo", 2, 4, iterations=1, options=GRPO + BUDGET),
@@ -90,6 +98,9 @@ SLOW_TWO += [
     Case("ppo", 3, 4, iterations=1, shares=(3, 5)),
     Case("ppo", 2, 2, shares=(3, 5), options=PP_BASELINE),
     Case("ppo", 0, 4, shares=(8, 0), options=AUTO),
+    Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=TEACHER),
+    Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=TEACHER),
+    Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=TOP + BUDGET),
     Case("ppo", 0, 2, shares=(8, 0)),
     Case("ppo", 3, 2, shares=(5, 3), options=GRPO),
     Case("ppo", 0, 4, iterations=2, shares=(8, 0), options=RLOO),  # then roundings grow

@@ -34,8 +34,10 @@ PUBLISHED = {
     "openrlhf-70b": (4, 8, 8, 1024, 128, 1024, 1024),
 }
 
-# Runs of two steps: DPO, or reward functions.
-STEPS = {"demo-dpo": [1, 2], "arithmetic": [1, 3], "arithmetic-dapo": [1, 3]}
+# Runs of two steps: DPO, reward functions, or a teacher.
+STEPS = {"demo-dpo": [1, 2], "arithmetic": [1, 3], "arithmetic-dapo": [1, 3], "distill": [1, 3]}
+# Flags in place of the result of another run.
+FLAGS = {"distill": ["--teacher_model_name_or_path", "builtin/tiny"]}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,8 @@ def configs(made: run_plan.RunPlan) -> dict[int, object]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_plans_its_steps(path, tmp_path):
-    made = plan("--recipe", path.stem, "--output_dir", str(tmp_path / "out"))
+    flags = FLAGS.get(path.stem, [])
+    made = plan("--recipe", path.stem, "--output_dir", str(tmp_path / "out"), *flags)
     parsed = configs(made)
     assert list(parsed) == STEPS.get(path.stem, [1, 2, 3])
     for command in (command for _, command in made.commands):

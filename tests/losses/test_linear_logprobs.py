@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat.losses import linear_logprobs
+from dschat.losses import linear_logprobs, linear_top_ids, token_logprobs
 
 # The package's function of that name hides it.
 MODULE = importlib.import_module("dschat.losses.linear_logprobs")
@@ -258,3 +258,45 @@ def test_no_tensor_of_positions_times_vocabulary(monkeypatch, with_entropy):
         (logprobs.sum() + (entropy.sum() if entropy is not None else 0.0)).backward()
     assert seen.elements == 4 * vocabulary
     assert max(saved) == weight.numel()
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_several_targets_a_position(monkeypatch, rows_per_chunk, with_entropy):
+    """Equal ones too; a position whose targets have no gradient may have infinite logits."""
+    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+    hidden, weight, bias, first = inputs()
+    targets = torch.stack([first, torch.arange(M) % V, first], dim=1)
+    tensors = [x.requires_grad_() for x in (hidden, weight, bias)]
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    upstream, other = torch.linspace(-1, 2, 3 * M).view(M, 3), torch.linspace(3, -1, M)
+
+    def expected():
+        log_probs = ((doubles[0] @ doubles[1].T + doubles[2]) / 0.7).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(1, targets), entropy if with_entropy else None
+
+    def actual():
+        return linear_logprobs(*tensors, targets, 0.7, with_entropy)
+
+    assert_close(actual()[0], expected()[0], 2e-6)
+    pairs = [gradients(f, x, upstream, other) for f, x in ((actual, tensors), (expected, doubles))]
+    for value, reference in zip(*pairs, strict=True):
+        assert_close(value, reference, 3e-6)
+    logits = (hidden @ weight.T + bias).detach()[None]
+    for whole in (targets, targets[:, 0]):
+        ours = token_logprobs(logits.requires_grad_(), whole[None], 0.7)
+        plain = (logits / 0.7).log_softmax(-1)[0].gather(1, whole.view(M, -1)).view_as(whole)
+        assert_close(ours[0], plain, 2e-6)
+        scale = upstream.view(M, 3) if whole.dim() == 2 else upstream[:, 0]
+        got, reference = (torch.autograd.grad((x * scale).sum(), logits)[0] for x in (ours, plain))
+        assert_close(got, reference, 3e-6)
+
+
+def test_likeliest_ids(monkeypatch):
+    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", 3 * V)
+    hidden, weight, bias, _ = inputs()
+    logits = (hidden.double() @ weight.double().T + bias).numpy()
+    expected = [sorted(range(9), key=lambda i, row=row: -row[i])[:4] for row in logits]
+    assert linear_top_ids(hidden, weight, bias, 4, 9).tolist() == expected
+    assert linear_top_ids(hidden, weight, bias, 40, 9).shape == (M, 9)

@@ -117,6 +117,26 @@ def test_estimators_by_hand(estimator, declined):
     assert torch.equal(e.loss_mask, mask)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_teacher_adds_its_log_ratio_per_action(estimator, gamma):
+    """With a discount of its own, after the estimator and its statistics."""
+    e = experience(declined=DECLINED)
+    noise = np.random.default_rng(9).normal(-1, 0.5, e.answer_mask.shape)
+    e.teacher_logprobs = torch.tensor(noise, dtype=torch.float32)  # garbage outside the answers
+    options = {"teacher_model_name_or_path": "t", "distill_coef": 0.3, "distill_gamma": gamma}
+    fill_in_advantages(e, config(estimator, **options), 0.2, PROMPTS, CLIP)
+    log_ratio = (e.teacher_logprobs - e.logprobs).double().numpy()
+    lengths = e.answer_mask.sum(1).tolist()
+    of_teacher = [
+        to_go(row[:n], gamma) for row, n, s in zip(log_ratio, lengths, e.scored, strict=True) if s
+    ]
+    expected = by_hand(estimator, e, 0.2) + 0.3 * np.concatenate(of_teacher)
+    scored = e.answer_mask & e.scored[:, None]
+    np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
+    assert not e.advantages[~scored].any()
+
+
 class TwoRanks:
     """Two threads in the place of two processes: `all_reduce_sum` waits for both and adds."""
 

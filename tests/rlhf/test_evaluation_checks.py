@@ -26,7 +26,7 @@ def evaluated(sources, has_programs=True, **knobs):
         answers_of=lambda *_: scored, scorer=SimpleNamespace(programs=programs)
     )
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["a"] * len(ids))
-    engine = SimpleNamespace(args=args, has_reference=False, tokenizer=tokenizer)
+    engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=tokenizer)
     held_out = HeldOutPrompts(PromptTable([[1], [1]]), ["", ""], 0, 2, gold=False)
     return evaluate_policy(engine, None, held_out, collector)
 

@@ -26,7 +26,7 @@ def rule(answers):
 
 
 def scorer_of(*functions, reward_model=False, **knobs):
-    engine = SimpleNamespace(reward=object() if reward_model else None)
+    engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None)
     args = RLHFConfig(**knobs)
     return RolloutScorer(engine, args, RewardPrograms.of(args, functions))
 
@@ -167,7 +167,7 @@ def test_every_iteration_samples_with_its_own_seed():
     knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
     args = RLHFConfig(**knobs)
     trainer = DeepSpeedPPOTrainer(
-        SimpleNamespace(reward=None), args, programs=RewardPrograms.of(args, [rule])
+        SimpleNamespace(reward=None, teacher=None), args, programs=RewardPrograms.of(args, [rule])
     )
     asked = []
     for trainer.iteration in range(3):
@@ -181,7 +181,7 @@ def test_every_iteration_samples_with_its_own_seed():
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
     programs = RewardPrograms.of(args, [rule])
-    engine = SimpleNamespace(reward=None)
+    engine = SimpleNamespace(reward=None, teacher=None)
     trainer = DeepSpeedPPOTrainer(engine, args, programs=programs)
     assert trainer.programs is programs
     with pytest.raises(UserError, match="give reward_fns to RewardPrograms.of"):

@@ -1,0 +1,113 @@
+"""On-policy distillation: what the teacher gives to an experience, and what the actor learns."""
+
+import numpy as np
+import pytest
+import torch
+from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs
+from tiny_models import causal_lm
+
+from dschat.config import RLHFConfig, UserError
+from dschat.rlhf.rollout_scorer import RolloutScorer
+
+ALONE = (("teacher_model_name_or_path", "gpt2"), ("advantage_estimator", "reinforce"))
+ALONE += (("kl_coef", 0.0), ("missing_eos_penalty", 0.0))
+TOP_K = 5
+
+
+def trainer_of(models_folder, zero=0, **options):
+    """A trainer whose only source is a teacher of another family."""
+    case = Case("ppo", zero, reward="", options=ALONE + tuple(options.items()))
+    config = ppo_config(case, models_folder)
+    config.critic_model_name_or_path = config.reward_model_name_or_path = ""
+    return build_trainer(config), case
+
+
+@torch.no_grad()
+def plain_logprobs(model, e):
+    """Log-probs of the whole vocabulary before each action, one sequence at a time, in float64."""
+    rows = []
+    for ids, start, end in zip(e.input_ids, e.prompt_lengths, e.lengths, strict=True):
+        logits = model(input_ids=ids[None, :end], use_cache=False).logits[0, start - 1 : end - 1]
+        rows.append(logits.double().log_softmax(-1).numpy())
+    return rows
+
+
+def drawn(rows, e):
+    """The log-probs of the actions of all sequences, in a row."""
+    actions = [
+        ids[start:end]
+        for ids, start, end in zip(e.input_ids, e.prompt_lengths, e.lengths, strict=True)
+    ]
+    return np.concatenate(
+        [row[np.arange(len(a)), a.numpy()] for row, a in zip(rows, actions, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_teacher_alone_gives_the_advantages(zero, models_folder):
+    trainer, case = trainer_of(models_folder, zero, offload_teacher_model=zero == 0)
+    engine = trainer.engine
+    assert (engine.ref, engine.critic, engine.reward) == (None, None, None)
+    e = trainer.generate_experience(my_prompts(case, 0, trainer.args))
+    teacher = drawn(plain_logprobs(causal_lm("gpt2"), e), e)
+    actor = drawn(plain_logprobs(causal_lm("llama"), e), e)
+    np.testing.assert_allclose(e.teacher_logprobs[e.answer_mask], teacher, atol=2e-5)
+    np.testing.assert_allclose(e.advantages[e.answer_mask], teacher - actor, atol=4e-5)
+    kl = (actor - teacher).sum() / e.num_sequences
+    assert trainer.metrics["objective/teacher_kl"] == pytest.approx(kl, rel=1e-4)
+    assert not [name for name in trainer.metrics if name.startswith("objective/scores/")]
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_candidates_and_the_loss_over_them(zero, models_folder):
+    options = {"distill_top_k": TOP_K, "actor_learning_rate": 0.0}
+    trainer, case = trainer_of(models_folder, zero, **options)
+    e = trainer.generate_experience(my_prompts(case, 0, trainer.args))
+    models = [plain_logprobs(causal_lm(name), e) for name in ("llama", "gpt2")]
+    assert not e.advantages.any()
+    total = 0.0
+    for i, (actor, teacher) in enumerate(zip(*models, strict=True)):
+        for t, (p, q) in enumerate(zip(actor, teacher, strict=True)):
+            ids = e.candidates[i, t].tolist()
+            assert ids[:TOP_K] == np.argsort(-p)[:TOP_K].tolist()
+            assert ids[TOP_K:] == np.argsort(-q)[:TOP_K].tolist()
+            np.testing.assert_allclose(e.teacher_candidates[i, t], q[ids], atol=2e-5)
+            ids = sorted(set(ids))
+            a, b = np.exp(p[ids]), np.exp(q[ids])
+            rest, other = 1 - a.sum(), 1 - b.sum()
+            total += (a * (p - q)[ids]).sum() + rest * np.log(rest / other)
+    np.testing.assert_allclose(e.teacher_logprobs[e.answer_mask], drawn(models[1], e), atol=2e-5)
+    trainer.train_rlhf(e)
+    mean = total / int(e.answer_mask.sum())
+    assert trainer.metrics["loss/distill_avg"] == pytest.approx(mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [0, TOP_K])
+def test_the_actor_comes_closer_to_the_teacher(top_k, models_folder):
+    rate = {"actor_learning_rate": 3e-3, "lr_scheduler_type": "constant"}
+    trainer, case = trainer_of(models_folder, distill_top_k=top_k, **rate)
+    engine, kl = trainer.engine, []
+    teacher = probe_logprobs(engine.teacher)
+    for iteration in range(12):
+        trainer.train_rlhf(trainer.generate_experience(my_prompts(case, iteration, trainer.args)))
+        kl.append(trainer.metrics["objective/teacher_kl"])
+    assert np.mean(kl[-3:]) < 0.85 * np.mean(kl[:3]), kl
+    assert probe_logprobs(engine.teacher) == teacher
+
+
+def test_picked_sequences_keep_their_candidates(models_folder):
+    trainer, case = trainer_of(models_folder, distill_top_k=TOP_K)
+    e = trainer.generate_experience(my_prompts(case, 0, trainer.args))
+    part = e.pick([3, 1])
+    width = part.answer_mask.shape[1]
+    assert torch.equal(part.candidates, e.candidates[[3, 1], :width])
+    assert part.teacher_candidates.shape == (2, width, 2 * TOP_K)
+
+
+def test_without_teacher_and_rewards_there_is_nothing_to_learn(models_folder):
+    with pytest.raises(UserError, match="name a reward model"):
+        RLHFConfig(actor_model_name_or_path="a", advantage_estimator="reinforce").validate()
+    trainer, _ = trainer_of(models_folder)
+    trainer.engine.teacher = None
+    with pytest.raises(UserError, match="nothing scores the answers"):
+        RolloutScorer(trainer.engine, trainer.args, trainer.programs)
