@@ -156,6 +156,8 @@ def workplace(tmp_path, monkeypatch):
     Path("models").mkdir()
     for name in ("my-base", "my-sft", "my-reward"):
         Path("models", name).symlink_to(resolve_model("builtin/tiny"))
+    Path("output/demo/step3_rlhf").mkdir(parents=True)  # what other commands have trained
+    Path("output/demo/step3_rlhf/actor").symlink_to(resolve_model("builtin/tiny"))
     Path("training").symlink_to(ROOT / "training")
     return tmp_path
 

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from estimates import estimated, pairs_estimate
 
 from dschat.config import RewardConfig, SFTConfig, UserError
 from dschat.estimate import run
 from dschat.estimate.advice import _changes, advise
+from dschat.estimate.models import Models, Use
 from dschat.estimate.result import GIB, Device
 
 
@@ -82,6 +84,22 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_heads(tiny):
     assert not before.fits
     assert {"inference_tp_size": 2} in [change.fields for change in _changes(before)]
     assert all("inference_tp_size" not in entry.change.fields for entry in advise(before, make))
+
+
+def test_a_teacher_can_be_offloaded(tiny):
+    """Its weights are counted at its own size, and go to the host."""
+    llama, gpt2 = tiny("llama"), tiny("gpt2")
+    fields = {"actor_model_name_or_path": llama, "critic_model_name_or_path": llama}
+    before, _ = estimated(fields | {"teacher_model_name_or_path": gpt2})
+    assert {"offload_teacher_model": True} in [change.fields for change in _changes(before)]
+    size = Models().sizes(Use(gpt2, "--x", "lm", torch.bfloat16)).total
+    scoring = next(mode for mode in before.modes if mode.name == "scoring")
+    assert scoring.items["teacher weights"] == pytest.approx(2 * size, rel=0.01)
+    away, _ = estimated(
+        fields | {"teacher_model_name_or_path": gpt2, "offload_teacher_model": True}
+    )
+    assert all("teacher weights" not in mode.items for mode in away.modes)
+    assert any(line.startswith("teacher: ") for line in away.models)
 
 
 def test_advice_for_the_policy_on_pairs(tiny):
