@@ -79,7 +79,8 @@ def evaluate_policy(
             scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
-    sums["score"] = float(scores[scored].sum())
+    if sources:
+        sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
         with engine.reference() as reference:
             sums["kl"] = _kl(engine, reference, e)

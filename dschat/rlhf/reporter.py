@@ -30,6 +30,7 @@ logger = logging.getLogger("dschat")
 _COLUMNS = (
     "objective/scores",
     "objective/kl",
+    "objective/teacher_kl",
     "objective/entropy",
     "loss/policy_avg",
     "loss/value_avg",

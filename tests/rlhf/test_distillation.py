@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 import torch
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs
+from step_rows import PROMPTS
 from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
+from dschat.inference.protocol import SamplingParams
+from dschat.models.language_model import LanguageModel
+from dschat.models.packing import pack
+from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
+from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
+from dschat.runtime.gold_eval import EVAL_SEED
 
 ALONE = (("teacher_model_name_or_path", "gpt2"), ("advantage_estimator", "reinforce"))
 ALONE += (("kl_coef", 0.0), ("missing_eos_penalty", 0.0))
@@ -82,6 +89,21 @@ def test_candidates_and_the_loss_over_them(zero, models_folder):
     assert trainer.metrics["loss/distill_avg"] == pytest.approx(mean, rel=1e-4)
 
 
+def test_a_family_that_changes_logits_has_the_same_candidates():
+    """It computes the logits of all positions first."""
+    model = LanguageModel(causal_lm("llama"))
+    rows = pack([[5, 6, 7, 8], [9, 10]], [range(3), range(1)])
+    rows.candidates = torch.tensor([[3, 4], [7, 7], [2, 63], [11, 1]])
+    expected = model(rows, 0.7, True, 4, 60)
+    model._head_is_linear = False
+    for value, other in zip(model(rows, 0.7, True, 4, 60), expected, strict=True):
+        torch.testing.assert_close(value, other, atol=2e-5, rtol=1e-5)
+    ids = expected[2]
+    assert ids.shape == (4, 1 + 2 + 4)
+    assert torch.equal(ids[:, 1:3], rows.candidates)
+    assert int(ids[:, 3:].max()) < 60
+
+
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_the_actor_comes_closer_to_the_teacher(top_k, models_folder):
     rate = {"actor_learning_rate": 3e-3, "lr_scheduler_type": "constant"}
@@ -93,6 +115,21 @@ def test_the_actor_comes_closer_to_the_teacher(top_k, models_folder):
         kl.append(trainer.metrics["objective/teacher_kl"])
     assert np.mean(kl[-3:]) < 0.85 * np.mean(kl[:3]), kl
     assert probe_logprobs(engine.teacher) == teacher
+
+
+def test_evaluation_measures_the_kl_to_the_teacher(models_folder):
+    """And no score, where nothing scores."""
+    trainer, _ = trainer_of(models_folder)
+    engine, prompts = trainer.engine, PromptTable.of(PROMPTS[:4])
+    sampling = SamplingParams.from_config(trainer.args, EVAL_SEED, 1)
+    with engine.rollout_mode() as generator:
+        held_out = HeldOutPrompts(prompts, ["a"] * 4, 0, 4, gold=False)
+        metrics = evaluate_policy(engine, generator, held_out, trainer.collector)
+        e = trainer.collector.answers_of(generator, prompts, sampling, 0).experience
+    actor, teacher = (drawn(plain_logprobs(causal_lm(name), e), e) for name in ("llama", "gpt2"))
+    assert metrics["eval/teacher_kl"] == pytest.approx((actor - teacher).sum() / 4, rel=1e-4)
+    assert set(metrics) == {"eval/teacher_kl", "eval/answer_length", "eval/eos_share"}
+    assert set(_metric_names(trainer.args, [])) == {*metrics, "eval/gold"}  # known prompts
 
 
 def test_picked_sequences_keep_their_candidates(models_folder):
