@@ -83,6 +83,18 @@ def test_reward_functions_leave_out_step_two(tree):
     assert list(planned(tree, *argv, "--step", "3")) == [3]
 
 
+def test_a_teacher_alone_leaves_out_step_two(tree):
+    argv = ("--actor-model", "hub/actor", "--output-dir", "out")
+    argv += ("--teacher_model_name_or_path", "hub/teacher")
+    alone = (*argv, "--advantage_estimator", "reinforce")
+    assert list(planned(tree, *alone)) == [1, 3]
+    assert "no step 2" in plan(tree, *alone).notes[0]
+    with pytest.raises(UserError, match="--advantage_estimator reinforce"):
+        plan(tree, *argv)
+    for reward, steps in (("--reward-model", [1, 2, 3]), ("--critic_model_name_or_path", [1, 3])):
+        assert list(planned(tree, *argv, reward, "hub/reward")) == steps
+
+
 def test_a_reward_model_beside_reward_functions(tree):
     """A named base is trained, and the model is passed to step 3 as a reward source."""
     argv = ("--recipe", "quiet", "--output-dir", "out", "--reward_url", "http://here:1")

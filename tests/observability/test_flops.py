@@ -1,5 +1,7 @@
 """FLOPs against hand counts and PyTorch's counter; peak memory."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -182,6 +184,11 @@ def test_iteration_shares_prefill_and_can_skip_the_actor():
     warm_up = flops.rlhf_iteration_flops(LLAMA, LLAMA, LLAMA, *lens, train_actor=False)
     seq_lens = [p + a for p, a in zip(*lens, strict=True)]
     assert warm_up["train"] == sum(flops.training_flops(LLAMA, n, head="score") for n in seq_lens)
+    teacher = dataclasses.replace(LLAMA, num_layers=5)
+    taught = flops.rlhf_iteration_flops(LLAMA, None, None, *lens, teacher=teacher)
+    alone = flops.rlhf_iteration_flops(LLAMA, None, None, *lens)
+    passes = sum(flops.transformer_flops(teacher, n) for n in seq_lens)
+    assert taught["score"] - alone["score"] == passes
 
 
 def test_tflops_per_s():
