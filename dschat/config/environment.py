@@ -17,7 +17,6 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         None,
         "Answer in several turns with an environment: file.py:NAME or pkg.mod:NAME, a class with "
         "step(answer) or a function step(observation, action); its rewards are a reward source.",
-        short=True,
     )
     max_turns: int = flag(8, "Longest episode with --environment, in answers.", ge=1)
     max_turn_tokens: Optional[int] = flag(

@@ -37,7 +37,7 @@ def test_defaults_follow_the_device():
     memory = {"token_bytes": 10, "free_bytes": 10**9}
     assert sizes.tokens_per_page(300, is_captured=False, **memory) == 300
     assert sizes.tokens_per_page(300, is_captured=True, **memory) == 32
-    assert sizes.tokens_per_page(40, is_captured=True, **memory) == 40
+    assert sizes.tokens_per_page(20, is_captured=True, **memory) == 20
 
 
 @pytest.mark.parametrize(("length", "page"), [(300, 32), (20, 20)])

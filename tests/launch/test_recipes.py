@@ -35,7 +35,9 @@ PUBLISHED = {
 }
 
 # Runs of two steps: DPO, reward functions, or a teacher.
-STEPS = {"demo-dpo": [1, 2], "arithmetic": [1, 3], "arithmetic-dapo": [1, 3], "distill": [1, 3]}
+STEPS = {"demo-dpo": [1, 2]} | dict.fromkeys(
+    ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill"), [1, 3]
+)
 # Flags in place of the result of another run.
 FLAGS = {"distill": ["--teacher_model_name_or_path", "builtin/tiny"]}
 

@@ -7,6 +7,7 @@ from step_rows import PROMPTS
 
 from dschat.rlhf import scoring
 from dschat.rlhf import trainer as ppo
+from dschat.rlhf.rollout_collector import RolloutCollector
 
 ONE = Case("ppo", iterations=1)
 ONE_STEP = {"ppo_epochs": 1, "gradient_accumulation_steps": 2}  # 16 sequences in one step
@@ -76,7 +77,7 @@ def test_a_single_step_divides_by_its_own_log_probs(iteration):
 
 def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     """Numbers of a rollout may be missing, here every eighth."""
-    generated = ppo.RolloutCollector.generate
+    generated = RolloutCollector.generate
 
     def collect(self, *args):
         collected = generated(self, *args)
@@ -84,7 +85,7 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
         e.numbers = e.numbers + e.numbers // 7 + 1  # 1 to 7, 9 to 15, ...
         return collected
 
-    monkeypatch.setattr(ppo.RolloutCollector, "generate", collect)
+    monkeypatch.setattr(RolloutCollector, "generate", collect)
     e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
     assert not (e.numbers % 8 == 0).any()
     assert e.recomputed.all()

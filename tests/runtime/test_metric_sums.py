@@ -12,6 +12,7 @@ from step_rows import pair_rows, sft_rows
 from tiny_models import PAD
 
 from dschat.config import RewardConfig
+from dschat.inference.protocol import Rollout
 from dschat.rlhf import actor_loss, trainer
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
@@ -56,11 +57,7 @@ def test_supervised_losses_read_nothing_from_the_device(kind):
 def test_policy_and_value_losses_read_nothing_from_the_device(models_folder, monkeypatch):
     args = ppo_config(Case("ppo"), models_folder)
     args.kl_in_loss, args.kl_estimator, args.entropy_coef = True, "k3", 0.1
-    rollout = SimpleNamespace(
-        token_ids=[[4, 5], [6]],
-        logprobs=[[-1.0, -2.0], [-3.0]],
-        finish_reasons=["stop", "length"],
-    )
+    rollout = Rollout([[4, 5], [6]], [[-1.0, -2.0], [-3.0]], ["stop", "length"])
     batch = from_rollout([[3], [2, 3]], rollout, PAD).to("meta")
     per_action = torch.zeros(2, 2, device="meta", requires_grad=True)
     monkeypatch.setattr(actor_loss, "action_logprobs", lambda *_: (per_action, per_action))

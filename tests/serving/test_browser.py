@@ -143,8 +143,14 @@ def test_an_error_is_shown(page):
     page.expected = "status of 400"  # the browser logs it
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("dark", 360),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("light", 360), ("dark", 1280)]),
+        pytest.param("light", 1280, marks=pytest.mark.slow),
+    ],
+)
 def test_every_width(scheme, width, page, tmp_path):
     """Nothing is wider than the window; every control can be reached by the keyboard."""
     page.set_viewport_size({"width": width, "height": 740})

@@ -23,8 +23,9 @@ from dschat.startup.interrupts import exit_on_interrupt
 ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 STEP1 = "step1_sft/main.py --output_dir out --max_seq_len 64 --model_name_or_path {f}/llama"
 STEP3 = (
-    "step3_rlhf/main.py --output_dir out --max_prompt_seq_len 8 --max_answer_seq_len 8 "
-    "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
+    "step3_rlhf/main.py --output_dir out --sample_steps 0 --max_prompt_seq_len 8 "
+    "--max_answer_seq_len 8 --per_device_generation_batch_size 2 "
+    "--per_device_training_batch_size 2 "
     "--actor_model_name_or_path {f}/llama --critic_model_name_or_path {f}/llama_reward"
 )
 MOMENTS = {  # a command, and when the signal comes
