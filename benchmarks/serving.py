@@ -5,12 +5,13 @@
 A Llama of 35M parameters with random weights, fp32. First, streams that begin a new request as soon
 as one ends, for ``--seconds``: how many requests were answered whole, and the times to the first
 token. Then, by turns, the same prompts to the server and to `InferenceEngine.generate` in a process
-of its own; each answer has 128 tokens. Prints one JSON line each.
+of its own; each answer has 256 tokens. Prints one JSON line each.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from dschat.builtin.tiny_model import resolve_model
 from dschat.inference import InferenceEngine, SamplingParams
 
-NEW_TOKENS, PROMPT_TOKENS = 128, 32
+NEW_TOKENS, PROMPT_TOKENS = 256, 32
 HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -55,19 +56,21 @@ class Client:
 
     async def ask(self, ids: list[int], seed: int) -> None:
         body = {"prompt": ids, "max_tokens": NEW_TOKENS, "seed": seed, "stream": True}
-        data = json.dumps(body | {"ignore_eos": True, "logprobs": 0})
+        data = json.dumps(body | {"ignore_eos": True, "stream_options": {"include_usage": True}})
         started = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(f"{HEADERS}Content-Length: {len(data)}\r\n\r\n{data}".encode())
-        count, tail = 0, b""
+        is_first, tail = True, b""
         while part := await reader.read(1 << 16):
-            if b"data: {" in part and not count:
+            if is_first and b"data: {" in part:
                 self.first_token_s.append(time.perf_counter() - started)
-            count += part.count(b"data: {")
-            tail = (tail + part)[-100:]
+                is_first = False
+            tail = (tail + part)[-400:]
             if b"[DONE]" in tail:
                 break
         writer.close()
+        found = re.search(rb'"completion_tokens":(\d+)', tail)
+        count = int(found[1]) if found else 0
         self.tokens += count
         self.whole += count == NEW_TOKENS
         self.lost += count != NEW_TOKENS

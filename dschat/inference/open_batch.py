@@ -38,6 +38,7 @@ class Request(Prompt):
     end_ids: frozenset[int] = frozenset()
     num_top: int = 0
     top: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    sampler: Sampler | None = None  # shared with all requests of like sampling
 
 
 class OpenBatch:
@@ -130,7 +131,9 @@ class _RequestSampler(Sampler):
             assert isinstance(request, Request)
             if not sequence.uniforms and request.sampling.temperature > 0:
                 refill_uniforms([sequence], request.sampling)
-            alike.setdefault(self._sampler(request), []).append(i)
+            if request.sampler is None:
+                request.sampler = self._sampler(request)
+            alike.setdefault(request.sampler, []).append(i)
         tokens, logprobs = [0] * len(places), [0.0] * len(places)
         for sampler, rows in alike.items():
             some = logits if len(alike) == 1 else logits[rows]
