@@ -26,6 +26,12 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         60.0, "Timeout of one step of an environment, in seconds.", gt=0
     )
     environment_workers: int = flag(16, "Threads per process that run steps of environments.", ge=1)
+    environment_lag: int = flag(
+        4,
+        "Decode steps after which a reply is awaited, so that a run repeats to the bit; 0: take "
+        "replies as they come, for slow environments.",
+        ge=0,
+    )
     on_environment_error: Literal["error", "feedback"] = flag(
         "error",
         "error: stop the run. feedback: tell the model what failed, and go on with the episode.",

@@ -26,13 +26,21 @@ _WAIT_S = 0.2  # between two looks at the clock, while no answer decodes
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Bounds of an episode. ``tells``: an environment's failure becomes its text to the model."""
+    """Bounds of an episode.
+
+    Attributes:
+        tells: an environment's failure becomes its text to the model.
+        lag: decode steps after which a reply is awaited and taken, neither sooner nor later: then
+            batches do not depend on the environments' speed, and log-probs repeat to the bit.
+            0: replies are taken as they come.
+    """
 
     max_turns: int
     max_turn_tokens: int
     timeout_s: float
     num_workers: int
     tells: bool
+    lag: int = 4
 
 
 @dataclass(eq=False)
@@ -80,6 +88,15 @@ class Episode:
         self.rewards += [0.0] * len(tokens)
 
 
+@dataclass
+class _Reply:
+    """A reply that an environment works on: when it is late, and the step at which it is taken."""
+
+    episode: Episode
+    late: float
+    due: int
+
+
 class EpisodeRunner:
     """Answers prompts in episodes with ``engine``. Not for captured steps, nor for several ranks
     of tensor parallelism.
@@ -102,7 +119,8 @@ class EpisodeRunner:
         self._observations, self._limits = observations, limits
         self._pool = Pool(limits.num_workers)
         self._decoding: dict[inference.Prompt, Episode] = {}
-        self._replying: dict[Future, tuple[Episode, float]] = {}  # and when it is late
+        self._replying: dict[Future, _Reply] = {}  # in the order of asking
+        self._steps = 0
         self.stats = self._batch.stats
         engine.stats = self.stats
 
@@ -130,6 +148,7 @@ class EpisodeRunner:
         try:
             while self._decoding or self._replying:
                 if self._batch.has_work:
+                    self._steps += 1
                     self._take(self._batch.step())
                 for episode, reply in self._replies():
                     self._follow(episode, reply)
@@ -166,21 +185,36 @@ class EpisodeRunner:
 
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
         late = time.monotonic() + self._limits.timeout_s
-        self._replying[self._pool.submit(method, *args)] = episode, late
+        future = self._pool.submit(method, *args)
+        self._replying[future] = _Reply(episode, late, self._steps + self._limits.lag)
 
     def _replies(self) -> Iterator[tuple[Episode, Observation | None | EnvironmentFault]]:
-        """The replies since the last look; waits for one while no answer decodes."""
+        """The replies that are due."""
+        for future in self._settled():
+            reply = self._replying.pop(future)
+            try:
+                if not future.done():
+                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s")
+                yield reply.episode, future.result()
+            except EnvironmentFault as fault:
+                yield reply.episode, fault
+
+    def _settled(self) -> list[Future]:
+        """The futures to take now, done or late. While no answer decodes, waits for the next."""
+        if not self._replying:
+            return []
+        if self._limits.lag:
+            due = self._steps
+            if not self._batch.has_work:
+                due = max(due, min(reply.due for reply in self._replying.values()))
+            chosen = [f for f, reply in self._replying.items() if reply.due <= due]
+            for future in chosen:
+                wait([future], max(0.0, self._replying[future].late - time.monotonic()))
+            return chosen
         timeout = 0.0 if self._batch.has_work else _WAIT_S
         done, _ = wait(self._replying, timeout, FIRST_COMPLETED)
         now = time.monotonic()
-        for future in [f for f, (_, late) in self._replying.items() if f in done or late < now]:
-            episode, _ = self._replying.pop(future)
-            try:
-                if future not in done:
-                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s")
-                yield episode, future.result()
-            except EnvironmentFault as fault:
-                yield episode, fault
+        return [f for f, reply in self._replying.items() if f in done or reply.late < now]
 
     def _follow(self, episode: Episode, reply: Observation | None | EnvironmentFault) -> None:
         """Continue an episode with what its environment said; None: it has been reset."""

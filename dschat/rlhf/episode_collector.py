@@ -103,6 +103,7 @@ def limits_of(args: RLHFConfig) -> EpisodeLimits:
         args.environment_timeout_s,
         args.environment_workers,
         args.on_environment_error == "feedback",
+        args.environment_lag,
     )
 
 

@@ -105,6 +105,30 @@ def test_episodes_are_those_alone(sizes, made, module_of):
             assert one.finish_reason == expected.finish_reason
 
 
+class Slow(Replies):
+    """Replies after a random time."""
+
+    def step(self, answer):
+        time.sleep(random.random() / 200)
+        return super().step(answer)
+
+
+def test_to_the_bit_whatever_the_environment_takes(made):
+    made.forget_prefixes()  # as every rollout does
+    expected = run(made)
+    for _ in range(3):
+        made.forget_prefixes()
+        got = run(made, Slow)
+        for one, other in zip(got, expected, strict=True):
+            assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_replies_as_they_come(made):
+    limits = EpisodeLimits(5, 8, 20.0, 4, tells=False, lag=0)
+    pairs = zip(run(made, Slow, limits=limits), run(made), strict=True)
+    assert all(one.tokens == other.tokens for one, other in pairs)
+
+
 def test_a_single_turn_is_an_answer_of_generate(made):
     class Ends:
         def step(self, answer):
