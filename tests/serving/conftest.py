@@ -18,8 +18,8 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path_factory):
-    """A server with one slot, one place in the queue, and little patience."""
-    sizes = {"max_num_seqs": 1, "max_waiting": 1, "request_timeout_s": 1.0}
+    """A server with one slot and one place in the queue."""
+    sizes = {"max_num_seqs": 1, "max_waiting": 1}
     yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], **sizes)
 
 
