@@ -70,10 +70,8 @@ HERE = [
 TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
-    Case("reward", 3, 4, rows="ranked"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
-    Case("ppo", 3, 4, iterations=1, shares=(3, 5), options=TOP_LORA),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -93,6 +91,8 @@ SLOW_HERE += [
 ]
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += [
+    Case("reward", 3, 4, rows="ranked"),
+    Case("ppo", 3, 4, iterations=1, shares=(3, 5), options=TOP_LORA),
     Case("sft", 2, 2, options=BUDGET),
     Case("sft", 3, 4, options=GROWN),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5)),

@@ -74,6 +74,7 @@ def test_host_memory_counts(opt):
     assert "fits on the device, not in host memory" in run.line(small, [])
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads(tiny):
     """The error of the run; such a size is not advised either."""
     fields = {"actor_model_name_or_path": tiny("llama"), "critic_model_name_or_path": tiny("llama")}
