@@ -126,3 +126,18 @@ def run_here(models_folder, tmp_path_factory):
         return done[case], out / case.name
 
     return run
+
+
+@pytest.fixture(scope="session")
+def module_of():
+    """``module_of("llama")``: that family's tiny module, shared, so never to be changed."""
+    import families
+
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = families.build(name)
+        return made[name]
+
+    return get

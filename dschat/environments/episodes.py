@@ -5,6 +5,7 @@ drawn stay as they are, and only the environment's text is tokenized. The pages 
 has so far are found in the prefix cache, so a turn computes its new tokens.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -90,11 +91,16 @@ class Episode:
 
 @dataclass
 class _Reply:
-    """A reply that an environment works on: when it is late, and the step at which it is taken."""
+    """A reply that an environment works on, and the step at which it is taken."""
 
     episode: Episode
-    late: float
     due: int
+    started: float = math.inf  # when a thread began with it
+    is_late: bool = False
+
+    def begin(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.started = time.monotonic()
+        return method(*args)
 
 
 class EpisodeRunner:
@@ -184,9 +190,8 @@ class EpisodeRunner:
     # -- the environment's turn --------------------------------------------------------------------
 
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
-        late = time.monotonic() + self._limits.timeout_s
-        future = self._pool.submit(method, *args)
-        self._replying[future] = _Reply(episode, late, self._steps + self._limits.lag)
+        reply = _Reply(episode, self._steps + self._limits.lag)
+        self._replying[self._pool.submit(reply.begin, method, *args)] = reply
 
     def _replies(self) -> Iterator[tuple[Episode, Observation | None | EnvironmentFault]]:
         """The replies that are due."""
@@ -209,12 +214,22 @@ class EpisodeRunner:
                 due = max(due, min(reply.due for reply in self._replying.values()))
             chosen = [f for f, reply in self._replying.items() if reply.due <= due]
             for future in chosen:
-                wait([future], max(0.0, self._replying[future].late - time.monotonic()))
+                while not (future.done() or self._replying[future].is_late):
+                    wait([future], _WAIT_S)
+                    self._mark_late()
             return chosen
-        timeout = 0.0 if self._batch.has_work else _WAIT_S
-        done, _ = wait(self._replying, timeout, FIRST_COMPLETED)
+        wait(self._replying, 0.0 if self._batch.has_work else _WAIT_S, FIRST_COMPLETED)
+        self._mark_late()
+        return [f for f, reply in self._replying.items() if f.done() or reply.is_late]
+
+    def _mark_late(self) -> None:
+        """Mark the replies over their time, and replace the threads that they occupy."""
         now = time.monotonic()
-        return [f for f, reply in self._replying.items() if f in done or reply.late < now]
+        for future, reply in self._replying.items():
+            is_over = now - reply.started > self._limits.timeout_s
+            if is_over and not reply.is_late and not future.done():
+                reply.is_late = True
+                self._pool.add_thread()
 
     def _follow(self, episode: Episode, reply: Observation | None | EnvironmentFault) -> None:
         """Continue an episode with what its environment said; None: it has been reset."""

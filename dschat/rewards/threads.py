@@ -47,9 +47,14 @@ class Pool:
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_threads = num_threads
+        self._num_threads = 0
         for _ in range(num_threads):
-            threading.Thread(target=self._work, daemon=True).start()
+            self.add_thread()
+
+    def add_thread(self) -> None:
+        """One thread more, such as in place of one whose job does not end."""
+        self._num_threads += 1
+        threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future:
         """A future of ``job(*args)``."""

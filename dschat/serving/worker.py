@@ -93,7 +93,13 @@ class EngineWorker:
         self._open.add(handle)
 
         def add(batch: OpenBatch) -> None:
-            handle.request = batch.add(ids, sampling, num_top)
+            try:
+                handle.request = batch.add(ids, sampling, num_top)
+            except Exception as error:
+                logger.exception("a request could not be queued")
+                news: list[tuple[Handle, Token | Exception]] = [(handle, error)]
+                self._loop.call_soon_threadsafe(self._deliver, news)
+                return
             self._handles[handle.request] = handle
 
         self._commands.put(add)

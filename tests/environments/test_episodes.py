@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from families import EOS, VOCAB, empty_engine, engine, stream
@@ -184,6 +185,39 @@ def test_a_failure_ends_the_episode(environment, said, made):
     episodes = run(made, environment, prompts=PROMPTS[:2], limits=limits)
     assert all(said in e.problem for e in episodes)
     assert made.cache.num_free == made.cache.num_pages
+
+
+def test_a_queue_for_the_workers_is_not_lateness(made):
+    """The time of a step counts from when a thread begins with it."""
+
+    class Takes:
+        def step(self, answer):
+            time.sleep(0.05)
+            return "", 1.0, True
+
+    limits = EpisodeLimits(3, 8, 0.4, 1, tells=False)
+    for lag in (0, 4):
+        episodes = run(made, Takes, prompts=PROMPTS * 3, limits=replace(limits, lag=lag))
+        assert len(episodes) == 24  # 1.2 seconds for the one worker
+        assert not any(e.problem for e in episodes)
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_threads_that_hang_are_replaced(lag, made):
+    """More episodes hang than there are workers, and the others are still served."""
+
+    class Some:
+        def reset(self, prompt):
+            self.hangs = prompt == "6"
+
+        def step(self, answer):
+            if self.hangs:
+                time.sleep(60)
+            return "", 1.0, True
+
+    limits = EpisodeLimits(3, 8, 0.2, 1, tells=False, lag=lag)
+    episodes = run(made, Some, limits=limits)
+    assert [bool(e.problem) for e in episodes] == [e.prompt == [6] for e in episodes]
 
 
 def test_a_failure_is_told_to_the_model(made):

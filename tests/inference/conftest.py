@@ -9,21 +9,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def module_of():
-    """``module_of("llama")``: that family's tiny module, shared, so never to be changed."""
-    import families
-
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = families.build(name)
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="session")
 def interpreted():
     """A `triton_worker.Worker` that interprets kernels."""
     yield from _worker(interpret=True)

@@ -157,6 +157,19 @@ def test_a_step_that_fails_ends_its_requests_alone(served, monkeypatch, caplog):
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
+def test_a_request_that_cannot_be_queued_fails_alone(served, monkeypatch):
+    batch = served.model.worker._batch
+    add = batch.add
+
+    def fails(*_):
+        monkeypatch.setattr(batch, "add", add)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(batch, "add", fails)
+    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 500
+    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 200
+
+
 def test_metrics(served):
     ask(served, "/v1/completions", {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
     _, _, text = ask(served, "/metrics", b"", "GET")
