@@ -68,9 +68,8 @@ def fill_in_advantages(
         e.advantages = e.returns = returns_to_go(baselined, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.scored_mask)
-    if (
-        args.has_teacher and not args.distill_top_k
-    ):  # per action and with its own discount, whatever the estimator
+    if args.has_teacher and not args.distill_top_k:
+        # Per action and with its own discount, whatever the estimator.
         e.advantages = e.advantages + args.distill_coef * distillation_advantages(
             e.logprobs, e.teacher_logprobs, e.answer_mask, args.distill_gamma
         )
