@@ -18,7 +18,7 @@ from typing import Any, Protocol, Union, runtime_checkable
 import numpy as np
 
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
-from dschat.data.sources.adapters import unpack, unpacked_names
+from dschat.data.sources.packed import unpack, unpacked_names
 
 Rows = list[Any]
 

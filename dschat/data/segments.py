@@ -11,12 +11,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
+from dschat.data.sources.turns import Turn
 from dschat.models.chat_template import default_template, failure
 
 logger = logging.getLogger("dschat")
@@ -45,13 +47,18 @@ class Encoded:
     problem: str = ""
 
 
-def prompt_text_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list[int]:
+Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template shows to the model
+
+
+def prompt_text_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, tools: Tools = None
+) -> list[int]:
     """The ids of a prompt (text or messages) for generation, identical to those in training.
 
     Raises:
         UserError: the tokenizer's chat template refuses these messages, or fails.
     """
-    segments = prompt_segments(tokenizer, prompt)
+    segments = prompt_segments(tokenizer, prompt, tools)
     return [token for ids in encode(tokenizer, segments) for token in ids]
 
 
@@ -69,9 +76,9 @@ def encode_examples(
     for example in examples:
         answers = example.answers(fields)
         try:
-            segments = prompt_segments(tokenizer, example.prompt)
+            segments = prompt_segments(tokenizer, example.prompt, example.tools)
             for answer in answers:
-                segments.append(answer_segment(tokenizer, example.prompt, answer))
+                segments.append(answer_segment(tokenizer, example.prompt, answer, example.tools))
             problem = ""
         except RefusedChat as error:
             segments, problem = [], str(error)
@@ -87,18 +94,22 @@ def encode_examples(
     ]
 
 
-def prompt_segments(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list[Segment]:
+def prompt_segments(
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, tools: Tools = None
+) -> list[Segment]:
     """A prompt's segments: its assistant turns, and the text that the template puts around them."""
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
     pieces, rendered = [], ""
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
-            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True)
-            answered = render_chat(tokenizer, prompt[: i + 1])
+            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, tools=tools)
+            answered = render_chat(tokenizer, prompt[: i + 1], tools=tools)
+            _require_calls(turn, answered)
             pieces += [(asked, rendered, False), (answered, asked, True)]
             rendered = answered
-    pieces.append((render_chat(tokenizer, prompt, add_generation_prompt=True), rendered, False))
+    whole = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+    pieces.append((whole, rendered, False))
     if not all(text.startswith(before) for text, before, _ in pieces):
         _warn_once(
             "the chat template rewrites earlier turns of a dialogue as it grows: "
@@ -108,13 +119,16 @@ def prompt_segments(tokenizer: PreTrainedTokenizerBase, prompt: Content) -> list
     return [Segment(text[len(before) :], is_answer) for text, before, is_answer in pieces]
 
 
-def answer_segment(tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: Content) -> Segment:
+def answer_segment(
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: Content, tools: Tools = None
+) -> Segment:
     """The answer's segment: its text, or the text that the template adds to the prompt for it."""
     if isinstance(answer, str):
         return Segment(answer, is_answer=True)
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
-    asked = render_chat(tokenizer, prompt, add_generation_prompt=True)
-    answered = render_chat(tokenizer, [*prompt, *answer])
+    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+    answered = render_chat(tokenizer, [*prompt, *answer], tools=tools)
+    _require_calls(answer[-1], answered)
     if answered.startswith(asked):
         return Segment(answered[len(asked) :], is_answer=True)
     _warn_once(
@@ -180,9 +194,10 @@ def _through_eos(ids: list[int], eos: int) -> list[int]:
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[Turn],
     add_generation_prompt: bool = False,
     template: str | None = None,
+    tools: Tools = None,
 ) -> str:
     """``messages`` as text, rendered by the tokenizer's chat template or by ``template``.
 
@@ -200,6 +215,7 @@ def render_chat(
             chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
         )
     except (TemplateError, ValueError) as error:  # ValueError: named templates without a default
         raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
@@ -208,6 +224,13 @@ def render_chat(
             f"the tokenizer's chat template fails ({failure(error)}) on the chat that ends with "
             f"{messages[-1]['content'][-40:]!r}; fix the template"
         ) from error
+
+
+def _require_calls(turn: Turn, rendered: str) -> None:
+    """Raise ``RefusedChat`` where the template left out an answer's calls of tools."""
+    calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
+    if not all(name in rendered for name in calls):
+        raise RefusedChat("calls of tools, which the chat template does not render")
 
 
 @lru_cache

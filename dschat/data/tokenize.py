@@ -7,6 +7,7 @@ log. ``segments.py`` turns texts into ids.
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar, Union, cast, overload
@@ -18,8 +19,9 @@ from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, Use
 from dschat.data.batches import RowStream
 from dschat.data.preference_rows import pair_rows, shuffled_labels
 from dschat.data.report import read_report
-from dschat.data.segments import encode_examples
-from dschat.data.sources.adapters import Content, Example, Purpose, is_packed
+from dschat.data.segments import Tools, encode_examples
+from dschat.data.sources.adapters import Content, Example, Purpose
+from dschat.data.sources.packed import is_packed
 from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
 from dschat.data.sources.table_cache import mapped
@@ -41,12 +43,20 @@ class _Tokenizes(Protocol[C]):
 
     @overload
     def __call__(
-        self, config: C, tokenizer: PreTrainedTokenizerBase, split: Literal["both"]
+        self,
+        config: C,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Literal["both"],
+        **options: Any,
     ) -> tuple[Table, Dataset]: ...
 
     @overload
     def __call__(
-        self, config: C, tokenizer: PreTrainedTokenizerBase, split: OneSplit = "train"
+        self,
+        config: C,
+        tokenizer: PreTrainedTokenizerBase,
+        split: OneSplit = "train",
+        **options: Any,
     ) -> Table: ...
 
 
@@ -124,7 +134,10 @@ def preference_dataset(
 
 @_typed
 def prompt_dataset(
-    config: RLHFConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
+    config: RLHFConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split = "train",
+    tools: Tools = None,
 ) -> Tables:
     """Step 3's table: ``prompt_ids`` (P,), ``prompt``, ``prompt_text``, ``index``; P <=
     max_prompt_seq_len.
@@ -133,10 +146,12 @@ def prompt_dataset(
     gold scorer and the log, is a text prompt or the last user turn. ``index`` numbers the examples
     before any is dropped. Prompts that are too long are dropped, not cut. The table keeps a row's
     other columns for reward functions: `prompt_columns` names them, `prompts_of` unpacks them.
+    Chats show ``tools`` in place of those of their rows.
 
     Returns and raises like ``sft_dataset``.
     """
-    make = partial(_prompt_rows, tokenizer=tokenizer, max_len=config.max_prompt_seq_len)
+    limit = config.max_prompt_seq_len
+    make = partial(_prompt_rows, tokenizer=tokenizer, max_len=limit, tools=tools)
     text = Value("string")
     columns = {"prompt_ids": _IDS, "prompt": text, "prompt_text": text, "index": Value("int64")}
     return _tables(config, "rlhf", split, make, columns)
@@ -269,8 +284,14 @@ def _sft_rows(
 
 
 def _prompt_rows(
-    examples: list[Example], indices: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int
+    examples: list[Example],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_len: int,
+    tools: Tools,
 ) -> Iterator[dict[str, Any]]:
+    if tools:
+        examples = [replace(example, tools=list(tools)) for example in examples]
     encoded_examples = encode_examples(tokenizer, examples, ())
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         too_long = len(encoded.prompt_ids) > max_len

@@ -6,6 +6,13 @@ from dialogues import REPLY, SYSTEM, USER
 from dschat.data.sources.adapters import Example, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def calls(function, content=""):
+    """An assistant's turn that calls a tool."""
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": function}]}
+
 
 @pytest.mark.parametrize(
     ("dialogue", "sft", "asked"),
@@ -52,8 +59,12 @@ def test_messages(dialogue, sft, asked):
         (3, "a number"),
         ([{"role": "user"}], "a turn without content"),
         ([USER("u"), {"role": "assistant", "content": None}], "a turn without content"),
-        ([USER("u"), {"role": "assistant", "tool_calls": [{}]}], "a tool call"),
-        ([USER("u"), {"role": "tool", "content": "4"}, REPLY("r")], "a turn of the role 'tool'"),
+        ([USER("u"), {"role": "assistant", "tool_calls": [{}]}], "call without a name"),
+        ([USER("u"), {"role": "user", "content": "", "tool_calls": [CALL]}], "the role 'user'"),
+        ([USER("u"), {"role": "assistant", "tool_calls": 3}], "tool calls that are a number"),
+        ([USER("u"), calls({"name": "f", "arguments": "{"})], "arguments are not JSON"),
+        ([USER("u"), calls({"name": "f", "arguments": [1]})], "arguments are a list"),
+        ([USER("u"), {"role": "critic", "content": "4"}, REPLY("r")], "a turn of the role"),
         (["u", "r"], "a turn that is a bare text"),
         ([{"content": "u"}], "a turn without role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
@@ -64,3 +75,32 @@ def test_values_that_are_not_dialogues_have_no_prompt_and_say_why(value, why):
     assert row["key"] == ""
     assert row["problem"].startswith("no usable prompt")
     assert why in row["problem"]
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', {"x": 1, "other": None}])
+def test_calls_of_tools(arguments):
+    """OpenAI's form, with arguments as an object or as its text; tables fill in nulls."""
+    dialogue = [USER("u"), calls({"name": "f", "arguments": arguments}, None)]
+    dialogue += [{"role": "tool", "content": "2", "name": "f"}, REPLY("r")]
+    tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
+    row = {"messages": dialogue, "tools": tools}
+    example = Example.from_row(normalize(row, ColumnAdapter(messages="messages"), "sft"))
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert example.prompt == [USER("u"), called, {"role": "tool", "content": "2", "name": "f"}]
+    assert example.chosen == [REPLY("r")]
+    assert example.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_an_answer_of_several_turns_is_no_part_of_the_prompt_to_answer():
+    turns = [calls(CALL["function"]), {"role": "tool", "content": "2"}, REPLY("r")]
+    row = {"prompt": "u", "completion": turns}
+    adapter = ColumnAdapter("prompt", "completion", as_chat=True)
+    learned = Example.from_row(normalize(row, adapter, "sft"))
+    assert learned.prompt == [USER("u"), {**turns[0], "tool_calls": [CALL]}, turns[1]]
+    assert Example.from_row(normalize(row, adapter, "rlhf")).prompt == [USER("u")]
+
+
+def test_tools_that_are_none():
+    row = {"messages": [USER("u"), REPLY("r")], "tools": ["search"]}
+    got = normalize(row, ColumnAdapter(messages="messages"), "sft")
+    assert "tools that are no list of JSON schemas" in got["problem"]

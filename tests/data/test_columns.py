@@ -12,6 +12,7 @@ import pytest
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig
 from dschat.data.batches import PromptBatches, prompt_columns, prompts_of
+from dschat.data.sources.adapters import CONTENT_FIELDS
 from dschat.data.sources.splits import load_examples
 from dschat.data.tokenize import prompt_dataset
 
@@ -144,13 +145,7 @@ def test_steps_without_reward_functions_keep_no_columns(write):
     config = config_of(path, data_split="1,1,1")
     for purpose, split in (("sft", "1,0,0"), ("reward", "0,1,0")):
         config = config_of(path, data_split=split)
-        assert set(load_examples(config, purpose)[0].column_names) == {
-            "prompt",
-            "chosen",
-            "rejected",
-            "others",
-            "ranks",
-        }
+        assert set(load_examples(config, purpose)[0].column_names) == set(CONTENT_FIELDS)
 
 
 def test_the_example_in_the_docs_runs(tmp_path, monkeypatch):

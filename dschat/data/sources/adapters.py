@@ -1,15 +1,11 @@
-"""Maps a raw row's columns to an ``Example``, or says why the row is unusable; packs the others.
+"""Maps a raw row's columns to an ``Example``, or says why the row is unusable.
 
 A known data set has its own row in ``ADAPTERS`` (``known_datasets.py``); files and unknown hub
 names use the first row of ``GENERIC`` that fits. All functions are pure.
-
-For the reward functions of step 3 a row's other columns go into the tables too. Each gets a
-prefixed name, which cannot clash with the tables' own, and each value is stored as JSON: so one
-schema holds text, numbers, lists and objects of any source.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
@@ -23,16 +19,16 @@ from dschat.data.sources.turns import (
     Unusable,
     read_content,
     read_dialogue,
+    read_tools,
     split_text,
 )
 
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks")
+CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools")
 
 _PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
-_PACKED = "column: "  # starts the name of a packed column
 
 Parsed = Union[Content, Unusable, None]
 
@@ -51,6 +47,7 @@ class Example:
     rejected: Optional[Content] = None
     others: Optional[list[Content]] = None  # further ranked answers; None for a pair
     ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
+    tools: Optional[list[dict[str, Any]]] = None  # JSON schemas that the chat template shows
 
     def to_row(self) -> dict[str, str]:
         return {f: json.dumps(getattr(self, f)) for f in CONTENT_FIELDS}
@@ -140,6 +137,14 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     """
     ranked = _ranked(row, adapter)
     prompt, answers = _read_row(row, adapter, ranked)
+    if purpose == "rlhf":
+        prompt = _asked(row, adapter, prompt)
+    tools = None
+    if isinstance(prompt, list):
+        try:
+            tools = read_tools(row.get("tools"))
+        except Unusable as unusable:
+            prompt = unusable
     if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
         problem = "no usable prompt" + _because(prompt)
         return {**Example("").to_row(), "key": "", "problem": problem}
@@ -153,43 +158,8 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
         made = _example(prompt, best, purpose)
     if isinstance(made, str):
         return {**Example(prompt).to_row(), "key": key, "problem": made}
+    made.tools = tools
     return {**made.to_row(), "key": key, "problem": ""}
-
-
-def packed_names(columns: Iterable[str], adapter: ColumnAdapter) -> list[str]:
-    """The tables' names for a source's ``columns``: all except the prompt.
-
-    A dialogue is kept whole, since it holds the answer too.
-    """
-    return [_PACKED + column for column in columns if column != adapter.prompt]
-
-
-def is_packed(name: str) -> bool:
-    """Whether a table's column is a packed column of the source."""
-    return name.startswith(_PACKED)
-
-
-def pack(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Optional[str]]:
-    """The values of a raw row under ``names``, as JSON; None if absent.
-
-    Values that JSON cannot represent (dates, bytes) become text.
-    """
-    values = {name: row.get(name.removeprefix(_PACKED)) for name in names}
-    return {n: None if v is None else json.dumps(v, default=str) for n, v in values.items()}
-
-
-def unpack(rows: Sequence[Mapping[str, Any]], columns: Collection[str]) -> dict[str, list[Any]]:
-    """Column -> its original values in the rows of a table; None if a row has none."""
-    packed = {column: [row.get(_PACKED + column) for row in rows] for column in columns}
-    return {
-        column: [None if value is None else json.loads(value) for value in values]
-        for column, values in packed.items()
-    }
-
-
-def unpacked_names(names: Iterable[str]) -> set[str]:
-    """The original names of the packed columns among a table's ``names``."""
-    return {name.removeprefix(_PACKED) for name in names if is_packed(name)}
 
 
 def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
@@ -303,6 +273,14 @@ def _read_row(
     return _same_prompt((*prompts, prompt), parts)
 
 
+def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: Parsed) -> Parsed:
+    """``prompt`` without the first turns of an answer of several, such as calls of tools."""
+    answer = read_content(look_up(row, adapter.chosen)) if adapter.prompt else None
+    if isinstance(answer, list) and isinstance(prompt, list) and answer[0]["role"] == "assistant":
+        return prompt[: len(prompt) + 1 - len(answer)]
+    return prompt
+
+
 def _same_prompt(
     prompts: Sequence[Parsed], answers: Sequence[Parsed]
 ) -> tuple[Parsed, list[Parsed]]:
@@ -348,7 +326,8 @@ def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
 
 def _without_answer(dialogue: list[Turn]) -> tuple[list[Turn], Optional[list[Turn]]]:
     """The turns before the last one, and the last one by itself, None if it is blank."""
-    return dialogue[:-1], dialogue[-1:] if dialogue[-1]["content"].strip() else None
+    last = dialogue[-1]
+    return dialogue[:-1], [last] if last["content"].strip() or last.get("tool_calls") else None
 
 
 def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:

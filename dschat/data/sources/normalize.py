@@ -18,10 +18,9 @@ from dschat.data.sources.adapters import (
     Example,
     Purpose,
     normalize,
-    pack,
-    packed_names,
 )
 from dschat.data.sources.known_datasets import ColumnAdapter
+from dschat.data.sources.packed import pack, packed_names
 from dschat.data.sources.resolve import RawRows, broken_line
 from dschat.data.sources.table_cache import cached_table
 

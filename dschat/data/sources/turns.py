@@ -8,7 +8,9 @@ import json
 import re
 from typing import Any, Optional, Union
 
-Turn = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's turn may have
+# "tool_calls" in OpenAI's form, with arguments as an object, and a tool's turn a "name"
+Turn = dict[str, Any]
 Content = Union[str, list[Turn]]  # plain text, or chat messages
 
 
@@ -16,12 +18,12 @@ class Unusable(Exception):
     """Stands for a value that cannot be used, with the reason."""
 
 
-# The names of OpenAI, ShareGPT and Open Assistant. Other roles (tool, function, observation) make
-# a dialogue unusable.
+# The names of OpenAI, ShareGPT and Open Assistant. Other roles make a dialogue unusable.
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 
 # Marks before an assistant's turn in a dialogue that is one text.
@@ -92,13 +94,68 @@ def _read_turn(turn: Any) -> Turn:
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise Unusable(f"a turn of the role {str(role)[:30]!r}" if role else "a turn without role")
-    if content is None:
-        raise Unusable("a tool call" if turn.get("tool_calls") else "a turn without content")
+    calls = turn.get("tool_calls")
+    if content is None and not calls:
+        raise Unusable("a turn without content")
     if isinstance(content, list):
         content = "".join(map(_part_text, content))
-    if not isinstance(content, str):
+    if not isinstance(content, (str, type(None))):
         raise Unusable(f"a turn whose content is {_kind(content)}")
-    return {"role": known, "content": storable(content)}
+    read: Turn = {"role": known, "content": storable(content or "")}
+    if calls:
+        read["tool_calls"] = _read_calls(known, calls)
+    if known == "tool" and isinstance(turn.get("name"), str):
+        read["name"] = storable(turn["name"])
+    return read
+
+
+def read_tools(value: Any) -> Optional[list[dict[str, Any]]]:
+    """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any.
+
+    Raises:
+        Unusable: it is neither.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value
+    except (ValueError, RecursionError):
+        tools = value
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("tools that are no list of JSON schemas")
+    return without_nulls(tools)
+
+
+def without_nulls(value: Any) -> Any:
+    """A JSON value whose objects have no nulls: tables of one schema fill them in."""
+    if isinstance(value, dict):
+        return {name: without_nulls(v) for name, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _read_calls(role: str, calls: Any) -> list[dict[str, Any]]:
+    """Raises ``Unusable``."""
+    if role != "assistant":
+        raise Unusable(f"tool calls in a turn of the role {role!r}")
+    if not isinstance(calls, list):
+        raise Unusable(f"tool calls that are {_kind(calls)}")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not isinstance(function, dict):
+            raise Unusable("a tool call without a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise Unusable("a tool call whose arguments are not JSON") from None
+        if not isinstance(arguments, dict):
+            raise Unusable(f"a tool call whose arguments are {_kind(arguments)}")
+        function = {"name": storable(name), "arguments": without_nulls(arguments)}
+        read.append({"type": "function", "function": function})
+    return read
 
 
 def _part_text(part: Any) -> str:
