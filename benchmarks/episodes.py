@@ -17,7 +17,7 @@ from report import environment
 from rollout_workloads import llama
 from transformers import LlamaForCausalLM
 
-from dschat.environments.contract import load_environment
+from dschat.environments.contract import Environment, Observation
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
@@ -43,9 +43,14 @@ class Text:
         return str(sum(ids))
 
 
-def reply_ids(text: str) -> list[int]:
-    generator = torch.Generator().manual_seed(int(text))
+def reply_ids(observation: Observation) -> list[int]:
+    generator = torch.Generator().manual_seed(int(observation.text))
     return torch.randint(10, 32_000, (REPLY,), generator=generator).tolist()
+
+
+def unused(row: int, text: str) -> list[int]:
+    """Nothing is appended to a prompt."""
+    raise AssertionError
 
 
 def main() -> None:
@@ -65,7 +70,9 @@ def main() -> None:
 
     def run(chosen: list[int]) -> tuple[float, int, int]:
         """Seconds, computed and found tokens."""
-        runner = EpisodeRunner(engine, Text(), load_environment(Replies), reply_ids, LIMITS)
+        runner = EpisodeRunner(
+            engine, Text(), lambda: Environment(Replies), reply_ids, LIMITS, unused
+        )
         started = time.perf_counter()
         ids = [prompts[i] for i in chosen]
         episodes = runner.run(ids, ["" for _ in ids], [{} for _ in ids], sampling, chosen)

@@ -28,7 +28,6 @@ def main() -> None:
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
-    from dschat.environments.contract import load_environment
     from dschat.launch.finished_steps import record_of
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
@@ -38,6 +37,7 @@ def main() -> None:
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
     from dschat.rlhf.reporter import Reporter, unsupervised_steps
+    from dschat.rlhf.rollout_source import environment_of
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import claim_output_dir, mark_complete
@@ -56,15 +56,16 @@ def main() -> None:
     tokenizer = load_tokenizer(actor_name, ACTOR, trust, args.end_of_turn, args.chat_template)
     checkpoints = find_checkpoints(actor_name, critic_name, args, tokenizer)
     check_lengths(checkpoints, args)
+    environment = environment_of(args)
+    tools = environment.schemas if environment else None
     with dist.main_process_first():
-        prompts, held_out = prompt_dataset(args, tokenizer, "both")
+        prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=tools)
         unsupervised = unsupervised_steps(args, tokenizer)
     programs = RewardPrograms.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
         programs.check_columns(prompt_columns(table))
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *programs.names]
-    if args.environment:
-        load_environment(args.environment)  # raises if there is none
+    if environment and environment.rewards:
         sources.append(ENVIRONMENT)
     check_evaluation(args, sources, len(held_out))
     prompt_train_dataloader = PromptBatches(

@@ -30,9 +30,14 @@ SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)  # ids 0 to 4
 MAX_VOCAB_SIZE = 1024
 
 # Each message is rendered independently: a rendered prefix of a conversation is a prefix of the
-# rendered conversation.
+# rendered conversation. Of tools it shows the names; a tool's result is a user's turn.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if tools %}{{ '<|system|>tools:' }}"
+    "{% for tool in tools %}{{ ' ' + tool['function']['name'] }}{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'].replace('tool', 'user') + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -16,9 +16,16 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     environment: Optional[str] = flag(
         None,
         "Answer in several turns with an environment: file.py:NAME or pkg.mod:NAME, a class with "
-        "step(answer) or a function step(observation, action); its rewards are a reward source.",
+        "step(answer) or with methods that are tools, or a function step(observation, action); its "
+        "rewards are a reward source.",
     )
-    max_turns: int = flag(8, "Longest episode with --environment, in answers.", ge=1)
+    tools: Optional[list[str]] = flag(
+        None,
+        "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...] "
+        "or pkg.mod:NAME[,NAME...]. An answer without a call ends the episode.",
+        nargs="+",
+    )
+    max_turns: int = flag(8, "Longest episode with --environment or --tools, in answers.", ge=1)
     max_turn_tokens: Optional[int] = flag(
         None, "Longest answer of one turn, in tokens; default: --max_answer_seq_len.", ge=1
     )
@@ -36,6 +43,15 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         "error",
         "error: stop the run. feedback: tell the model what failed, and go on with the episode.",
     )
+    on_tool_error: Literal["error", "feedback"] = flag(
+        "feedback",
+        "feedback: a tool that fails is an error message to the model. error: it fails the step.",
+    )
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether answers may have several turns."""
+        return self.environment is not None or self.tools is not None
 
     @property
     def has_reward_programs(self) -> bool:
@@ -51,6 +67,6 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
             ("--no_enable_hybrid_engine", not self.enable_hybrid_engine),
         ):
             require(
-                self.environment is None or not excludes,
-                f"{flag_name} and --environment exclude each other: leave one out",
+                not (self.has_episodes and excludes),
+                f"{flag_name} excludes --environment and --tools: leave one out",
             )

@@ -3,132 +3,211 @@
 A class is instantiated once per episode and has ``step(answer)``; ``reset`` is optional:
 
     class Env:
-        def reset(self, prompt, seed, **columns): ...
+        def reset(self, prompt, seed, **columns): ...  # may return text that the prompt gets
         def step(self, answer): ...  # returns text, reward, done
 
 A function ``step(observation, action)`` returns the same; ``observation`` is the episode's text so
-far, as in OpenRLHF's agents. Both may be declared with ``async def``.
+far. Both may be declared with ``async def``. A class without ``step`` is one of tools, as in TRL;
+see `dschat.environments.tool_environment`.
 """
 
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from dschat.config import UserError
-from dschat.config.errors import did_you_mean
-from dschat.rewards.call import raised
-from dschat.rewards.loader import resolve
+from dschat.rewards.call import REFERENCE, raised
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
 
 
 class EnvironmentFault(Exception):
-    """A step that failed, as one line."""
+    """A step that failed, as one line. ``hung``: its thread still works on it."""
+
+    def __init__(self, problem: str, hung: bool = False) -> None:
+        super().__init__(problem)
+        self.hung = hung
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What the tool ``name`` returned, or why it could not."""
+
+    name: str
+    text: str
+    failed: bool = False
 
 
 @dataclass
 class Observation:
-    """What a step gives back."""
+    """What a step gives back.
+
+    Attributes:
+        results: of the tools that the answer called; then there is no ``text``.
+        is_raw: ``text`` stands as it is, without the chat template's pieces around it.
+    """
 
     text: str = ""
     reward: float = 0.0
     done: bool = False
+    results: tuple[ToolResult, ...] = ()
+    is_raw: bool = False
 
 
 class Environment:
-    """The environment of one episode, made by ``factory``. Its methods may take long."""
+    """The environment of one episode. Its methods may take long.
 
-    def __init__(self, factory: Any) -> None:
-        self._is_class = isinstance(factory, type)
-        self._factory = factory
-        self._instance: Any = None
+    ``target``: a class with ``step``, or a function; None: every answer ends its episode.
+
+    Attributes:
+        wants_special_tokens: whether ``step`` gets the answer's text with special tokens too.
+    """
+
+    wants_special_tokens = False
+    tells = False  # the model hears of this step's failure, whatever the flags say of steps
+
+    def __init__(self, target: Any = None) -> None:
+        self._is_class = isinstance(target, type)
+        self._target = target
+        self._has_step = hasattr(target, "step") if self._is_class else target is not None
+        self._columns: dict[str, Any] = {}
+        self.instance: Any = None  # of the class
         self._text = ""
 
-    def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> None:
-        """Begin the episode.
+    def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> str:
+        """Begin the episode. Returns text to append to the prompt.
 
         Raises:
             EnvironmentFault: the environment failed.
         """
-        self._text = prompt
-        if not self._is_class:
-            return
-        self._instance = _called(self._factory)
-        if not hasattr(self._instance, "reset"):
-            return
-        given = {**columns, "prompt": prompt, "seed": seed}
-        accepted = inspect.signature(self._instance.reset).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            given = {name: value for name, value in given.items() if name in accepted}
-        _called(self._instance.reset, **given)
+        label = next((columns[name] for name in REFERENCE if name in columns), None)
+        self._columns = {"label": label, **columns, "prompt": prompt, "seed": seed}
+        text = None
+        if self._is_class:
+            self.instance = called(self._target)
+            if hasattr(self.instance, "reset"):
+                text = self._given(self.instance.reset, states=self._columns)
+        if isinstance(text, Mapping):
+            text = str(text.get("observation", prompt)).removeprefix(prompt)
+        if not isinstance(text, str | None):
+            raise EnvironmentFault(f"reset returned {shown(text)}; return a str or None")
+        self._text = prompt + (text or "")
+        return text or ""
 
-    def step(self, answer: str) -> Observation:
-        """The reply to ``answer``.
+    def step(self, answer: str, marked: str = "") -> Observation:
+        """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted.
 
         Raises:
             EnvironmentFault: the environment failed, or returned something else.
         """
-        if self._is_class:
-            found = _observation(_called(self._instance.step, answer))
-        else:
-            found = _observation(_called(self._factory, self._text, answer))
+        if not self._has_step:
+            return Observation(done=True)
+        found = _observation(self._stepped(answer))
         self._text += answer + found.text
         return found
 
+    @property
+    def rewards_the_end(self) -> bool:
+        return hasattr(self.instance, "get_reward")
 
-def load_environment(spec: Any, label: str = "--environment") -> Callable[[], Environment]:
-    """Environments of ``file.py:NAME``, ``pkg.mod:NAME``, or of a class or function.
+    def final_reward(self) -> float:
+        """What ``get_reward`` of the class says of the whole episode.
+
+        Raises:
+            EnvironmentFault: it failed, or returned no number.
+        """
+        return _finite(called(self.instance.get_reward), "get_reward returned")
+
+    def told(self, fault: EnvironmentFault) -> Observation | None:
+        """How the model hears of a failed step; None: the episode cannot go on."""
+        if fault.hung and self.instance is not None:
+            return None  # the step may still change it
+        return Observation(f"error: {fault}")
+
+    def _stepped(self, answer: str) -> Any:
+        if not self._is_class:
+            return self._given(self._target, self._text, answer)
+        step = self.instance.step
+        if "states" in inspect.signature(step).parameters:
+            states = {"observation_text": self._text, "action_text": answer}
+            return called(step, {**self._columns, **states, "sampling_params": None})
+        return called(step, answer)
+
+    def _given(self, function: Any, *args: Any, **more: Any) -> Any:
+        """``function`` of ``args`` and of the row's columns that it takes."""
+        given = {**more, **self._columns}
+        accepted = list(inspect.signature(function).parameters.values())[len(args) :]
+        if not any(p.kind is p.VAR_KEYWORD for p in accepted):
+            names = {p.name for p in accepted}
+            given = {name: value for name, value in given.items() if name in names}
+        return called(function, *args, **given)
+
+
+def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a user's function or coroutine.
 
     Raises:
-        UserError: it does not exist, or has no ``step``.
+        EnvironmentFault: it raised.
     """
-    target = spec
-    if isinstance(spec, str):
-        label = f"{label} {spec}"
-        if ":" not in spec:
-            raise UserError(f"{label}: name it as file.py:NAME or pkg.mod:NAME")
-        try:
-            target = resolve(spec)
-        except UserError as error:
-            raise UserError(f"{label}: {error}") from None
-    if not callable(target):
-        raise UserError(f"{label} is not a class or a function")
-    if isinstance(target, type) and not callable(getattr(target, "step", None)):
-        near = did_you_mean("step", [n for n in vars(target) if not n.startswith("_")])
-        raise UserError(f"{label} has no method step(answer){near}")
-    return lambda: Environment(target)
+    result = begun(function, *args, **kwargs)
+    return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
 
 
-def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+def begun(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Like `called`, without waiting for a coroutine."""
     try:
-        result = function(*args, **kwargs)
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return function(*args, **kwargs)
     # NOTE BaseException: this is user code, and a thread would swallow SystemExit silently.
     except BaseException as error:
-        raise EnvironmentFault(raised(error)) from None
+        raise _fault(error) from None
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+async def awaited(result: Any) -> Any:
+    """What a user's coroutine returns; any other value unchanged.
+
+    Raises:
+        EnvironmentFault: it raised.
+    """
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except BaseException as error:
+        raise _fault(error) from None
+
+
+def _fault(error: BaseException) -> EnvironmentFault:
+    return EnvironmentFault(raised(error))
 
 
 def _observation(result: Any) -> Observation:
+    """Of (text, reward, done), or of a mapping with these names or those of OpenRLHF's agents."""
+    is_raw = False
     if isinstance(result, Mapping):
-        result = (result.get("observation"), result.get("reward", 0.0), result.get("done", False))
+        is_raw = "environment_feedback" in result
+        text = result.get("environment_feedback", result.get("observation"))
+        reward = result.get("rewards", result.get("reward", 0.0))
+        result = (text, reward, result.get("done", False))
     if not isinstance(result, tuple) or len(result) != 3:
-        raise EnvironmentFault(f"step returned {_shown(result)}; {_RETURNS}")
+        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}")
     text, reward, done = result
-    is_number = isinstance(reward, Real) or hasattr(reward, "item")
-    if not (text is None or isinstance(text, str)) or not is_number:
-        raise EnvironmentFault(f"step returned {_shown(result)}; {_RETURNS}")
-    if not math.isfinite(float(reward)):
-        raise EnvironmentFault(f"step returned the reward {reward}; {_RETURNS}")
-    return Observation(text or "", float(reward), bool(done))
+    if not isinstance(text, str | None):
+        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}")
+    return Observation(text or "", _finite(reward, "step returned"), bool(done), is_raw=is_raw)
 
 
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+def _finite(value: Any, what: str) -> float:
+    if not isinstance(value, Real):
+        try:
+            value = value.item()
+        except Exception:
+            raise EnvironmentFault(f"{what} the reward {shown(value)}; {_RETURNS}") from None
+    if not math.isfinite(float(value)):
+        raise EnvironmentFault(f"{what} the reward {value}; {_RETURNS}")
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"[:80]

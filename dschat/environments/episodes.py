@@ -14,7 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat.environments.contract import Environment, EnvironmentFault, Observation
+from dschat.environments.contract import (
+    Environment,
+    EnvironmentFault,
+    Observation,
+    ToolResult,
+)
 from dschat.environments.observations import ObservationTokens
 from dschat.inference import sequence as inference
 from dschat.inference.engine import InferenceEngine
@@ -22,6 +27,7 @@ from dschat.inference.open_batch import OpenBatch
 from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.rewards.threads import Pool
 
+_MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
 _WAIT_S = 0.2  # between two looks at the clock, while no answer decodes
 
 
@@ -49,17 +55,22 @@ class Episode:
     """A prompt, and what followed it: the model's answers and the environment's replies.
 
     Attributes:
+        prompt: P ids. What the environment's ``reset`` appends to it is part of it.
+        row: of the prompt among those that are run.
         key: prompt and sample, on which the draws depend.
         tokens: A tokens after the prompt.
         drawn: (A,) whether the model drew them.
         logprobs: (A,) 0 where it did not.
         rewards: (A,) each turn's at its last drawn token.
+        is_over: whether it has ended; then its environment may still reward it.
         is_cut: whether the last answer has no stop token, so that nothing can follow it.
         finish_reason: "stop" where the environment ended the episode, "length" at a bound.
+        num_calls, num_failed_calls: of tools.
         problem: why the environment failed; then the episode is over.
     """
 
     prompt: list[int]
+    row: int
     key: tuple[int, int]
     environment: Environment
     tokens: list[int] = field(default_factory=list)
@@ -67,7 +78,10 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     num_turns: int = 0
+    num_calls: int = 0
+    num_failed_calls: int = 0
     is_cut: bool = False
+    is_over: bool = False
     finish_reason: FinishReason = "length"
     problem: str = ""
 
@@ -110,6 +124,7 @@ class EpisodeRunner:
     Args:
         make: a new environment.
         observations: tokenizes an environment's text.
+        appended: the ids of the prompt of a row with a text after it.
     """
 
     def __init__(
@@ -119,7 +134,9 @@ class EpisodeRunner:
         make: Callable[[], Environment],
         observations: ObservationTokens,
         limits: EpisodeLimits,
+        appended: Callable[[int, str], list[int]],
     ) -> None:
+        self._appended = appended
         self._batch = OpenBatch(engine)
         self._tokenizer, self._make = tokenizer, make
         self._observations, self._limits = observations, limits
@@ -145,12 +162,12 @@ class EpisodeRunner:
         """
         episodes = []
         self._sampling = replace(sampling, n=1)
-        for ids, text, row, number in zip(prompts, texts, columns, numbers, strict=True):
+        for row, number in enumerate(numbers):
             for sample in range(sampling.n):
-                episode = Episode(ids, (number, sample), self._make())
+                episode = Episode(prompts[row], row, (number, sample), self._make())
                 episodes.append(episode)
                 seed = hash((sampling.seed, number, sample)) & (2**31 - 1)  # of ints: no salt
-                self._ask(episode, episode.environment.reset, text, seed, row)
+                self._ask(episode, episode.environment.reset, texts[row], seed, columns[row])
         try:
             while self._decoding or self._replying:
                 if self._batch.has_work:
@@ -184,8 +201,10 @@ class EpisodeRunner:
             episode.add_answer(sequence.answer, sequence.logprobs)
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
-            text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            self._ask(episode, episode.environment.step, text)
+            texts = [self._tokenizer.decode(ids, skip_special_tokens=True)]
+            if episode.environment.wants_special_tokens:
+                texts.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+            self._ask(episode, episode.environment.step, *texts)
 
     # -- the environment's turn --------------------------------------------------------------------
 
@@ -193,13 +212,13 @@ class EpisodeRunner:
         reply = _Reply(episode, self._steps + self._limits.lag)
         self._replying[self._pool.submit(reply.begin, method, *args)] = reply
 
-    def _replies(self) -> Iterator[tuple[Episode, Observation | None | EnvironmentFault]]:
-        """The replies that are due."""
+    def _replies(self) -> Iterator[tuple[Episode, Any]]:
+        """The replies that are due: what a method of the environment returned, or its fault."""
         for future in self._settled():
             reply = self._replying.pop(future)
             try:
                 if not future.done():
-                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s")
+                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s", hung=True)
                 yield reply.episode, future.result()
             except EnvironmentFault as fault:
                 yield reply.episode, fault
@@ -231,23 +250,76 @@ class EpisodeRunner:
                 reply.is_late = True
                 self._pool.add_thread()
 
-    def _follow(self, episode: Episode, reply: Observation | None | EnvironmentFault) -> None:
-        """Continue an episode with what its environment said; None: it has been reset."""
+    def _follow(self, episode: Episode, reply: Any) -> None:
+        """Continue an episode: it has been reset (with a text), its environment observed an answer,
+        or rewards its end (a number).
+        """
         if isinstance(reply, EnvironmentFault):
-            if not (self._limits.tells and episode.num_turns):
+            tells = self._limits.tells or episode.environment.tells
+            if not (tells and episode.num_turns and not episode.is_over):
                 episode.problem = str(reply)
                 return
-            reply = Observation(f"error: {reply}")
-        if reply is not None:
-            episode.reward(reply.reward)
-            if reply.done:
-                episode.finish_reason = "stop"
+            told = episode.environment.told(reply)
+            if told is None:  # a step that hangs still holds the environment
+                episode.is_over = True
                 return
-            if episode.is_cut or episode.num_turns == self._limits.max_turns:
+            reply = told
+        if isinstance(reply, float):
+            episode.reward(reply)
+        elif isinstance(reply, Observation):
+            self._observe(episode, reply)
+        else:
+            self._begin(episode, reply)
+
+    def _begin(self, episode: Episode, text: str) -> None:
+        if text:
+            try:
+                episode.prompt = self._appended(episode.row, text)
+            except EnvironmentFault as fault:
+                episode.problem = str(fault)
                 return
-            tokens = self._observations(reply.text)
-            room = self._sampling.max_new_tokens - len(episode.tokens)
-            if len(tokens) >= room:
-                return  # no room for an answer
-            episode.add_observation(tokens)
         self._decode(episode)
+
+    def _observe(self, episode: Episode, observation: Observation) -> None:
+        episode.reward(observation.reward)
+        try:
+            tokens = None if observation.done else self._tokens(episode, observation)
+        except EnvironmentFault as fault:
+            episode.problem = str(fault)
+            return
+        if tokens is not None:
+            episode.add_observation(tokens)
+            self._decode(episode)
+            return
+        episode.is_over = True
+        if observation.done:
+            episode.finish_reason = "stop"
+        if episode.environment.rewards_the_end:
+            self._ask(episode, episode.environment.final_reward)
+
+    def _tokens(self, episode: Episode, observation: Observation) -> list[int] | None:
+        """The tokens of ``observation``; None where no answer can follow."""
+        if episode.is_cut or episode.num_turns == self._limits.max_turns:
+            return None
+        room = self._sampling.max_new_tokens - len(episode.tokens)
+        tokens = self._within(room, observation)
+        if tokens is None and observation.results:
+            # told to the model: the call is at fault, not the episode
+            told = "error: the result is too long, {} characters"
+            results = tuple(
+                ToolResult(r.name, told.format(len(r.text)), failed=True)
+                for r in observation.results
+            )
+            observation = Observation(results=results)
+            tokens = self._within(room, observation)
+        episode.num_calls += len(observation.results)
+        episode.num_failed_calls += sum(result.failed for result in observation.results)
+        return tokens
+
+    def _within(self, room: int, observation: Observation) -> list[int] | None:
+        """The tokens of ``observation``; None where they leave no room for an answer."""
+        texts = [observation.text, *(result.text for result in observation.results)]
+        if sum(map(len, texts)) > _MAX_CHARS * room:
+            return None
+        tokens = self._observations(observation)
+        return tokens if len(tokens) < room else None

@@ -5,59 +5,107 @@ text. The template's pieces around it come from a small chat of placeholders, so
 on the episode.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.segments import Segment, encode, render_chat, require_eos
+from dschat.data.segments import RefusedChat, Segment, encode, render_chat, require_eos
+from dschat.environments.contract import EnvironmentFault, Observation, ToolResult
 
-_ASKED, _ANSWERED, _SAID = "question", "answer", "observation"
+_ASKED, _ANSWERED, _SAID = "question", "the-answer", "the-observation"
 
 
 class ObservationTokens:
     """The tokens of an observation, from after an answer's EOS to where the next answer begins.
 
-    ``is_chat``: whether prompts are chats; else the text is all there is. ``role``: of the
-    environment in chats.
+    ``is_chat``: whether prompts are chats; else the text is all there is.
 
     Raises:
         UserError: the chat template has no place for such a turn.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, is_chat: bool, role: str = "user"
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> None:
         self._tokenizer = tokenizer
         self._pieces = ("", "")
         if is_chat:
-            self._pieces = _around(tokenizer, role)
+            require_eos(tokenizer)
+            before, found, after = self._after_answer(
+                {"role": "assistant", "content": _ANSWERED}, [{"role": "user", "content": _SAID}]
+            ).partition(_SAID)
+            if not found:
+                raise _no_place("--environment", "a turn after an answer")
+            self._pieces = (before, after)
         self._encode = lru_cache(maxsize=4096)(self._ids)
 
-    def __call__(self, text: str) -> list[int]:
-        before, after = self._pieces
-        return list(self._encode(before + text + after))
+    def __call__(self, said: Observation) -> list[int]:
+        if said.results:
+            return list(self._encode(self._results(said.results)))
+        before, after = ("", "") if said.is_raw else self._pieces
+        return list(self._encode(before + said.text + after))
+
+    def require_tools(self) -> None:
+        """Raise ``UserError`` where the chat template does not render a tool's result."""
+        try:
+            rendered = self._results([ToolResult("name", _SAID)])
+        except EnvironmentFault:
+            rendered = ""
+        if _SAID not in rendered:
+            raise _no_place("--tools", "a tool's result")
+
+    def _results(self, results: Sequence[ToolResult]) -> str:
+        """The text of tools' turns. Some templates allow one call in an answer: they see one."""
+        ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral's have nine characters
+        calls = [_call(r.name, i) for r, i in zip(results, ids, strict=True)]
+        turns = [
+            {"role": "tool", "content": r.text, "name": r.name or "tool", "tool_call_id": i}
+            for r, i in zip(results, ids, strict=True)
+        ]
+        for shown in (calls, calls[:1]):
+            try:
+                answer = {"role": "assistant", "content": "", "tool_calls": shown}
+                return self._after_answer(answer, turns)
+            except RefusedChat as error:
+                refused = error
+        raise EnvironmentFault(str(refused))
+
+    def _after_answer(self, answer: dict[str, Any], turns: list[dict[str, Any]]) -> str:
+        """What the template writes after the EOS of ``answer``, for ``turns`` and up to where the
+        next answer begins.
+        """
+        chat = [{"role": "user", "content": _ASKED}, answer]
+        whole = render_chat(self._tokenizer, [*chat, *turns], add_generation_prompt=True)
+        before = render_chat(self._tokenizer, chat)
+        eos = self._tokenizer.eos_token
+        answered = before.find(_ANSWERED)
+        if whole.startswith(before):
+            asked = render_chat(self._tokenizer, chat[:1], add_generation_prompt=True)
+            at = before.find(eos, answered if answered >= 0 else len(asked))
+            if at >= 0:
+                return whole[at + len(eos) :]
+            is_text = answered >= 0 and "tool_calls" not in answer
+            return whole[answered + len(_ANSWERED) if is_text else len(before) :]
+        # it renders the last answer in another way, such as with its thoughts
+        answered = whole.find(_ANSWERED)
+        at = whole.find(eos, answered)
+        if min(answered, at) < 0:
+            raise _no_place("--tools" if "tool_calls" in answer else "--environment", "a turn")
+        return whole[at + len(eos) :]
 
     def _ids(self, text: str) -> tuple[int, ...]:
         (ids,) = encode(self._tokenizer, [Segment(text)])
         return tuple(ids)
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, role: str) -> tuple[str, str]:
-    """The template's text before and after an observation."""
-    require_eos(tokenizer)
-    asked = [{"role": "user", "content": _ASKED}]
-    answered = [*asked, {"role": "assistant", "content": _ANSWERED}]
-    said = [*answered, {"role": role, "content": _SAID}]
-    first = render_chat(tokenizer, answered)
-    whole = render_chat(tokenizer, said, add_generation_prompt=True)
-    end = first.rfind(_ANSWERED) + len(_ANSWERED)
-    eos = first.find(tokenizer.eos_token, end)
-    end = end if eos < 0 else eos + len(tokenizer.eos_token)
-    before, found, after = whole[end:].partition(_SAID)
-    if not found or whole[:end] != first[:end]:
-        raise UserError(
-            "--environment: the chat template does not render a turn after an answer as a "
-            "continuation; name another with --chat_template"
-        )
-    return before, after
+def _call(name: str, number: str) -> dict[str, Any]:
+    function = {"name": name or "tool", "arguments": {"argument": _ANSWERED}}
+    return {"type": "function", "id": number, "function": function}
+
+
+def _no_place(flag: str, what: str) -> UserError:
+    return UserError(
+        f"{flag}: the chat template does not render {what} after an answer as a continuation; "
+        "name another with --chat_template"
+    )

@@ -68,8 +68,8 @@ class EngineConfig:
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_gib=args.kv_cache_gib,
             # A turn of an episode finds the pages of those before it, and has its own sampling.
-            page_size=args.kv_page_size or (SMALL_PAGE if args.environment else None),
-            cuda_graphs=False if args.environment else args.cuda_graphs,
+            page_size=args.kv_page_size or (SMALL_PAGE if args.has_episodes else None),
+            cuda_graphs=False if args.has_episodes else args.cuda_graphs,
             speculate=args.speculate,
         )
 

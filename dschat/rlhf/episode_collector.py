@@ -1,18 +1,20 @@
 """Collects rollouts of episodes: answers in several turns with an environment."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.environments.contract import Environment
+from dschat.data.segments import RefusedChat, prompt_text_ids
+from dschat.environments.contract import EnvironmentFault
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
+from dschat.environments.sources import EnvironmentSource
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.rewards.reward_functions import RewardError, SourceScores
+from dschat.rewards.samples import Samples
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector, ScoreCall
@@ -33,19 +35,17 @@ class _WithRewards:
 
 
 class EpisodeCollector(RolloutCollector):
-    """`RolloutCollector` whose answers are episodes.
-
-    ``make``: a new environment.
-    """
+    """`RolloutCollector` whose answers are episodes with environments of ``source``."""
 
     def __init__(
         self,
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
-        make: Callable[[], Environment],
+        source: EnvironmentSource,
     ) -> None:
         super().__init__(engine, scorer)
-        self._make, self._limits = make, limits_of(scorer.args)
+        self._source, self._limits = source, limits_of(scorer.args)
+        self._make = source.maker(engine.tokenizer, scorer.args.on_tool_error == "feedback")
         self._observations: dict[bool, ObservationTokens] = {}
 
     def answers_of(
@@ -63,8 +63,14 @@ class EpisodeCollector(RolloutCollector):
         if not isinstance(generator, InferenceEngine):
             raise UserError("--environment needs the hybrid engine, which does not run this model")
         tokenizer = self._engine.tokenizer
+
+        def appended(row: int, text: str) -> list[int]:
+            return self._appended(prompts, row, text)
+
         observations = self._observations_of(prompts)
-        runner = EpisodeRunner(generator, tokenizer, self._make, observations, self._limits)
+        runner = EpisodeRunner(
+            generator, tokenizer, self._make, observations, self._limits, appended
+        )
         decode = tokenizer.batch_decode
         texts = prompts.texts or decode(prompts.ids, skip_special_tokens=True)
         columns = [
@@ -76,15 +82,48 @@ class EpisodeCollector(RolloutCollector):
         problems = dist.gather_objects(next((e.problem for e in episodes if e.problem), ""))
         if problem := next(filter(None, problems), ""):
             raise RewardError(f"the environment failed: {problem}")
-        pending = self.pending(prompts, rollout_of(episodes), first)
-        pending.calls = [_WithRewards(list(pending.calls), _scores(episodes))]
-        turns = dist.sum_floats([float(len(episodes)), *_sums(episodes)])
-        count = max(turns[0], 1.0)
-        pending.metrics = {
-            "rollout/turns": turns[1] / count,
-            "rollout/environment_tokens": turns[2] / count,
-        }
+        # An environment may have added to a prompt: each episode has its own.
+        own = replace(prompts.repeated(sampling.n), ids=[e.prompt for e in episodes])
+        pending = self.pending(own, rollout_of(episodes), first * sampling.n)
+        if self._source.rewards:
+            pending.calls = [_WithRewards(list(pending.calls), _scores(episodes))]
+        pending.metrics = _metrics(episodes, bool(self._source.tools))
         return pending
+
+    def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
+        """With tools, ``answers`` are the last ones of the episodes, which a user would see."""
+        samples = super()._samples(prompts, rollout)
+        if self._source.tools:
+            last = [
+                ids[len(drawn) - drawn[::-1].index(False) if False in drawn else 0 :]
+                for ids, drawn in zip(rollout.token_ids, rollout.drawn or [], strict=True)
+            ]
+            samples.answers = self._engine.tokenizer.batch_decode(last, skip_special_tokens=True)
+        return samples
+
+    def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:
+        """The ids of the prompt ``row`` with ``text`` after it, in a chat in its last turn.
+
+        Raises:
+            EnvironmentFault: it is too long, or only its ids are known.
+        """
+        if prompts.sources is None:
+            raise EnvironmentFault("reset returned text, but of the prompts only ids are known")
+        source, limit = prompts.sources[row], self.scorer.args.max_prompt_seq_len
+        if isinstance(source, str):
+            source += text
+        else:
+            source = [*source[:-1], {**source[-1], "content": source[-1]["content"] + text}]
+        try:
+            ids = prompt_text_ids(self._engine.tokenizer, source, self._source.schemas)
+        except RefusedChat as error:
+            raise EnvironmentFault(str(error)) from None
+        if len(ids) > limit:
+            raise EnvironmentFault(
+                f"reset's text makes a prompt of {len(ids)} tokens; raise --max_prompt_seq_len "
+                f"{limit}"
+            )
+        return ids
 
     def _observations_of(self, prompts: PromptTable) -> ObservationTokens:
         if prompts.sources is None:
@@ -93,6 +132,8 @@ class EpisodeCollector(RolloutCollector):
             is_chat = any(not isinstance(source, str) for source in prompts.sources)
         if is_chat not in self._observations:
             self._observations[is_chat] = ObservationTokens(self._engine.tokenizer, is_chat)
+            if self._source.tools:
+                self._observations[is_chat].require_tools()
         return self._observations[is_chat]
 
 
@@ -123,6 +164,21 @@ def _scores(episodes: list[Episode]) -> SourceScores:
     return SourceScores(ENVIRONMENT, 1.0, totals, token_scores)
 
 
-def _sums(episodes: list[Episode]) -> list[float]:
-    turns = sum(e.num_turns for e in episodes)
-    return [float(turns), float(sum(not drawn for e in episodes for drawn in e.drawn))]
+def _metrics(episodes: list[Episode], has_tools: bool) -> dict[str, float]:
+    """Collective. Means over all ranks' episodes."""
+    sums = dist.sum_floats(
+        [
+            float(len(episodes)),
+            float(sum(e.num_turns for e in episodes)),
+            float(sum(not drawn for e in episodes for drawn in e.drawn)),
+            float(sum(e.num_calls for e in episodes)),
+            float(sum(e.num_failed_calls for e in episodes)),
+        ]
+    )
+    count, turns, tokens, calls, failed = sums
+    count = max(count, 1.0)
+    metrics = {"rollout/turns": turns / count, "rollout/environment_tokens": tokens / count}
+    if has_tools:
+        metrics |= {"rollout/tool_calls": calls / count}
+        metrics |= {"rollout/failed_tool_calls": failed / max(calls, 1.0)}
+    return metrics

@@ -1,9 +1,10 @@
 """Chooses how an iteration gets its answers: one rollout, dynamic sampling or partial rollouts."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dschat.config import RLHFConfig
-from dschat.environments.contract import load_environment
+from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.inference.protocol import SamplingParams
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.dynamic_sampling import DynamicSampler
@@ -27,19 +28,34 @@ class RolloutSource(Protocol):
 
 
 def rollout_collector(
-    engine: DeepSpeedRLHFEngine, args: RLHFConfig, programs: RewardPrograms, environment: Any
+    engine: DeepSpeedRLHFEngine,
+    args: RLHFConfig,
+    programs: RewardPrograms,
+    environment: EnvironmentSource | None,
 ) -> RolloutCollector:
-    """Collects answers, or with an environment episodes. ``environment``: a class or function, see
-    `dschat.environments.contract`; default: that of ``args``.
+    """Collects answers, or with an environment episodes.
 
     Raises:
-        UserError: nothing scores, or the environment does not exist.
+        UserError: nothing scores.
     """
-    environment = args.environment if environment is None else environment
     if environment is None:
         return RolloutCollector(engine, RolloutScorer(engine, args, programs))
-    scorer = RolloutScorer(engine, args, programs, (ENVIRONMENT,))
-    return EpisodeCollector(engine, scorer, load_environment(environment))
+    others = (ENVIRONMENT,) if environment.rewards else ()
+    scorer = RolloutScorer(engine, args, programs, others)
+    return EpisodeCollector(engine, scorer, environment)
+
+
+def environment_of(
+    args: RLHFConfig, environment: Any = None, tools: Sequence[Any] = ()
+) -> EnvironmentSource | None:
+    """The environment and tools given in Python, or those of ``args``; None for single answers.
+
+    Raises:
+        UserError: one does not exist.
+    """
+    environment = args.environment if environment is None else environment
+    tools = tools or args.tools or ()
+    return load_environment(environment, tools) if environment is not None or tools else None
 
 
 def rollout_source(

@@ -34,7 +34,7 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptBatch, PromptTable
-from dschat.rlhf.rollout_source import rollout_collector, rollout_source
+from dschat.rlhf.rollout_source import environment_of, rollout_collector, rollout_source
 from dschat.rlhf.scoring import (
     action_values,
     fill_in,
@@ -68,7 +68,8 @@ class DeepSpeedPPOTrainer:
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
         programs: the reward functions of ``args``, already loaded; excludes ``reward_fns``.
-        environment: see `dschat.environments.contract`; default: that of ``args``.
+        environment, tools: a class or function, and functions; see `dschat.environments`. Default:
+            those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
@@ -87,6 +88,7 @@ class DeepSpeedPPOTrainer:
         more_prompts: Iterator[PromptBatch] | None = None,
         programs: RewardPrograms | None = None,
         environment: Any = None,
+        tools: Sequence[Any] = (),
     ) -> None:
         if programs is not None and len(reward_fns):
             raise UserError(
@@ -98,7 +100,8 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.programs = programs or RewardPrograms.of(self.args, reward_fns)
-        self.collector = rollout_collector(engine, self.args, self.programs, environment)
+        source = environment_of(self.args, environment, tools)
+        self.collector = rollout_collector(engine, self.args, self.programs, source)
         self._more = PromptQueue(more_prompts)
         self._source = rollout_source(engine, self.collector, self.args, self._more)
         self._unsupervised = unsupervised

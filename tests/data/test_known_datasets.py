@@ -246,6 +246,7 @@ FOUND_BY_COLUMNS = {
             SFT: [
                 chat("u", "r"),
                 Example([{"role": "system", "content": "s"}, USER("u")], [REPLY("r")]),
+                Example([USER("u"), {"role": "tool", "content": "4"}], [REPLY("r")]),
             ]
         },
     ),
@@ -348,7 +349,11 @@ NO_REJECTED = [name for name, (_, steps) in KNOWN.items() if RM not in steps]
 
 
 def test_every_known_data_set_is_tested():
-    assert set(KNOWN) == set(ADAPTERS) - {"builtin/chat", "builtin/arithmetic"}
+    assert set(KNOWN) == set(ADAPTERS) - {
+        "builtin/chat",
+        "builtin/arithmetic",
+        "builtin/calculator",
+    }
     assert len(NO_REJECTED) == 8
 
 

@@ -7,8 +7,8 @@ from dschat.environments.contract import (
     Environment,
     EnvironmentFault,
     Observation,
-    load_environment,
 )
+from dschat.environments.sources import load_environment
 
 
 class Counts:
@@ -22,11 +22,11 @@ class Counts:
 
 
 def test_a_class():
-    made = load_environment(Counts)()
+    made = Environment(Counts)
     made.reset("add", 3, {"last": "2", "other": 1})
     assert made.step("1") == Observation("add: 1", 0.5, False)
     assert made.step("2") == Observation("add: 2", 0.5, True)
-    other = load_environment(Counts)()
+    other = Environment(Counts)
     other.reset("sub", 3, {"last": "9"})
     assert other.step("2").text == "sub: 2"  # of its own
 
@@ -38,7 +38,7 @@ def test_a_function_sees_the_whole_episode():
         seen.append((observation, action))
         return {"observation": "+", "reward": 1, "done": len(seen) == 2}
 
-    made = load_environment(step)()
+    made = Environment(step)
     made.reset("p", 0, {})
     assert made.step("a") == Observation("+", 1.0, False)
     assert made.step("b") == Observation("+", 1.0, True)
@@ -53,7 +53,7 @@ def test_coroutines():
         async def step(self, answer):
             return self.columns["prompt"], 0, True
 
-    made = load_environment(Slow)()
+    made = Environment(Slow)
     made.reset("p", 0, {})
     assert made.step("a") == Observation("p", 0.0, True)
 
@@ -64,7 +64,7 @@ def test_coroutines():
         (None, "step returned NoneType None; return"),
         (("a", 1), "step returned tuple"),
         ((b"a", 1, True), "step returned tuple"),
-        (("a", "1", True), "step returned tuple"),
+        (("a", "1", True), "step returned the reward str '1'"),
         (("a", float("nan"), True), "the reward nan"),
         ("x" * 10**6, "step returned str"),
     ],
@@ -91,10 +91,87 @@ def test_what_raises(error):
         ("nowhere", "--environment nowhere: name it as file.py:NAME"),
         ("nowhere.py:Env", "--environment nowhere.py:Env: not found"),
         ("json:loads_", "--environment json:loads_: not found: .* did you mean loads"),
-        ("json:JSONDecoder", "has no method step"),
+        ("json:JSONDecoder", "has no step.*; its decode cannot be described"),
         (3, "is not a class or a function"),
     ],
 )
 def test_what_is_no_environment(spec, said):
     with pytest.raises(UserError, match=said):
         load_environment(spec)
+
+
+def test_text_that_reset_returns_is_part_of_the_episode():
+    class Tells:
+        def reset(self, **columns):
+            return " and more"
+
+        def step(self, answer):
+            return "", 0, True
+
+    made = Environment(Tells)
+    assert made.reset("p", 0, {}) == " and more"
+    assert made._text == "p and more"
+
+
+@pytest.mark.parametrize("result", [3, b"x", ["a"]])
+def test_what_is_no_text_of_reset(result):
+    class Tells:
+        def reset(self):
+            return result
+
+        def step(self, answer):
+            return "", 0, True
+
+    with pytest.raises(EnvironmentFault, match="reset returned .*; return a str or None"):
+        Environment(Tells).reset("p", 0, {})
+
+
+def test_an_agent_of_states():
+    """OpenRLHF's form: a mapping in, a mapping out, and text that stands as it is."""
+    seen = []
+
+    class AgentInstance:
+        async def reset(self, states, **kwargs):
+            return {"observation": states["prompt"]}
+
+        async def step(self, states, **kwargs):
+            seen.append(states)
+            done = len(seen) == 2
+            return {"rewards": 0.5, "environment_feedback": "\nUser: no\nYou: ", "done": done}
+
+    made = Environment(AgentInstance)
+    assert made.reset("p", 0, {"reference": "7"}) == ""
+    assert made.step("1") == Observation("\nUser: no\nYou: ", 0.5, False, is_raw=True)
+    assert made.step("2").done
+    assert [s["observation_text"] for s in seen] == ["p", "p1\nUser: no\nYou: "]
+    assert [s["action_text"] for s in seen] == ["1", "2"]
+    assert seen[0]["label"] == "7"
+
+
+def test_a_function_gets_the_columns_that_it_takes():
+    def step(observation, action, label, level=1):
+        return f"{label} {level}", 0, True
+
+    made = Environment(step)
+    made.reset("p", 0, {"label": "7", "level": 3, "other": 0})
+    assert made.step("a").text == "7 3"
+
+
+def test_the_reward_at_the_end():
+    class Env:
+        def __init__(self):
+            self.answers = 0
+
+        def step(self, answer):
+            self.answers += 1
+            return "", 0, True
+
+        async def get_reward(self):
+            return self.answers / 2
+
+    made = Environment(Env)
+    assert not made.rewards_the_end
+    made.reset("p", 0, {})
+    made.step("a")
+    assert made.rewards_the_end
+    assert made.final_reward() == 0.5

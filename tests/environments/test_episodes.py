@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from families import EOS, VOCAB, empty_engine, engine, stream
 
-from dschat.environments.contract import load_environment
+from dschat.environments.contract import Environment
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.inference import SamplingParams
 
@@ -24,8 +24,12 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
-def observation_ids(text):
-    return [int(word) for word in text.split()]
+def observation_ids(observation):
+    return [int(word) for word in observation.text.split()]
+
+
+def not_appended(row, text):
+    raise AssertionError(f"nothing is appended to prompt {row}")
 
 
 class Replies:
@@ -42,8 +46,9 @@ class Replies:
 
 def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):
     numbers = list(range(len(prompts))) if numbers is None else numbers
-    factory = load_environment(environment)
-    runner = EpisodeRunner(made, Tokenizer(), factory, observation_ids, limits)
+    runner = EpisodeRunner(
+        made, Tokenizer(), lambda: Environment(environment), observation_ids, limits, not_appended
+    )
     texts = [" ".join(map(str, ids)) for ids in prompts]
     return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
 
@@ -234,11 +239,12 @@ def test_a_failure_is_told_to_the_model(made):
         return [9]
 
     limits = EpisodeLimits(30, 8, 20.0, 1, tells=True)
-    factory = load_environment(Sometimes)
-    runner = EpisodeRunner(made, Tokenizer(), factory, ids, limits)
+    runner = EpisodeRunner(
+        made, Tokenizer(), lambda: Environment(Sometimes), ids, limits, not_appended
+    )
     sampling = SamplingParams(36, seed=1, stop_token_ids=tuple(range(1, VOCAB)))
     (episode,) = runner.run([[3]], ["3"], [{}], sampling, [0])
-    assert told == ["error: raised ValueError: no luck"] * 3
+    assert [observation.text for observation in told] == ["error: raised ValueError: no luck"] * 3
     assert episode.problem == ""
     assert episode.num_turns == 4
     assert episode.drawn == [True, False] * 3 + [True]

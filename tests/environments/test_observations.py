@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
+from dschat.environments.contract import Observation
 from dschat.environments.observations import ObservationTokens
 
 CHATML = (
@@ -70,7 +71,7 @@ def test_an_episode_is_the_rendered_chat(name):
         ids = prompt_text_ids(tokenizer, prompt)
         before, after = {"llama-2": " ", "default": " "}.get(name, ""), " " * (name == "llama-2")
         ids += tokenizer.encode(f"{before}{answered}{after}", add_special_tokens=False)
-        ids += [tokenizer.eos_token_id, *observations(said)]
+        ids += [tokenizer.eos_token_id, *observations(Observation(said))]
         answer = {"role": "assistant", "content": answered}
         whole = [*prompt, answer, {"role": "user", "content": said}]
         expected = tokenizer.decode(prompt_text_ids(tokenizer, whole))
@@ -81,7 +82,7 @@ def test_an_episode_is_the_rendered_chat(name):
 
 def test_text_is_all_there_is_without_a_chat():
     tokenizer = tokenizer_of("chatml")
-    said = ObservationTokens(tokenizer, is_chat=False)("12\n")
+    said = ObservationTokens(tokenizer, is_chat=False)(Observation("12\n"))
     assert tokenizer.decode(said) == "12\n"
     assert tokenizer.eos_token_id not in said
 
@@ -91,7 +92,7 @@ def test_the_builtin_model():
     prompt = [{"role": "user", "content": "what is the sun?"}]
     answer, said = "a star", "and the moon?"
     ids = prompt_text_ids(tokenizer, prompt) + tokenizer.encode(answer, add_special_tokens=False)
-    ids += [tokenizer.eos_token_id, *ObservationTokens(tokenizer, is_chat=True)(said)]
+    ids += [tokenizer.eos_token_id, *ObservationTokens(tokenizer, is_chat=True)(Observation(said))]
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
     assert ids == prompt_text_ids(tokenizer, prompt + turns)
 

@@ -44,7 +44,7 @@ def trainer_of(models_folder, environment=Game, **options):
     config = config_of(models_folder, **options)
     first = build_trainer(config)
     made = DeepSpeedPPOTrainer(first.engine, config, environment=environment)
-    made.collector._observations = {False: lambda text: list(REPLY), True: lambda text: list(REPLY)}
+    made.collector._observations = dict.fromkeys((False, True), lambda said: list(REPLY))
     with made.engine.rollout_mode() as generator:
         generator.stop_ids = STOPS
     return made
@@ -127,8 +127,8 @@ def test_a_resumed_run_draws_the_same_episodes(models_folder):
     ("options", "said"),
     [
         ({"max_turns": 0}, "--max_turns 0 must be at least 1"),
-        ({"partial_rollout": True}, "--partial_rollout and --environment exclude each other"),
-        ({"enable_hybrid_engine": False}, "--no_enable_hybrid_engine and --environment exclude"),
+        ({"partial_rollout": True}, "--partial_rollout excludes --environment and --tools"),
+        ({"enable_hybrid_engine": False}, "--no_enable_hybrid_engine excludes --environment"),
     ],
 )
 def test_flags(options, said, models_folder):

@@ -18,6 +18,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from dschat.builtin.arithmetic import arithmetic_rows
+from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
@@ -43,7 +44,11 @@ from dschat.memory import available_memory
 logger = logging.getLogger("dschat")
 
 _ROW_BYTES = 80  # host memory per row of a blend, for indices and hashes; measured
-_BUILTIN = {"builtin/chat": builtin_rows, "builtin/arithmetic": arithmetic_rows}
+_BUILTIN = {
+    "builtin/chat": builtin_rows,
+    "builtin/arithmetic": arithmetic_rows,
+    "builtin/calculator": calculator_rows,
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""Finds the calls of tools in an answer, in the form in which the chat template writes them.
+
+A tokenizer with a ``response_template`` says itself how answers are read. For others the form is
+taken from the template: it renders a call, and what it puts before the JSON object, such as
+Hermes's and Qwen's ``<tool_call>``, marks calls in answers. Where it puts nothing there, as
+Llama 3's, an answer that is JSON is a call. Qwen3.5's form ``<function=NAME><parameter=KEY>`` is
+read too.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat.config import UserError
+from dschat.data.segments import RefusedChat, render_chat
+
+_ASKED = [{"role": "user", "content": "question"}]
+_NAME, _KEY, _VALUE = "name-of-tool", "key-of-argument", "value-of-argument"
+_ARGUMENTS = ("arguments", "parameters")
+_FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the model wrote. ``problem``: why it cannot be read."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+class CallParser:
+    """Reads the calls of an answer, as text with special tokens and without its EOS.
+
+    ``tools``: JSON schemas.
+
+    Raises:
+        UserError: the chat template does not show tools to the model, or writes calls in a form
+            that only a ``response_template`` can describe.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools)
+        functions = [tool["function"] for tool in tools]
+        self._types = {f["name"]: f["parameters"].get("properties", {}) for f in functions}
+        try:
+            self._prompt = render_chat(tokenizer, _ASKED, add_generation_prompt=True, tools=tools)
+        except RefusedChat as error:
+            raise UserError(f"--tools: {error}") from None
+        if not all(tool["function"]["name"] in self._prompt for tool in tools):
+            raise UserError(
+                "--tools: the chat template does not show tools to the model; name one that does "
+                "with --chat_template"
+            )
+        self._reads_itself = getattr(tokenizer, "response_template", None) is not None
+        self._mark = "" if self._reads_itself else _mark(tokenizer)
+        if self._reads_itself and (found := self("answer")):
+            raise UserError(f"--tools: the tokenizer's response_template fails: {found[0].problem}")
+
+    def __call__(self, answer: str) -> list[Call]:
+        if self._reads_itself:
+            return self._read_by_template(answer)
+        if self._mark == "<function=":
+            return [self._tagged(*found.groups()) for found in _FUNCTION.finditer(answer)]
+        if self._mark:
+            return [c for piece in answer.split(self._mark)[1:] for c in _calls(piece, True)]
+        fenced = _FENCE.search(answer)
+        return _calls(fenced[1] if fenced else answer, False)
+
+    def _tagged(self, name: str, body: str) -> Call:
+        """A call whose arguments have tags. Those that are no text are JSON."""
+        types, arguments = self._types.get(name, {}), {}
+        for key, text in _PARAMETER.findall(body):
+            arguments[key] = text
+            if types.get(key, {}).get("type") != "string":
+                with contextlib.suppress(ValueError, RecursionError):
+                    arguments[key] = json.loads(text)
+        return Call(name, arguments)
+
+    def _read_by_template(self, answer: str) -> list[Call]:
+        try:
+            parsed = self._tokenizer.parse_response(answer, prefix=self._prompt, tools=self._tools)
+        except Exception as error:  # what the model wrote may be anything
+            return [Call(problem=f"the tool call cannot be read: {_line(error)}")]
+        return [_call(call) for call in parsed.get("tool_calls") or ()]
+
+
+def _mark(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the template writes before a call; "" if nothing."""
+    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    calls = [{"type": "function", "id": "call00000", "function": function}]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    asked = render_chat(tokenizer, _ASKED, add_generation_prompt=True)
+    try:
+        written = render_chat(tokenizer, [*_ASKED, turn])
+    except RefusedChat:
+        return ""
+    shared = next((i for i, (a, b) in enumerate(zip(asked, written, strict=False)) if a != b), None)
+    answer = written[len(asked) if shared is None else shared :]
+    for brace in re.finditer(r"\{", answer):
+        try:
+            value, _ = _DECODER.raw_decode(answer, brace.start())
+        except ValueError:
+            continue
+        if isinstance(value, dict) and value.get("name") == _NAME:
+            before = answer[: brace.start()].strip().removesuffix("[").rstrip()
+            return re.split(r"\s", before)[-1]
+    if f"<function={_NAME}>" in answer:
+        return "<function="
+    if _NAME in answer:
+        raise UserError(
+            "--tools: the chat template writes calls of tools in a form of its own; give the "
+            "tokenizer a response_template for it"
+        )
+    return ""
+
+
+def _calls(text: str, is_marked: bool) -> list[Call]:
+    """The calls that ``text`` begins with: JSON objects, or a list of them."""
+    text = text.strip()
+    if not is_marked and not re.match(r"[\[{]", text):
+        return []
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"the tool call is not JSON: {_line(error)}"
+        return [Call(problem=problem)] if is_marked else []
+    values = value if isinstance(value, list) else [value]
+    calls = [_call(value) for value in values]
+    if not is_marked and any(call.problem for call in calls):
+        return []  # JSON, but no call
+    rest = text[end:].lstrip(" \n;,")
+    return calls + (_calls(rest, False) if rest.startswith("{") else [])
+
+
+def _call(value: Any) -> Call:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not isinstance(function, dict):
+        return Call(problem='the tool call has no "name"')
+    given = next((function[key] for key in _ARGUMENTS if key in function), None)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            return Call(name, problem=f"its arguments are not JSON: {_line(error)}")
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        return Call(name, problem='its "arguments" are no object')
+    return Call(name, given)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]
