@@ -84,13 +84,12 @@ class Environment:
         Raises:
             EnvironmentFault: the environment failed.
         """
-        label = next((columns[name] for name in REFERENCE if name in columns), None)
-        self._columns = {"label": label, **columns, "prompt": prompt, "seed": seed}
+        self._columns = {**columns, "prompt": prompt, "seed": seed}
         text = None
         if self._is_class:
             self.instance = called(self._target)
             if hasattr(self.instance, "reset"):
-                text = self._given(self.instance.reset, states=self._columns)
+                text = self._given(self.instance.reset)
         if isinstance(text, Mapping):
             text = str(text.get("observation", prompt)).removeprefix(prompt)
         if not isinstance(text, str | None):
@@ -133,17 +132,25 @@ class Environment:
             return self._given(self._target, self._text, answer)
         step = self.instance.step
         if "states" in inspect.signature(step).parameters:
-            states = {"observation_text": self._text, "action_text": answer}
-            return called(step, {**self._columns, **states, "sampling_params": None})
+            said = {"observation_text": self._text, "action_text": answer}
+            return self._given(step, states={**self._states(), **said})
         return called(step, answer)
 
+    def _states(self) -> dict[str, Any]:
+        """What OpenRLHF's agents know of an episode."""
+        label = next((self._columns[n] for n in REFERENCE if n in self._columns), None)
+        return {"label": label, "sampling_params": None, **self._columns}
+
     def _given(self, function: Any, *args: Any, **more: Any) -> Any:
-        """``function`` of ``args`` and of the row's columns that it takes."""
-        given = {**more, **self._columns}
+        """``function`` of ``args`` and of those of the row's columns that it takes; ``label`` and
+        ``states`` only where it names them.
+        """
         accepted = list(inspect.signature(function).parameters.values())[len(args) :]
-        if not any(p.kind is p.VAR_KEYWORD for p in accepted):
-            names = {p.name for p in accepted}
-            given = {name: value for name, value in given.items() if name in names}
+        states = self._states()
+        by_name = {"states": states, "label": states["label"], **self._columns, **more}
+        given = {p.name: by_name[p.name] for p in accepted if p.name in by_name}
+        if any(p.kind is p.VAR_KEYWORD for p in accepted):
+            given = {**self._columns, **given}
         return called(function, *args, **given)
 
 
