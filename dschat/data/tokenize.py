@@ -146,7 +146,7 @@ def prompt_dataset(
     gold scorer and the log, is a text prompt or the last user turn. ``index`` numbers the examples
     before any is dropped. Prompts that are too long are dropped, not cut. The table keeps a row's
     other columns for reward functions: `prompt_columns` names them, `prompts_of` unpacks them.
-    Chats show ``tools`` in place of those of their rows.
+    Prompts show ``tools`` in place of those of their rows, and a text is a user's turn.
 
     Returns and raises like ``sft_dataset``.
     """
@@ -291,7 +291,11 @@ def _prompt_rows(
     tools: Tools,
 ) -> Iterator[dict[str, Any]]:
     if tools:
-        examples = [replace(example, tools=list(tools)) for example in examples]
+        chats = [_as_chat(example.prompt) for example in examples]
+        examples = [
+            replace(example, prompt=chat, tools=list(tools))
+            for example, chat in zip(examples, chats, strict=True)
+        ]
     encoded_examples = encode_examples(tokenizer, examples, ())
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         too_long = len(encoded.prompt_ids) > max_len
@@ -304,6 +308,10 @@ def _prompt_rows(
             or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
             "cut": "",
         }
+
+
+def _as_chat(prompt: Content) -> Content:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def question_text(prompt: Content) -> str:

@@ -203,7 +203,7 @@ class EpisodeRunner:
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
             texts = [self._tokenizer.decode(ids, skip_special_tokens=True)]
             if episode.environment.wants_special_tokens:
-                texts.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+                texts.append(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             self._ask(episode, episode.environment.step, *texts)
 
     # -- the environment's turn --------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tool_templates import HERMES, SCHEMAS, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
@@ -200,6 +201,30 @@ def test_a_dialogue_that_ends_with_the_user_is_trained_up_to_its_last_answer(kno
     (row,) = prompt_dataset(config, CHAT)
     assert row["prompt_text"] == "bye"
     assert row["prompt_ids"] == prompt_text_ids(CHAT, rows[0]["messages"])
+
+
+def test_prompts_show_tools(knobs):
+    """Those of the run, or of their rows; with them, a text is a user's turn."""
+    tokenizer, row = tokenizer_of(HERMES), {"messages": [USER("hi")], "tools": SCHEMAS}
+    own = [{"type": "function", "function": {"name": "mine"}}]
+    for rows, tools in (([{"prompt": "hi"}], own), ([row], own), ([row], None)):
+        config = RLHFConfig(**knobs(rows, step=3), max_prompt_seq_len=2000)
+        (made,) = prompt_dataset(config, tokenizer, tools=tools)
+        assert made["prompt_ids"] == prompt_text_ids(tokenizer, [USER("hi")], tools or SCHEMAS)
+
+
+def test_calls_of_tools_are_trained(knobs):
+    """The call and the answer with their EOS, and nothing of the tool's turn."""
+    function = {"name": "search", "arguments": {"query": "x"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    dialogue = [USER("u"), called, {"role": "tool", "content": "told"}, REPLY("r")]
+    rows = [{"messages": dialogue, "tools": SCHEMAS}]
+    config = SFTConfig(**knobs(rows), max_seq_len=2000)
+    (row,) = sft_dataset(config, tokenizer_of(HERMES))
+    call = '\n<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call><eot>'
+    assert trained(tokenizer_of(HERMES), row) == [call, "r<eot>"]
+    with pytest.raises(UserError, match="calls of tools, which the chat template does not render"):
+        sft_dataset(config, CHAT)
 
 
 def test_train_on_prompt_trains_all_but_the_first_token(knobs):
