@@ -71,8 +71,7 @@ class EpisodeCollector(RolloutCollector):
         runner = EpisodeRunner(
             generator, tokenizer, self._make, observations, self._limits, appended
         )
-        decode = tokenizer.batch_decode
-        texts = prompts.texts or decode(prompts.ids, skip_special_tokens=True)
+        texts = prompts.texts or self.texts_of(prompts.ids)
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
             for i in range(len(prompts.ids))
@@ -98,7 +97,7 @@ class EpisodeCollector(RolloutCollector):
                 ids[len(drawn) - drawn[::-1].index(False) if False in drawn else 0 :]
                 for ids, drawn in zip(rollout.token_ids, rollout.drawn or [], strict=True)
             ]
-            samples.answers = self._engine.tokenizer.batch_decode(last, skip_special_tokens=True)
+            samples.answers = self.texts_of(last)
         return samples
 
     def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:

@@ -158,12 +158,15 @@ class RolloutCollector:
             calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))
         return PendingRollout(e, len(prompts.ids), {}, self.scorer, calls)
 
+    def texts_of(self, rows: list[list[int]]) -> list[str]:
+        # NOTE: of no rows, `batch_decode` makes one text in transformers 5.
+        return self._engine.tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+
     def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
         """``prompts``: one for each answer of ``rollout``."""
-        decode = self._engine.tokenizer.batch_decode
         return Samples(
-            prompts=prompts.texts or decode(prompts.ids, skip_special_tokens=True),
-            answers=decode(rollout.token_ids, skip_special_tokens=True),
+            prompts=prompts.texts or self.texts_of(prompts.ids),
+            answers=self.texts_of(rollout.token_ids),
             prompt_ids=prompts.ids,
             answer_ids=rollout.token_ids,
             finish_reasons=list(rollout.finish_reasons),
