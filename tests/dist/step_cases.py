@@ -39,6 +39,7 @@ from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
+MODELS += ("llama_stops",)  # answers of a few tokens
 GLOBAL_BATCH = 8
 
 
@@ -84,6 +85,8 @@ class Case:
                 value = str(Path(__file__).with_name(value))
             if name == "reward_fn":
                 value = [f"{Path(__file__).with_name('rewards_of_cases.py')}:{value}"]
+            if name == "environment":
+                value = f"{Path(__file__).with_name('environment_of_cases.py')}:{value}"
             setattr(config, name, value)
 
     @classmethod
@@ -304,6 +307,8 @@ _PPO_METRICS = (
     "val/grad_norm",
     "policy/approxkl_avg",
     "rollout/eos_share",
+    "rollout/turns",
+    "rollout/environment_tokens",
 )
 
 
