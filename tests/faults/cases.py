@@ -8,6 +8,8 @@ GRPO = "--advantage_estimator grpo --reward_fn length --reward_args length.targe
 GRPO += " --normalize_reward --dynamic_sampling"
 PARTIAL = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
 PARTIAL += " --partial_rollout --rollout_is tis --speculate history --kv_page_size 4"
+EPISODES = "--environment {here}/talker.py:Talker --max_turns 3 --max_turn_tokens 6"
+EPISODES += " --max_answer_seq_len 40"
 
 STEP1 = Case(1, "--zero_stage 0")
 SWEEP = {  # kills in `make faults`
@@ -23,8 +25,10 @@ SWEEP = {  # kills in `make faults`
     Case(3, f"{PTX} --enable_ema --keep_best"): 10,
     Case(3, f"{GRPO} --actor_zero_stage 2"): 10,
     Case(3, PARTIAL): 8,
+    Case(3, f"{EPISODES} {GRPO}"): 8,
     Case(3, "--enable_ema", ranks=2): 8,
     Case(3, f"{PPO} {PTX}", ranks=2): 8,
     Case(3, f"{GRPO} --actor_zero_stage 3", ranks=2): 8,
     Case(3, f"{PARTIAL} --actor_zero_stage 3", ranks=2): 8,
+    Case(3, f"{EPISODES} {PPO}", ranks=2): 8,
 }

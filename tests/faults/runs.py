@@ -49,8 +49,8 @@ _RLHF = (
 
 @dataclass(frozen=True)
 class Case:
-    """One command. ``extra``: flags in one string, ``{models}`` the folder of `make_models`;
-    ``ranks``: processes.
+    """One command. ``extra``: flags in one string, ``{models}`` the folder of `make_models`,
+    ``{here}`` this one; ``ranks``: processes.
     """
 
     step: int
@@ -59,15 +59,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        extra = self.extra.replace("--", "").replace("{models}/", "").replace(" ", "_")
+        extra = self.extra.replace("--", "").replace(" ", "_")
+        extra = extra.replace("{models}/", "").replace("{here}/", "")
         return f"step{self.step}-{self.ranks}-{extra}"
 
     def command(self, models: Path, out: Path) -> list[str]:
         script = {1: "step1_sft", 2: "step2_reward", 3: "step3_rlhf"}[self.step]
         flags = f"{_COMMON} {_RLHF if self.step == 3 else _SUPERVISED} {self.extra}".split()
-        flags = [flag.format(models=models) for flag in flags]
+        flags = [flag.format(models=models, here=DRIVER.parent) for flag in flags]
         if self.step == 3:
-            flags += ["--actor_model_name_or_path", str(models / "actor")]
+            actor = "player" if "--environment" in flags else "actor"
+            flags += ["--actor_model_name_or_path", str(models / actor)]
             if "--reward_fn" not in flags:
                 flags += ["--critic_model_name_or_path", str(models / "reward")]
         else:
@@ -81,15 +83,21 @@ class Case:
 
 
 def make_models(folder: Path) -> Path:
-    """A tiny actor and reward model to start from, and a text for the pretraining loss."""
+    """A tiny actor and reward model to start from, and a text for the pretraining loss. The actor
+    called player ends one token in four: its answers are turns.
+    """
     source = resolve_model("builtin/tiny")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder / "actor")
+    actor = AutoModelForCausalLM.from_pretrained(source)
+    actor.save_pretrained(folder / "actor")
+    assert tokenizer.eos_token_id % 4 == 1
+    actor.generation_config.eos_token_id = [*range(1, len(tokenizer), 4)]
+    actor.save_pretrained(folder / "player")
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pretrained(
         folder / "reward"
     )
-    for name in ("actor", "reward"):
+    for name in ("actor", "player", "reward"):
         tokenizer.save_pretrained(folder / name)
     text = "the sun is a star and the moon goes round the world once a month"
     words = text.split()
