@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -235,6 +236,30 @@ def test_table_with_wide_rows(kernels):
 
 
 # -- in the engine ---------------------------------------------------------------------------------
+
+
+def test_attention_lets_other_threads_run(kernels):
+    """Threads of a server work during a call; this one gives way nowhere else."""
+    lengths, slots = torch.full((64,), 256), torch.arange(64) * 256
+    attend = kernels.decode_attention(lengths, slots, None, 256, None)
+    attend._step.num_heads, attend._step.num_kv_heads, attend._step.head_size = 4, 4, 64
+    heads, cache, out = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)
+    args = (attend.address, heads.data_ptr(), cache.data_ptr(), out.data_ptr(), 0, 0.1)
+    may_run, ran = threading.Event(), []
+    thread = threading.Thread(target=lambda: (may_run.wait(), ran.append(True)))
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # seconds
+    try:
+        may_run.set()
+        for _ in range(2000):
+            attend._function(*args)
+            if ran:
+                break
+        assert ran
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "bloom", "gpt_neox", "opt_350m"])

@@ -60,18 +60,23 @@ class _Step(ctypes.Structure):
 
 
 class Kernels:
-    """The kernels of a compiled ``library``. All run on the calling thread."""
+    """The kernels of the compiled library at ``path``. All run on the calling thread.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Those that may take milliseconds release the GIL: the threads of a server work meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         for name, types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, None
-        self._add_norm = library.dschat_add_norm
-        self._silu_mul = library.dschat_silu_mul
-        self._norm_and_rotate = library.dschat_norm_and_rotate
-        self._attend = library.dschat_decode_attention
-        self._draw = library.dschat_draw
-        self.decode_step = library.dschat_decode_step  # called by `FusedDecode`
+            for library in (holding, releasing):
+                function = getattr(library, name)
+                function.argtypes, function.restype = types, None
+        self._add_norm = holding.dschat_add_norm
+        self._silu_mul = holding.dschat_silu_mul
+        self._norm_and_rotate = holding.dschat_norm_and_rotate
+        self._attend = releasing.dschat_decode_attention
+        self._draw = releasing.dschat_draw
+        self.decode_step = releasing.dschat_decode_step  # called by `FusedDecode`
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -241,7 +246,7 @@ def load() -> Kernels | None:
         logger.debug("no C compiler: decoding with torch's operations on the CPU")
         return None
     try:
-        return Kernels(ctypes.PyDLL(str(_library(compiler))))
+        return Kernels(_library(compiler))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         logger.debug("CPU kernels cannot be used, decoding with torch's operations: %s", error)
         return None
