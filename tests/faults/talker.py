@@ -1,4 +1,4 @@
-"""An environment for runs that are killed: replies and rewards depend on the seed and the answer."""
+"""An environment for runs that are killed: its replies depend on the seed and the answer."""
 
 import random
 
