@@ -21,6 +21,7 @@ from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.engine_config import EngineConfig
+from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.kernels import fused_decode
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import model_spec
@@ -34,7 +35,7 @@ from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.weights import Weights
-from dschat.inference.protocol import Rollout, SamplingParams, prompt_problem
+from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Prompt, Sequence
@@ -258,6 +259,8 @@ class InferenceEngine:
         sampling: SamplingParams,
         indices: list[int] | None = None,
         max_new_tokens: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
     ) -> Rollout:
         """Answer every prompt ``sampling.n`` times; see `dschat.inference.protocol.Generator`.
 
@@ -279,20 +282,14 @@ class InferenceEngine:
         pooled = [part for part, _ in self.gathered(local, None)]
         entries = [entry for part in pooled for entry in part]
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
-        done: dict[tuple[int, int], Sequence] = {}
+        first = sum(map(len, pooled[: self.group.rank]))
+        done = FinishedAnswers(queue[first : first + len(local)], answered)
         for sequence, _, finished in self.steps(queue, sampling):
             if finished:
-                done[id(sequence.prompt), sequence.sample] = sequence
+                done.add(sequence)
         if self._history is not None:
-            self._history.add((s.prompt.ids, s.answer) for s in done.values())
-        first = sum(map(len, pooled[: self.group.rank]))
-        local_queue = queue[first : first + len(local)]
-        answers = [done[id(p), i] for p in local_queue for i in range(sampling.n)]
-        return Rollout(
-            [s.answer for s in answers],
-            [s.logprobs for s in answers],
-            ["stop" if s.stopped else "length" for s in answers],
-        )
+            self._history.add((s.prompt.ids, s.answer) for s in done.sequences)
+        return done.rollout()
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""

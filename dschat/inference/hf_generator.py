@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from dschat.config import UserError
 from dschat.inference.protocol import (
-    Answer,
+    Answered,
     FinishReason,
     Rollout,
     SamplingParams,
@@ -116,6 +116,8 @@ class HuggingFaceGenerator:
         prompts: list[list[int]],
         sampling: SamplingParams,
         indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
     ) -> Rollout:
         """Answer every prompt ``sampling.n`` times; see `Generator`.
 
@@ -127,13 +129,17 @@ class HuggingFaceGenerator:
         self._check(prompts, sampling)
         if self.batching.unchecked and prompts:
             self._check_itself(prompts, sampling.max_new_tokens)
-        return self._generate(prompts, sampling, indices)
+        return self._generate(prompts, sampling, indices, answered)
 
     def _generate(
-        self, prompts: list[list[int]], sampling: SamplingParams, indices: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int],
+        answered: Answered | None = None,
     ) -> Rollout:
         end_ids = sampling.end_ids(self._stop_ids)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Rollout] = {}  # by prompt
         with evaluating(self.module):
             for batch in self._batches(prompts, sampling.n):
                 rows = [(p, s) for p in batch for s in range(sampling.n)]
@@ -143,15 +149,13 @@ class HuggingFaceGenerator:
                     for row, token, value in zip(live, tokens, values, strict=True):
                         ids[row].append(token)
                         logprobs[row].append(value)
-                for (p, s), row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
-                    reason: FinishReason = "stop" if row_ids[-1] in end_ids else "length"
-                    answers[p * sampling.n + s] = Answer(row_ids, row_logprobs, reason)
-        ordered = [answers[key] for key in range(len(prompts) * sampling.n)]
-        return Rollout(
-            [answer.token_ids for answer in ordered],
-            [answer.logprobs for answer in ordered],
-            [answer.finish_reason for answer in ordered],
-        )
+                ends: list[FinishReason] = ["stop" if r[-1] in end_ids else "length" for r in ids]
+                drawn = Rollout(ids, logprobs, ends)
+                for i, p in enumerate(batch):
+                    answers[p] = drawn.part(i * sampling.n, (i + 1) * sampling.n)
+                    if answered is not None:
+                        answered(p, answers[p])
+        return Rollout.joined(answers[p] for p in range(len(prompts)))
 
     @torch.no_grad()
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:

@@ -7,7 +7,8 @@ that drew it; keys and values are computed again, by the present weights.
 from dataclasses import dataclass, field
 
 from dschat.inference.engine import InferenceEngine
-from dschat.inference.protocol import FinishReason, Rollout, SamplingParams
+from dschat.inference.finished_answers import rollout_of_sequences
+from dschat.inference.protocol import Answered, FinishReason, Rollout, SamplingParams
 from dschat.inference.sequence import Prompt, Sequence
 
 
@@ -37,12 +38,13 @@ def advance(
     numbers: list[int],
     wanted: int,
     num_due: int = 0,
+    answered: Answered | None = None,
 ) -> None:
     """Collective in the tensor-parallel group. Continue ``prompts`` until ``wanted`` of them are
     complete on every rank, those before included, and the first ``num_due`` of them are.
 
     ``numbers``: of the prompts in the rollout, on which the draws depend (with ``sampling.seed``
-    and the position in the answer).
+    and the position in the answer). ``answered``: see `Generator`; called for those before, too.
     """
     entries = [(p.ids, k, sampling.max_new_tokens) for p, k in zip(prompts, numbers, strict=True)]
     state = prompts, wanted, num_due
@@ -51,12 +53,13 @@ def advance(
     groups: list[_Group] = []
     ranks: list[_Rank] = []
     for part, (opened, rank_wanted, rank_due) in engine.gathered(entries, state):
-        rank = _Rank(rank_wanted, rank_due)
+        is_mine = len(ranks) == engine.group.rank
+        rank = _Rank(rank_wanted, rank_due, answered if is_mine else None)
         ranks.append(rank)
         for i, (entry, open_prompt) in enumerate(zip(part, opened, strict=True)):
             ids, number, limit = entry
             prompt = Prompt(ids, number, sampling.n, limit)
-            group = _Group.of(prompt, open_prompt, rank, i < rank_due)
+            group = _Group.of(prompt, open_prompt, rank, i, i < rank_due)
             groups.append(group)
             if not group.samples:
                 fresh.append(group.prompt)
@@ -97,10 +100,13 @@ class _Rank:
 
     wanted: int
     due: int
+    answered: Answered | None
 
     def complete(self, group: "_Group") -> None:
         self.wanted -= 1
         self.due -= group.is_due
+        if self.answered is not None:
+            self.answered(group.row, rollout_of_sequences(group.ordered()))
 
     @property
     def is_served(self) -> bool:
@@ -115,20 +121,26 @@ class _Group:
     samples: dict[int, Sequence]
     missing: int
     rank: _Rank
+    row: int  # among the rank's prompts
     is_due: bool
 
     @classmethod
-    def of(cls, prompt: Prompt, opened: OpenPrompt, rank: _Rank, is_due: bool) -> "_Group":
+    def of(
+        cls, prompt: Prompt, opened: OpenPrompt, rank: _Rank, row: int, is_due: bool
+    ) -> "_Group":
         samples = {}
         answers = zip(opened.token_ids, opened.logprobs, opened.finish_reasons, strict=True)
         for i, (tokens, logprobs, reason) in enumerate(answers):
             samples[i] = Sequence(prompt, i, list(tokens), list(logprobs), reason == "stop")
         missing = prompt.num_samples - sum(map(_is_over, samples.values()))
-        return cls(prompt, samples, missing, rank, is_due)
+        return cls(prompt, samples, missing, rank, row, is_due)
+
+    def ordered(self) -> list[Sequence]:
+        return [self.samples[i] for i in sorted(self.samples)]
 
     def write(self, opened: OpenPrompt) -> None:
         opened.staleness += bool(opened.token_ids)
-        samples = [self.samples[i] for i in sorted(self.samples)]
+        samples = self.ordered()
         opened.token_ids = [s.answer for s in samples]
         opened.logprobs = [s.logprobs for s in samples]
         opened.finish_reasons = [_finish_reason(s) for s in samples]

@@ -5,6 +5,7 @@ Prompts and answers are ragged lists of token ids, without padding. `InferenceEn
 them.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, NamedTuple, Protocol
@@ -121,9 +122,28 @@ class Rollout:
         """Answer ``i`` of S. This also makes a rollout iterable."""
         return Answer(self.token_ids[i], self.logprobs[i], self.finish_reasons[i])
 
+    def part(self, start: int, stop: int) -> "Rollout":
+        """Answers ``start`` to ``stop``."""
+        rows = slice(start, stop)
+        return Rollout(self.token_ids[rows], self.logprobs[rows], self.finish_reasons[rows])
+
+    @classmethod
+    def joined(cls, parts: "Iterable[Rollout]") -> "Rollout":
+        """The answers of all ``parts``."""
+        rollout = cls()
+        for part in parts:
+            rollout.token_ids += part.token_ids
+            rollout.logprobs += part.logprobs
+            rollout.finish_reasons += part.finish_reasons
+        return rollout
+
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
+
+
+# Called with the number of a prompt in the call and its answers, when all of these are complete.
+Answered = Callable[[int, Rollout], None]
 
 
 class Generator(Protocol):
@@ -132,6 +152,8 @@ class Generator(Protocol):
 
     A sequence's random numbers depend only on (seed, prompt index, sample index, position), so the
     answers do not depend on how prompts are split into batches or over ranks.
+
+    ``answered``: called for each prompt, as early as is known that all its answers are complete.
     """
 
     def generate(
@@ -139,4 +161,6 @@ class Generator(Protocol):
         prompts: list[list[int]],
         sampling: SamplingParams,
         indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
     ) -> Rollout: ...
