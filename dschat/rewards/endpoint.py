@@ -21,7 +21,7 @@ ENDPOINT = "http"  # the name of the source
 class Endpoint:
     """A reward source: posts samples to ``reward_url``."""
 
-    overlaps = True
+    overlaps = takes_parts = True
 
     def __init__(self, config: RewardSourcesConfig) -> None:
         assert config.reward_url
@@ -39,6 +39,8 @@ class Endpoint:
         starts = range(0, len(samples), self._batch_size)
         parts = [samples.part(start, start + self._batch_size) for start in starts]
         return Parts([self._threads.submit(self._batch, part, timeout_s) for part in parts])
+
+    score_part = score
 
     def _batch(self, samples: Samples, timeout_s: float) -> Values:
         """The values of one request; the fault of all its samples if no attempt worked."""

@@ -22,7 +22,7 @@ from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import Program, load_programs, portable
 from dschat.rewards.processes import Processes
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import FunctionSource, Parts, RewardSource
+from dschat.rewards.sources import FunctionSource, Parts, RewardSource, Scattered
 from dschat.rewards.threads import Loop, Pool, at_once, background, in_thread
 
 logger = logging.getLogger("dschat")
@@ -30,6 +30,8 @@ logger = logging.getLogger("dschat")
 REWARD_MODEL = "reward_model"  # reserved source name
 _PROMPT_SHOWN = 80  # characters
 _SKIP = ", or pass --on_reward_error skip"
+# Rows of samples that are being scored, and the calls, by source.
+Begun = tuple[list[int], dict[str, Parts]]
 _NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
 
 
@@ -53,7 +55,7 @@ class Pending:
     """Samples being scored by all sources of a run."""
 
     samples: Samples
-    calls: list[tuple[RewardSource, Parts]]
+    calls: list[tuple[RewardSource, Parts | Scattered]]
     timeout_s: float
     skips: bool
 
@@ -90,6 +92,7 @@ class RewardPrograms:
     """The reward functions and the endpoint of a run.
 
     ``overlaps``: at least one source scores in the background after `score` returns.
+    ``takes_parts``: at least one does so in `score_part`. ``num_workers``: calls at a time.
     """
 
     def __init__(self, config: RewardSourcesConfig, functions: Sequence[Program]) -> None:
@@ -102,6 +105,8 @@ class RewardPrograms:
         self.weights = {source.name: source.weight for source in self._sources}
         self.names = list(self.weights)
         self.overlaps = any(source.overlaps for source in self._sources)
+        self.takes_parts = any(source.takes_parts for source in self._sources)
+        self.num_workers = config.reward_workers
 
     @classmethod
     def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardPrograms":
@@ -124,15 +129,30 @@ class RewardPrograms:
             except UserError as error:
                 raise UserError(f"{program.label} {error}") from None
 
-    def score(self, samples: Samples, timeout_s: float) -> Pending:
-        """Start scoring. With ``reward_pool`` none, functions run before this returns."""
+    def score(self, samples: Samples, timeout_s: float, begun: Sequence[Begun] = ()) -> Pending:
+        """Start scoring. With ``reward_pool`` none, functions run before this returns.
+
+        ``begun``: what `score_part` has begun, with its rows of ``samples``.
+        """
         # Background sources first: a source that runs in this thread blocks the loop.
-        started = {
-            source.name: source.score(samples, timeout_s)
-            for source in sorted(self._sources, key=lambda source: not source.overlaps)
-        }
-        calls = [(source, started[source.name]) for source in self._sources]
-        return Pending(samples, calls, timeout_s, self._config.on_reward_error == "skip")
+        started: dict[str, Parts | Scattered] = {}
+        for source in sorted(self._sources, key=lambda source: not source.overlaps):
+            if begun and source.takes_parts:
+                calls = [(rows, parts[source.name]) for rows, parts in begun]
+                done = {row for rows, _ in begun for row in rows}
+                rest = [row for row in range(len(samples)) if row not in done]
+                for rows in samples.apart(rest):
+                    calls.append((rows, source.score(samples.pick(rows), timeout_s)))
+                started[source.name] = Scattered(calls)
+            else:
+                started[source.name] = source.score(samples, timeout_s)
+        of_sources = [(source, started[source.name]) for source in self._sources]
+        return Pending(samples, of_sources, timeout_s, self._config.on_reward_error == "skip")
+
+    def score_part(self, samples: Samples, timeout_s: float) -> dict[str, Parts]:
+        """Start scoring whole prompts of a rollout, by the sources that take them; by name."""
+        chosen = [source for source in self._sources if source.takes_parts]
+        return {source.name: source.score_part(samples, timeout_s) for source in chosen}
 
     def close(self) -> None:
         """Stop threads and processes."""

@@ -3,6 +3,7 @@
 No torch here: worker processes import this module and should start fast.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +22,36 @@ class Samples:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def part(self, start: int, stop: int) -> "Samples":
-        """A copy of samples ``start`` to ``stop``."""
-        return Samples(
-            self.prompts[start:stop],
-            self.answers[start:stop],
-            [list(ids) for ids in self.prompt_ids[start:stop]],
-            [list(ids) for ids in self.answer_ids[start:stop]],
-            self.finish_reasons[start:stop],
-            {name: values[start:stop] for name, values in self.columns.items()},
+    @classmethod
+    def joined(cls, parts: "Sequence[Samples]") -> "Samples":
+        """The samples of all ``parts``, at least one, which have the same columns."""
+
+        def chained(name: str) -> list[Any]:
+            return [value for part in parts for value in getattr(part, name)]
+
+        return cls(
+            chained("prompts"),
+            chained("answers"),
+            chained("prompt_ids"),
+            chained("answer_ids"),
+            chained("finish_reasons"),
+            {name: [v for p in parts for v in p.columns[name]] for name in parts[0].columns},
         )
+
+    def pick(self, rows: Sequence[int]) -> "Samples":
+        """A copy of samples ``rows``."""
+        return Samples(
+            [self.prompts[row] for row in rows],
+            [self.answers[row] for row in rows],
+            [list(self.prompt_ids[row]) for row in rows],
+            [list(self.answer_ids[row]) for row in rows],
+            [self.finish_reasons[row] for row in rows],
+            {name: [values[row] for row in rows] for name, values in self.columns.items()},
+        )
+
+    def part(self, start: int, stop: int) -> "Samples":
+        """A copy of samples ``start`` to ``stop``, or to the last one."""
+        return self.pick(range(start, min(stop, len(self))))
 
     def cuts(self, count: int) -> list[tuple[int, int]]:
         """At most ``count`` parts of similar size, as (start, stop).
@@ -46,3 +67,18 @@ class Samples:
                 cuts.append((start, stop))
             start = stop
         return cuts
+
+    def apart(self, rows: Sequence[int]) -> list[list[int]]:
+        """``rows`` in lists where no two prompts are neighbours that are equal and were none: a
+        function would take them for one.
+        """
+        lists: list[list[int]] = []
+        for before, row in zip([None, *rows], rows, strict=False):
+            fits = before is not None and (
+                before == row - 1 or self.prompt_ids[before] != self.prompt_ids[row]
+            )
+            if fits:
+                lists[-1].append(row)
+            else:
+                lists.append([row])
+        return lists

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dschat.config import UserError
-from dschat.rewards.call import LONGEST_CALL_S, Fault, MissingColumn, Values, arguments
+from dschat.rewards.call import (
+    LONGEST_CALL_S,
+    Fault,
+    MissingColumn,
+    Value,
+    Values,
+    arguments,
+)
 from dschat.rewards.loader import Program
 from dschat.rewards.samples import Samples
 from dschat.rewards.threads import at_once
@@ -24,19 +31,38 @@ class Parts:
         return [value for future in self.futures for value in future.result()]
 
 
+@dataclass(frozen=True)
+class Scattered:
+    """Samples being scored, each in one of several calls."""
+
+    calls: list[tuple[list[int], Parts]]  # with the rows of their samples
+
+    def result(self) -> Values:
+        """As `Parts.result`, in the order of rows."""
+        values: dict[int, Value | Fault] = {}
+        for rows, parts in self.calls:
+            values |= zip(rows, parts.result(), strict=True)
+        return [values[row] for row in range(len(values))]
+
+
 class RewardSource(Protocol):
     """Scores samples. ``label`` names it in messages.
 
-    ``overlaps``: it scores in the background after `score` returns.
+    ``overlaps``: it scores in the background after `score` returns. ``takes_parts``: it may get the
+    prompts of a rollout one by one, in `score_part`.
     """
 
     name: str
     label: str
     weight: float
     overlaps: bool
+    takes_parts: bool
 
     def score(self, samples: Samples, timeout_s: float) -> Parts:
         """Start scoring, with a limit for each call or request."""
+
+    def score_part(self, samples: Samples, timeout_s: float) -> Parts:
+        """Start scoring a few prompts; a function in one call."""
 
 
 class FunctionSource:
@@ -58,6 +84,7 @@ class FunctionSource:
         """
         self.name, self.label, self.weight = program.name, program.label, program.weight
         self.overlaps = submit is not at_once
+        self.takes_parts = num_parts > 1
         self._program = program
         self._run = run
         self._submit = submit
@@ -69,6 +96,9 @@ class FunctionSource:
         """One call per part of the samples, each within ``timeout_s``."""
         parts = [samples.part(*cut) for cut in samples.cuts(self._num_parts)]
         return Parts([self._submit(self._values, part, timeout_s) for part in parts])
+
+    def score_part(self, samples: Samples, timeout_s: float) -> Parts:
+        return Parts([self._submit(self._values, samples, timeout_s)])
 
     def _values(self, samples: Samples, limit_s: float) -> Values:
         try:

@@ -15,7 +15,8 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.partial import OpenPrompt, advance, rollout_of
-from dschat.inference.protocol import SamplingParams
+from dschat.inference.protocol import Rollout, SamplingParams
+from dschat.rlhf.early_scoring import EarlyScoring
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.prompt_queue import PromptQueue
@@ -85,19 +86,28 @@ class PartialRollouts:
                 raise UserError(
                     "--partial_rollout needs the hybrid engine, which does not run this model"
                 )
-            advance(generator, self._open, sampling, numbers, wanted, num_due)
+            early = self._collector.early_scoring(self._table, wanted)
+
+            def answered(row: int, answers: Rollout) -> None:
+                # Those after the oldest ``wanted`` may have to wait for the next rollout.
+                if early is not None and row < wanted:
+                    early.add(row, answers)
+
+            advance(generator, self._open, sampling, numbers, wanted, num_due, answered)
             metrics = generation_metrics(self._engine.rollout.last_refresh, generator)
-        rollout = self._take(wanted, sum(w for _, w in counts[: dist.rank()]), metrics)
+        rollout = self._take(wanted, sum(w for _, w in counts[: dist.rank()]), metrics, early)
         rollout.num_prompts = sum(w for _, w in counts)
         rollout.metrics["time/generate_s"] = time.perf_counter() - started
         return rollout
 
-    def _take(self, wanted: int, first: int, metrics: dict[str, float]) -> PendingRollout:
+    def _take(
+        self, wanted: int, first: int, metrics: dict[str, float], early: EarlyScoring | None
+    ) -> PendingRollout:
         """Collective. The oldest ``wanted`` complete prompts; the others grow older."""
         done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][:wanted]
         staleness = [self._open[i].staleness for i in done]
         answered = rollout_of([self._open[i] for i in done])
-        rollout = self._collector.pending(self._table.pick(done), answered, first)
+        rollout = self._collector.pending(self._table.pick(done), answered, first, early, done)
         self._keep([i for i in range(len(self._open)) if i not in set(done)])
         self._ages = [age + 1 for age in self._ages]
         carried = sum(prompt.num_tokens for prompt in self._open)

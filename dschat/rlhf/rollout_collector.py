@@ -15,6 +15,7 @@ from dschat.rewards.combine import joined_scores
 from dschat.rewards.reward_functions import SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.balance import Moves, plan_moves
+from dschat.rlhf.early_scoring import EarlyScoring
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout, joined
 from dschat.rlhf.metrics import generation_metrics
@@ -139,21 +140,44 @@ class RolloutCollector:
         for start in range(0, calls * size, size):
             rows = list(range(len(prompts.ids)))[start : start + size]
             part, numbers = prompts.pick(rows), [first + row for row in rows]
-            rollout = generator.generate(part.ids, sampling, numbers)
-            parts.append(self.pending(part, rollout, numbers[0] if numbers else 0))
+            early = self.early_scoring(part, len(rows))
+            answered = None if early is None else early.add
+            rollout = generator.generate(part.ids, sampling, numbers, answered=answered)
+            parts.append(self.pending(part, rollout, numbers[0] if numbers else 0, early))
         e = joined([part.experience for part in parts])
         pending = [call for part in parts for call in part.calls]
         return PendingRollout(e, len(prompts.ids), {}, self.scorer, pending)
 
-    def pending(self, prompts: PromptTable, rollout: Rollout, first: int) -> PendingRollout:
+    def early_scoring(self, prompts: PromptTable, count: int) -> EarlyScoring | None:
+        """Scores the answers to ``count`` of ``prompts`` before all are there; None where no source
+        of rewards would.
+        """
+        if not (self._programs.takes_parts and count):
+            return None
+        timeout_s = self.scorer.args.reward_timeout_s
+        return EarlyScoring(self._programs, timeout_s, self._samples, prompts, count)
+
+    def pending(
+        self,
+        prompts: PromptTable,
+        rollout: Rollout,
+        first: int,
+        early: EarlyScoring | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> PendingRollout:
         """Start the reward functions on the answers to ``prompts``, the first of which has the
         number ``first``.
+
+        ``early``: has started some of them. ``rows``: of ``prompts`` there; default: all.
         """
         n = len(rollout) // max(len(prompts.ids), 1)
         repeated, pad_id = prompts.repeated(n), self._engine.tokenizer.pad_token_id
         e = from_rollout(repeated.ids, rollout, pad_id, first * n, repeated.sources)
         calls = []
-        if self._programs.names:
+        if early is not None:
+            rows = range(len(prompts.ids)) if rows is None else rows
+            calls.append(early.finish(rows, rollout))
+        elif self._programs.names:
             timeout_s = self.scorer.args.reward_timeout_s
             calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))
         return PendingRollout(e, len(prompts.ids), {}, self.scorer, calls)

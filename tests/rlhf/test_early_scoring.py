@@ -1,0 +1,231 @@
+"""Reward functions score complete prompts while others are generated, with the same results."""
+
+import math
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from program_cases import trainer_of
+from step_cases import Case, my_prompts
+from step_rows import PROMPTS
+
+from dschat.config import RLHFConfig
+from dschat.inference.engine import InferenceEngine
+from dschat.inference.protocol import Rollout, SamplingParams
+from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.rollout_collector import RolloutCollector
+from dschat.rlhf.rollout_scorer import RolloutScorer
+
+N = 3
+WAIT_S = 60
+
+
+def neighbours(prompt_ids, answer_ids):
+    """Of neighbours with the same prompt, how many there are and how many of them are shorter."""
+    scores, rows = [], range(len(prompt_ids))
+    for i in rows:
+        first = next(j for j in range(i, -1, -1) if j == 0 or prompt_ids[j - 1] != prompt_ids[i])
+        last = next(j for j in rows[i:] if j + 1 == len(rows) or prompt_ids[j + 1] != prompt_ids[i])
+        lengths = [len(answer_ids[j]) for j in range(first, last + 1)]
+        scores.append(100.0 * len(lengths) + sum(x < len(answer_ids[i]) for x in lengths))
+    return scores
+
+
+def by_token(answer_ids):
+    return [[float(t) for t in ids] if len(ids) % 2 else None for ids in answer_ids]
+
+
+def column(answers, level):
+    return [x + 0.5 for x in level]
+
+
+async def whole(answers):
+    return [float(len(answers))] * len(answers)
+
+
+class Scripted:
+    """A generator that reports some of its prompts, in any order."""
+
+    def __init__(self, rollout, reported):
+        self.rollout, self.reported, self.answered = rollout, reported, None
+
+    def generate(self, prompts, sampling, indices, *, answered=None):
+        self.answered = answered
+        for row in self.reported if answered is not None else ():
+            answered(row, self.rollout.part(row * sampling.n, (row + 1) * sampling.n))
+        return self.rollout
+
+
+def collector_of(*functions, **flags):
+    tokenizer = SimpleNamespace(
+        pad_token_id=0,
+        batch_decode=lambda rows, **_: [" ".join(map(str, ids)) for ids in rows],
+    )
+    engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
+    args = RLHFConfig(**flags)
+    programs = RewardPrograms.of(args, functions)
+    return RolloutCollector(engine, RolloutScorer(engine, args, programs))
+
+
+def rollout_of(draw, count):
+    lengths = [draw.randint(1, 9) for _ in range(count * N)]
+    ids = [[draw.randrange(9) for _ in range(length)] for length in lengths]
+    return Rollout(ids, [[-1.0] * len(row) for row in ids], ["stop"] * len(ids))
+
+
+def plain(sources):
+    return [
+        (s.name, s.weight, s.scores.nan_to_num(nan=-1).tolist(), s.token_scores, s.applies.tolist())
+        for s in sources
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scores_are_those_of_one_call(seed):
+    """Prompts complete in any order, may not be reported, and some stand twice."""
+    draw = random.Random(seed)
+    count = draw.choice([1, 2, 7, 16])
+    ids = [[draw.randrange(1, 1 + count)] for _ in range(count)]
+    prompts = PromptTable(ids, columns={"level": list(range(count))})
+    rollout = rollout_of(draw, count)
+    reported = draw.sample(range(count), draw.randint(0, count))
+    functions, seen = (neighbours, (by_token, 0.5), column, whole), []
+    for pool in ("none", "thread"):
+        collector = collector_of(*functions, reward_pool=pool, reward_workers=3)
+        generator = Scripted(rollout, reported)
+        sampling = SamplingParams(n=N)
+        pending = collector.answers_of(generator, prompts, sampling, 0)
+        seen.append(plain(pending.sources(8)))
+        assert (generator.answered is None) == (pool == "none")
+        collector._programs.close()
+    assert seen[0] == seen[1]
+
+
+def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
+    calls = []
+
+    def noted(prompts, prompt_ids):
+        calls.append([ids[0] for ids in prompt_ids])
+        return [0.0] * len(prompts)
+
+    collector = collector_of(noted, reward_pool="thread", reward_workers=2)
+    order = list(range(16))
+    random.Random(1).shuffle(order)
+    prompts = PromptTable([[i] for i in range(16)])
+    generator = Scripted(rollout_of(random.Random(0), 16), order)
+    collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
+    collector._programs.close()
+    assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
+    assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
+    (largest,) = (call for call in calls if len(call) == 4 * N)
+    assert largest == [i for i in sorted(order[:4]) for _ in range(N)]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"reward_pool": "thread", "reward_workers": 1}], ids=["none", "one worker"]
+)
+def test_functions_that_see_all_samples_still_do(flags):
+    """And where nothing could begin early, the generator reports nothing."""
+    sizes = []
+
+    def noted(answers):
+        sizes.append(len(answers))
+        return [0.0] * len(answers)
+
+    collector = collector_of(noted, whole, **flags)
+    generator = Scripted(rollout_of(random.Random(0), 5), range(5))
+    prompts = PromptTable([[i] for i in range(5)])
+    sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
+    collector._programs.close()
+    assert generator.answered is None
+    assert sizes == [15]
+    assert sources[1].scores.tolist() == [15.0] * 15
+
+
+@pytest.mark.parametrize("mode", ["skip", "error"])
+def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
+    def moody(answer_ids):
+        if any(len(ids) > 6 for ids in answer_ids):
+            raise ValueError("too long")
+        return [1.0] * len(answer_ids)
+
+    flags = {"reward_pool": "thread", "reward_workers": 3, "on_reward_error": mode}
+    collector = collector_of(moody, **flags)
+    rollout = rollout_of(random.Random(2), 9)
+    generator = Scripted(rollout, [4, 1, 8, 0, 2])
+    prompts = PromptTable([[i] for i in range(9)])
+    pending = collector.answers_of(generator, prompts, SamplingParams(n=N), 0)
+    if mode == "error":
+        with pytest.raises(RewardError, match="too long on 6 samples, the first on the prompt '0'"):
+            pending.sources(8)
+    else:
+        (source,) = pending.sources(8)
+        failed = [math.isnan(x) for x in source.scores.tolist()]
+        assert failed == [len(ids) > 6 for ids in rollout.token_ids]
+    collector._programs.close()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
+    partial, models_folder, monkeypatch
+):
+    """Generation waits for the first call to begin, and the call for the end of generation."""
+    began, generated, overlaps = threading.Event(), threading.Event(), []
+
+    def gated(answers):
+        overlaps.append((len(answers), generated.is_set()))
+        began.set()
+        assert generated.wait(WAIT_S)
+        return [float(len(answer)) for answer in answers]
+
+    options = {"max_answer_seq_len": 24, "reward_pool": "thread", "reward_workers": 2}
+    options |= {"partial_rollout": partial}
+    more = ([[i, j, 5] for i in range(4)] for j in range(9))
+    trainer = trainer_of(models_folder, [gated], more, **options)
+    steps, score_part = InferenceEngine.steps, RewardPrograms.score_part
+    asked, waits = [], []
+
+    def noted(*args):
+        asked.append(score_part(*args))
+        return asked[-1]
+
+    def watched(self, *args, **kwargs):
+        for event in steps(self, *args, **kwargs):
+            if asked and not waits:  # there is another token
+                waits.append(began.wait(WAIT_S))
+            yield event
+        generated.set()
+
+    monkeypatch.setattr(RewardPrograms, "score_part", noted)
+    monkeypatch.setattr(InferenceEngine, "steps", watched)
+    e = trainer.generate_experience(PROMPTS[:8])
+    assert waits == [True]
+    assert (overlaps[0][0] % 2, overlaps[0][1]) == (0, False)
+    assert sum(size for size, _ in overlaps) == e.num_sequences == 16
+    assert len(overlaps) > 1
+    trainer.programs.close()
+
+
+def graded(prompt_ids, answer_ids):
+    return [float(sum(ids) % 7 - len(p)) for p, ids in zip(prompt_ids, answer_ids, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"partial_rollout": True}, {"dynamic_sampling": True}])
+def test_a_run_is_the_same_to_the_bit(options, models_folder):
+    """With functions that run afterwards, and with a pool that begins early."""
+    case, lines = Case("ppo", iterations=3), []
+    for pool in ("none", "thread"):
+        torch.manual_seed(0)
+        settings = {"reward_pool": pool, "max_answer_seq_len": 24} | options
+        trainer = trainer_of(models_folder, [graded, neighbours], **settings)
+        for iteration in range(case.iterations):
+            e = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
+            trainer.train_rlhf(e)
+            timed = ("time/", "throughput/", "memory/")
+            lines.append({k: v for k, v in trainer.metrics.items() if not k.startswith(timed)})
+        trainer.programs.close()
+    assert lines[:3] == lines[3:]
+    assert lines[0]["objective/scores/neighbours"] > 200
