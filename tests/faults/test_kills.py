@@ -11,7 +11,7 @@ from runs import check_same, finish, ran, rows, survive
 @pytest.mark.parametrize(
     "faults",
     [
-        ("die_writing 5", "die_in_step 3 0"),
+        ("die_writing 5",),
         pytest.param(
             ("die_in_step 2 0", "die_writing 5", "die_renaming 2", "die_in_step 3 0"),
             marks=pytest.mark.slow,
