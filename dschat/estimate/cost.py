@@ -1,44 +1,18 @@
-"""Prints the hours and dollars of a step, and how they change with the number of nodes.
-
-More nodes share the same batch: the sequences of an optimizer step and of a rollout stay those of
-the settings, and the micro-batch is the largest power of two that the memory takes.
-"""
+"""Prints the hours and dollars of a step, and how they change with nodes and batch."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.config.fields import AUTO
+from dschat.config import CommonConfig, RLHFConfig
 from dschat.estimate import CostRequest, Request
+from dschat.estimate.batches import EstimateOn, Scaled, fastest_batch, scale
 from dschat.estimate.devices import DeviceSpeed, device_of, find_speed, measure_cpu
 from dschat.estimate.result import StepEstimate
 from dschat.estimate.timing import StepTime, Timer, bottleneck
 
 _UNKNOWN = 1000  # steps, where the length of an epoch is not known
-_LARGEST_ROWS = 128  # of a micro-batch
-EstimateOn = Callable[[CommonConfig, int], StepEstimate]  # of a number of processes
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A step on some nodes: what fits, and its time."""
-
-    nodes: int
-    config: CommonConfig
-    time: StepTime
-
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-        c = self.config
-        if isinstance(c, RLHFConfig):
-            return c.per_device_training_batch_size
-        assert isinstance(c, SupervisedConfig)
-        return c.per_device_train_batch_size
 
 
 def find_device_speed(request: Request, cost: CostRequest) -> DeviceSpeed | None:
@@ -88,7 +62,7 @@ def num_steps(config: CommonConfig, time: StepTime, cost: CostRequest) -> tuple[
 def scaling_lines(
     before: StepEstimate, estimate_on: EstimateOn, timer: Timer, cost: CostRequest
 ) -> list[str]:
-    """The step on every number of nodes, and which of them costs least."""
+    """The step on every number of nodes, which of them costs least, and the best batch of each."""
     if not cost.nodes:
         return []
     header = ("nodes", "devices", "micro-batch", "s a step", "speedup", "hours", "device hours")
@@ -114,7 +88,7 @@ def scaling_lines(
         lines.append(_row((*cells, *_price(cost, hours * point.time.fleet.count))))
     if points:
         lines += _best(points)
-    return lines
+    return [*lines, *_batch_lines(before, estimate_on, timer, cost)]
 
 
 def _best(points: Sequence[Scaled]) -> Iterator[str]:
@@ -128,52 +102,30 @@ def _best(points: Sequence[Scaled]) -> Iterator[str]:
         )
 
 
-def scale(before: StepEstimate, nodes: int, estimate_on: EstimateOn, timer: Timer) -> Scaled | str:
-    """``before``'s step on ``nodes`` with the largest micro-batch that fits; else the reason."""
-    count = nodes * timer.per_node
-    configs = list(same_batch(before.config, before.num_processes, count))
-    if not configs:
-        return f"{count} devices do not divide the batch"
-    for config in configs:
-        try:
-            config.validate()
-            estimate = estimate_on(config, count)
-        except UserError as error:
-            return str(error)
-        if estimate.fits:
-            return Scaled(nodes, config, timer.time(estimate))
-    return "does not fit"
-
-
-def same_batch(config: CommonConfig, old: int, count: int) -> Iterator[CommonConfig]:
-    """``config`` on ``count`` processes with the batch it has on ``old`` ones, from the largest
-    micro-batch down; none if the processes do not divide the batch.
-    """
-    if isinstance(config, RLHFConfig):
-        prompts, rest = divmod(config.rollout_prompts(old), count)
-        if rest or prompts % config.generation_batches:
-            return
-        prompts //= config.generation_batches
-        config = replace(config, per_device_generation_batch_size=prompts)
-        name, total = "per_device_training_batch_size", config.mini_batch_size(old)
-    else:
-        assert isinstance(config, SupervisedConfig)
-        name, total = "per_device_train_batch_size", config.global_batch_size(old)
-    each, rest = divmod(total, count)
-    if rest:
-        return
-    budget = config.max_tokens_per_micro_batch
-    if budget == AUTO or budget:  # cuts the step by tokens, whatever the rows
-        yield _with(config, name, each, 1)
-        return
-    for rows in range(min(each, _LARGEST_ROWS), 0, -1):
-        if each % rows == 0 and (rows & (rows - 1) == 0 or rows == each):
-            yield _with(config, name, rows, each // rows)
-
-
-def _with(config: CommonConfig, name: str, rows: int, times: int) -> CommonConfig:
-    fields: dict[str, Any] = {name: rows, "gradient_accumulation_steps": times}
-    return replace(config, **fields)
+def _batch_lines(
+    before: StepEstimate, estimate_on: EstimateOn, timer: Timer, cost: CostRequest
+) -> Iterator[str]:
+    """The batch of every number of nodes beyond which sequences become no cheaper."""
+    rollout = ("prompts",) if isinstance(before.config, RLHFConfig) else ()
+    header = ("nodes", "devices", *rollout, "micro-batch", "accumulation", "sequences", "ms each")
+    yield "  the batch at which a sequence is fastest (doubled while that saves 2%; per device):"
+    yield _row((*header, "speedup"))
+    for nodes in sorted(set(cost.nodes)):
+        if (best := fastest_batch(before, nodes, estimate_on, timer)) is None:
+            yield f"    {nodes:>5}  does not fit"
+            continue
+        config, same = best.config, scale(before, nodes, estimate_on, timer)
+        prompts: tuple[str, ...] = ()
+        if isinstance(config, RLHFConfig):
+            prompts = (f"{config.per_device_generation_batch_size}",)
+        cells = (
+            *(f"{nodes}", f"{best.time.fleet.count}", *prompts, f"{best.rows}"),
+            f"{config.gradient_accumulation_steps}",
+            f"{best.time.rows.count:,.0f}",
+            f"{1000 * best.seconds_each:.3g}",
+            "-" if isinstance(same, str) else f"{same.seconds_each / best.seconds_each:.2f}",
+        )
+        yield _row(cells)
 
 
 def _price(cost: CostRequest, device_hours: float | None) -> tuple[str, ...]:

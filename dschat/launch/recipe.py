@@ -108,7 +108,7 @@ class TrainConfig(ClusterConfig):
         None, "Dollars of a device hour for --plan; default: hours only.", short=True, ge=0
     )
     plan_nodes: Optional[list[int]] = flag(
-        None, "Numbers of nodes to compare in --plan, with the batch of the settings."
+        None, "Numbers of nodes to compare in --plan, with this batch and with the fastest."
     )
     plan_tokens: Optional[list[int]] = flag(
         None,
