@@ -20,6 +20,7 @@ from datasets import Dataset, concatenate_datasets
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
+from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import (
@@ -48,6 +49,7 @@ _BUILTIN = {
     "builtin/chat": builtin_rows,
     "builtin/arithmetic": arithmetic_rows,
     "builtin/calculator": calculator_rows,
+    "builtin/guess": guess_rows,
 }
 
 

@@ -1,0 +1,96 @@
+"""builtin/guess: right replies, careless demonstrations, rewards, and what the steps get of it."""
+
+import pytest
+
+from dschat.builtin.guess_game import GuessGame, guess_rows
+from dschat.builtin.tiny_model import tiny_tokenizer
+from dschat.config import RLHFConfig, SFTConfig
+from dschat.data.batches import PromptBatches
+from dschat.data.tokenize import prompt_dataset, sft_dataset
+
+SHARED = {"data_path": ["builtin/guess"], "data_split": "1,48,1"}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return guess_rows()
+
+
+def guesses_of(row):
+    return [int(turn["content"]) for turn in row["demonstration"][::2]]
+
+
+def test_every_reply_is_right(rows):
+    assert {split: len(found) for split, found in rows.items()} == {"train": 12_000, "eval": 500}
+    every = rows["train"] + rows["eval"]
+    assert len({row["prompt"] for row in every}) == len(every)
+    for row in every:
+        assert row["prompt"].endswith(": 1-31")
+        roles = [turn["role"] for turn in row["demonstration"]]
+        assert roles == [("assistant", "user")[i % 2] for i in range(len(roles))]
+        *before, last = guesses_of(row)
+        assert last == row["number"] or len(before) == 4
+        left = set(range(1, 32))
+        assert {row["number"], last, *before} <= left
+        for guess, turn in zip(before, row["demonstration"][1::2], strict=True):
+            is_higher = row["number"] > guess
+            left -= set(range(1, guess + 1) if is_higher else range(guess, 32))
+            word = "higher" if is_higher else "lower"
+            assert turn["content"] == f"{word}: {min(left)}-{max(left)}"
+            assert row["number"] in left
+
+
+def test_demonstrations_find_a_third_of_the_numbers(rows):
+    found = [row["number"] in guesses_of(row) for row in rows["train"]]
+    assert sum(found) / len(found) == pytest.approx(0.32, abs=0.02)  # four deviations
+
+
+def test_rows_depend_on_the_seed_alone(rows):
+    assert guess_rows(0) == rows != guess_rows(1)
+
+
+def halving(number):
+    """The total reward and the guesses of a player who halves."""
+    game, low, high, total, guesses = GuessGame(), 1, 31, 0.0, 0
+    game.reset(number)
+    while True:
+        guess = (low + high) // 2
+        reply, reward, done = game.step(f" {guess}")
+        total, guesses = total + reward, guesses + 1
+        if done:
+            return total, guesses
+        low, high = map(int, reply.split(": ")[1].split("-"))
+
+
+def test_halving_finds_every_number_in_five_guesses():
+    played = [halving(number) for number in range(1, 32)]
+    turns = [1] + [2] * 2 + [3] * 4 + [4] * 8 + [5] * 16
+    assert sorted(guesses for _, guesses in played) == turns
+    assert all(total == pytest.approx(1.1 - 0.1 * guesses) for total, guesses in played)
+
+
+def test_an_answer_without_a_number_costs_a_turn():
+    game = GuessGame()
+    game.reset(7)
+    assert game.step("seven") == ("guess a number: 1-31", 0.0, False)
+    assert game.step("99") == ("lower: 1-31", 0.0, False)
+    assert game.step("3") == ("higher: 4-31", 0.0, False)
+    text, reward, done = game.step("it is 7, or 8")
+    assert (text, done) == ("", True)
+    assert reward == pytest.approx(0.7)
+
+
+@pytest.mark.slow
+def test_step_1_trains_every_guess_and_step_3_gets_openings_and_numbers(rows):
+    tokenizer = tiny_tokenizer()
+    by_prompt = {row["prompt"]: row for part in rows.values() for row in part}
+    train, seen = sft_dataset(SFTConfig(**SHARED), tokenizer), set()
+    for ids, mask in zip(train["input_ids"], train["loss_mask"], strict=True):
+        prompt = tokenizer.decode(ids).removeprefix("<|user|>").partition("<|assistant|>")[0]
+        trained = tokenizer.decode([i for i, is_target in zip(ids, mask, strict=True) if is_target])
+        assert trained == "".join(f"{guess}<|end|>" for guess in guesses_of(by_prompt[prompt]))
+        seen.add(prompt)
+    prompts = prompt_dataset(RLHFConfig(**SHARED), tokenizer)
+    batch = next(iter(PromptBatches(prompts, len(prompts), 0, 1, seed=0)))
+    assert not seen & set(batch.texts)
+    assert batch.columns["number"] == [by_prompt[text]["number"] for text in batch.texts]
