@@ -32,7 +32,12 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     environment_timeout_s: float = flag(
         60.0, "Timeout of one step of an environment, in seconds.", gt=0
     )
-    environment_workers: int = flag(16, "Threads per process that run steps of environments.", ge=1)
+    environment_pool: Literal["thread", "process"] = flag(
+        "thread",
+        "Where environments and tools run. process: worker processes, for steps that compute, or "
+        "that may hang for good: then their process is killed.",
+    )
+    environment_workers: int = flag(16, "Workers of --environment_pool per training process.", ge=1)
     environment_lag: int = flag(
         4,
         "Decode steps after which a reply is awaited, so that a run repeats to the bit; 0: take "

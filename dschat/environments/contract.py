@@ -16,11 +16,12 @@ import inspect
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from dschat.rewards.call import REFERENCE, raised
+from dschat.rewards.threads import Pool
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
 
@@ -31,6 +32,15 @@ class EnvironmentFault(Exception):
     def __init__(self, problem: str, hung: bool = False) -> None:
         super().__init__(problem)
         self.hung = hung
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool that the model wrote. ``problem``: why it cannot be read."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,11 @@ class Environment:
 
     Attributes:
         wants_special_tokens: whether ``step`` gets the answer's text with special tokens too.
+        pool: where its methods run, and are stopped at their time limit; None: any thread.
     """
 
     wants_special_tokens = False
+    pool: Pool | None = None
     tells = False  # the model hears of this step's failure, whatever the flags say of steps
 
     def __init__(self, target: Any = None) -> None:

@@ -210,7 +210,8 @@ class EpisodeRunner:
 
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
         reply = _Reply(episode, self._steps + self._limits.lag)
-        self._replying[self._pool.submit(reply.begin, method, *args)] = reply
+        pool = episode.environment.pool or self._pool
+        self._replying[pool.submit(reply.begin, method, *args)] = reply
 
     def _replies(self) -> Iterator[tuple[Episode, Any]]:
         """The replies that are due: what a method of the environment returned, or its fault."""
@@ -245,6 +246,8 @@ class EpisodeRunner:
         """Mark the replies over their time, and replace the threads that they occupy."""
         now = time.monotonic()
         for future, reply in self._replying.items():
+            if reply.episode.environment.pool is not None:
+                continue  # stops it itself
             is_over = now - reply.started > self._limits.timeout_s
             if is_over and not reply.is_late and not future.done():
                 reply.is_late = True

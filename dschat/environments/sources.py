@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.environments.contract import Environment
+from dschat.environments.processes import EnvironmentProcesses, portable
 from dschat.environments.tool_calls import CallParser
 from dschat.environments.tool_environment import ToolEnvironment
 from dschat.environments.tools import Tool, load_tools, methods_of, require_unique
@@ -21,11 +22,13 @@ class EnvironmentSource:
 
     Attributes:
         target: a class or a function; None for tools alone.
+        spec: what named the target, if anything did.
         rewards: whether it rewards answers or episodes.
     """
 
     target: Any = None
     tools: tuple[Tool, ...] = ()
+    spec: str = ""
 
     @property
     def rewards(self) -> bool:
@@ -50,6 +53,19 @@ class EnvironmentSource:
             return lambda: Environment(self.target)
         parse = CallParser(tokenizer, self.schemas or [])
         return lambda: ToolEnvironment(self.target, self.tools, parse, tells)
+
+    def processes(
+        self, tokenizer: PreTrainedTokenizerBase, tells: bool, count: int, limit_s: float
+    ) -> EnvironmentProcesses:
+        """Like `maker`, of environments in ``count`` worker processes. ``limit_s``: of a step.
+
+        Raises:
+            UserError: see `maker`; or a process cannot import the environment or a tool.
+        """
+        parse = CallParser(tokenizer, self.schemas or []) if self.tools else None
+        target = portable(self.target, self.spec, "--environment")
+        tools = [(tool.name, portable(tool.function, tool.spec, "--tools")) for tool in self.tools]
+        return EnvironmentProcesses((target, tools, tells), parse, count, limit_s)
 
 
 def load_environment(
@@ -80,4 +96,4 @@ def load_environment(
         near = did_you_mean("step", [n for n in vars(target) if not n.startswith("_")])
         raise UserError(f"{label} has neither step(answer) nor methods that are tools{near}")
     require_unique([*methods, *functions], label)
-    return EnvironmentSource(target, (*methods, *functions))
+    return EnvironmentSource(target, (*methods, *functions), spec if isinstance(spec, str) else "")

@@ -11,13 +11,13 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.segments import RefusedChat, render_chat
+from dschat.environments.contract import Call
 
 _ASKED = [{"role": "user", "content": "question"}]
 _NAME, _KEY, _VALUE = "name-of-tool", "key-of-argument", "value-of-argument"
@@ -26,15 +26,6 @@ _FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 _DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that the model wrote. ``problem``: why it cannot be read."""
-
-    name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""
 
 
 class CallParser:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dschat.config.errors import did_you_mean
 from dschat.environments.contract import (
+    Call,
     Environment,
     EnvironmentFault,
     Observation,
@@ -18,8 +19,12 @@ from dschat.environments.contract import (
     awaited,
     begun,
 )
-from dschat.environments.tool_calls import Call, CallParser
 from dschat.environments.tools import Tool, problem_of, result_text
+
+
+def failed(calls: Sequence[Call], fault: EnvironmentFault) -> Observation:
+    """What the model hears where ``calls`` failed as a whole."""
+    return Observation(results=tuple(ToolResult(c.name, f"error: {fault}", True) for c in calls))
 
 
 class ToolEnvironment(Environment):
@@ -27,12 +32,15 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: functions, and methods of ``target``.
+        parse: the calls in an answer with its special tokens.
         tells: a tool that fails is told to the model; else it fails the step.
     """
 
     wants_special_tokens = True
 
-    def __init__(self, target: Any, tools: Sequence[Tool], parse: CallParser, tells: bool) -> None:
+    def __init__(
+        self, target: Any, tools: Sequence[Tool], parse: Callable[[Any], list[Call]], tells: bool
+    ) -> None:
         super().__init__(target)
         self._tools, self._parse, self._tells_calls = tools, parse, tells
         self._calls: list[Call] = []
@@ -45,7 +53,7 @@ class ToolEnvironment(Environment):
         }
         return text
 
-    def step(self, answer: str, marked: str = "") -> Observation:
+    def step(self, answer: str, marked: Any = "") -> Observation:
         self._calls = self._parse(marked)
         if not self._calls:
             return super().step(answer)
@@ -62,9 +70,7 @@ class ToolEnvironment(Environment):
             return super().told(fault)
         if fault.hung and self.instance is not None:
             return None
-        return Observation(
-            results=tuple(ToolResult(c.name, f"error: {fault}", True) for c in self._calls)
-        )
+        return failed(self._calls, fault)
 
     async def _results(self) -> tuple[ToolResult, ...]:
         """Of all calls, in their order: coroutines together, functions one after the other."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from transformers.utils import get_json_schema
-
 from dschat.config import UserError
 from dschat.environments.contract import EnvironmentFault, shown
 from dschat.rewards.loader import resolve
@@ -23,12 +21,13 @@ _NOT_TOOLS = ("reset", "get_reward")
 @dataclass(frozen=True)
 class Tool:
     """``schema``: JSON schema in OpenAI's form. ``function``: None for a method, which belongs to
-    the environment of an episode.
+    the environment of an episode. ``spec``: what named the function, if anything did.
     """
 
     name: str
     schema: dict[str, Any]
     function: Callable[..., Any] | None
+    spec: str = ""
 
 
 def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
@@ -46,12 +45,12 @@ def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
         if not found:
             raise UserError(f"{label} {spec}: name it as file.py:NAME or pkg.mod:NAME")
         for name in names.split(","):
-            where = f"{label} {home}:{name.strip()}"
+            one = f"{home}:{name.strip()}"
             try:
-                function = resolve(f"{home}:{name.strip()}")
+                function = resolve(one)
             except UserError as error:
-                raise UserError(f"{where}: {error}") from None
-            tools.append(_tool(function, where, function))
+                raise UserError(f"{label} {one}: {error}") from None
+            tools.append(_tool(function, f"{label} {one}", function, one))
     require_unique(tools, label)
     return tools
 
@@ -102,7 +101,9 @@ def result_text(value: Any) -> str:
         raise EnvironmentFault(f"returned {shown(value)}, which is neither text nor JSON") from None
 
 
-def _tool(described: Any, label: str, function: Callable[..., Any] | None) -> Tool:
+def _tool(described: Any, label: str, function: Callable[..., Any] | None, spec: str = "") -> Tool:
+    from transformers.utils import get_json_schema  # takes a second: worker processes need none
+
     if not callable(described):
         raise UserError(f"{label} is not a function")
     try:
@@ -110,4 +111,4 @@ def _tool(described: Any, label: str, function: Callable[..., Any] | None) -> To
     except Exception as error:  # no docstring, no type hints, or ones that it cannot read
         why = " ".join(str(error).split())
         raise UserError(f"{label} cannot be described to the model: {why}") from None
-    return Tool(schema["function"]["name"], schema, function)
+    return Tool(schema["function"]["name"], schema, function, spec)

@@ -60,6 +60,7 @@ LAYOUT = {
     "kv_cache_gib",
     "kv_page_size",
     "reward_pool",
+    "environment_pool",
 }
 
 

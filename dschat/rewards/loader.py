@@ -230,15 +230,24 @@ def portable(program: Program) -> tuple[Any, ...]:
     """
     if program.recipe[0] == "spec":
         return program.recipe
-    home = getattr(program.function, "__module__", None)
+    return ("pickle", pickled(program.function, program.label, "--reward_pool thread"))
+
+
+def pickled(function: Any, label: str, instead: str) -> bytes:
+    """A function or class for another process, which imports it by name.
+
+    Raises:
+        UserError: it cannot; pass ``instead``.
+    """
+    home = getattr(function, "__module__", None)
     try:
-        if home == "__main__" or type(program.function).__module__ == "__main__":
+        if home == "__main__" or type(function).__module__ == "__main__":
             raise pickle.PicklingError("it is defined in the main program or notebook")
-        return ("pickle", pickle.dumps(program.function))
+        return pickle.dumps(function)
     except Exception as error:
         raise UserError(
-            f"{program.label} cannot run in another process ({' '.join(str(error).split())}); put "
-            "it into a file and pass it as file.py:name, or pass --reward_pool thread"
+            f"{label} cannot run in another process ({' '.join(str(error).split())}); put it into "
+            f"a file and pass it as file.py:name, or pass {instead}"
         ) from None
 
 

@@ -1,5 +1,7 @@
 """Calls reward functions in worker processes, which are killed when a call takes too long.
 
+A `Worker` serves other objects too: environments, see `dschat.environments.processes`.
+
 A worker is a fresh interpreter. A fork is unsafe: the parent has threads and may hold a GPU.
 `multiprocessing`, and pools built on it, would import the user's main script again. It leads a
 process group, so that processes started by functions die with it. No torch here, so that it starts
@@ -14,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -63,11 +65,20 @@ class Processes:
 
 
 class Worker:
-    """One process, started by the first call and restarted after each call that killed it."""
+    """One process, started by the first call and restarted after each call that killed it.
 
-    def __init__(self, recipes: Sequence[tuple[Any, ...]]) -> None:
-        """``recipes``: of the functions, see `dschat.rewards.loader.portable`."""
-        self._recipes = list(recipes)
+    Attributes:
+        num_starts: of the process. What it held is lost when this grows.
+    """
+
+    def __init__(
+        self, recipe: Any, make: Callable[[Any], Callable[..., Any]] | None = None
+    ) -> None:
+        """``make(recipe)`` is what the process calls; default: reward functions, with a list of
+        recipes of `dschat.rewards.loader.portable`.
+        """
+        self._served = make or _functions, recipe
+        self.num_starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
 
@@ -75,7 +86,7 @@ class Worker:
         """Start the process unless it runs.
 
         Raises:
-            Fault: the functions cannot be rebuilt there.
+            Fault: what it serves cannot be rebuilt there.
         """
         if self._process is not None:
             # NOTE WNOWAIT: reaping the process would free its group's id for reuse.
@@ -96,7 +107,8 @@ class Worker:
             start_new_session=True,
         )
         child_end.close()
-        problem = self._reply_to(self._recipes, START_S)
+        self.num_starts += 1
+        problem = self._reply_to(self._served, START_S)
         if problem is not None:
             self.close()
             raise Fault(problem)
@@ -104,13 +116,17 @@ class Worker:
     def call(
         self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
     ) -> Values:
-        """Call function ``number``; see `dschat.rewards.call.call`.
+        """Call function ``number``; see `dschat.rewards.call.call`. Raises like `request`."""
+        return self.request(number, dict(kwargs), lengths, limit_s=limit_s)
+
+    def request(self, *arguments: Any, limit_s: float) -> Any:
+        """What the process returns for ``arguments``.
 
         Raises:
             Fault: the call failed, took longer than ``limit_s`` or ended the process.
         """
         self.start()
-        reply = self._reply_to((number, dict(kwargs), lengths, limit_s), limit_s)
+        reply = self._reply_to((*arguments, limit_s), limit_s)
         if isinstance(reply, Fault):
             raise reply
         return reply
@@ -142,7 +158,7 @@ class Worker:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Main loop of the process: rebuild the functions, then call them until the parent exits."""
+    """Main loop of the process: rebuild what it serves, then call it until the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGUSR1, lambda *_: None)  # SLURM sends it to all processes of a task
     os.set_inheritable(descriptor, False)
@@ -151,7 +167,8 @@ def serve(descriptor: int) -> NoReturn:
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
     problem = None
     try:
-        functions = [rebuild(recipe) for recipe in messages.get()]
+        make, recipe = messages.get()
+        answer = make(recipe)
     except UserError as error:
         problem = str(error)
     except (Exception, SystemExit) as error:
@@ -162,12 +179,17 @@ def serve(descriptor: int) -> NoReturn:
         try:
             if isinstance(message, Fault):
                 raise message
-            number, kwargs, lengths, limit_s = message
+            *arguments, limit_s = message
             with _self_exit(limit_s):
-                reply: Any = call(functions[number], kwargs, lengths)
+                reply: Any = answer(*arguments)
         except Fault as fault:
             reply = fault
         pipe.send(reply)
+
+
+def _functions(recipes: Sequence[tuple[Any, ...]]) -> Callable[..., Values]:
+    functions = [rebuild(recipe) for recipe in recipes]
+    return lambda number, kwargs, lengths: call(functions[number], kwargs, lengths)
 
 
 @contextlib.contextmanager

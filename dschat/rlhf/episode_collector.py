@@ -1,5 +1,6 @@
 """Collects rollouts of episodes: answers in several turns with an environment."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,7 +8,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.segments import RefusedChat, prompt_text_ids
-from dschat.environments.contract import EnvironmentFault
+from dschat.environments.contract import Environment, EnvironmentFault
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource
@@ -45,7 +46,12 @@ class EpisodeCollector(RolloutCollector):
     ) -> None:
         super().__init__(engine, scorer)
         self._source, self._limits = source, limits_of(scorer.args)
-        self._make = source.maker(engine.tokenizer, scorer.args.on_tool_error == "feedback")
+        args, tells = scorer.args, scorer.args.on_tool_error == "feedback"
+        self._make: Callable[[], Environment] = source.maker(engine.tokenizer, tells)
+        if args.environment_pool == "process":
+            self._make = source.processes(
+                engine.tokenizer, tells, args.environment_workers, args.environment_timeout_s
+            )
         self._observations: dict[bool, ObservationTokens] = {}
 
     def answers_of(

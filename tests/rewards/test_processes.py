@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dschat.rewards.call import Fault
-from dschat.rewards.processes import Worker
+from dschat.rewards.processes import Worker, _functions
 
 ROOT = Path(__file__).parents[2]
 BAD = Path(__file__).with_name("bad_functions.py")
@@ -84,7 +84,7 @@ def test_a_worker_exits_with_its_parent_during_a_call():
     code = f"from dschat.rewards import processes; processes.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
-    ours.send([("spec", f"{BAD}:hangs", {})])
+    ours.send((_functions, [("spec", f"{BAD}:hangs", {})]))
     assert ours.recv() is None
     ours.send((0, {"prompts": ["p2"]}, [1], 1000))
     ours.close()
@@ -102,7 +102,7 @@ def test_an_orphaned_worker_exits_though_its_function_holds_the_gil():
     code = f"from dschat.rewards import processes; processes._GRACE_S = 0.9; processes.serve({end})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=[end])
     theirs.close()
-    ours.send([("spec", f"{BAD}:keeps_the_interpreter", {})])
+    ours.send((_functions, [("spec", f"{BAD}:keeps_the_interpreter", {})]))
     assert ours.recv() is None
     ours.send((0, {"prompts": ["p1"]}, [1], 0.1))
     assert ours.recv() == [1.0]

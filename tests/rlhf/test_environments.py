@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import step_cases
 import torch
 from step_cases import Case, build_trainer, ppo_config
 from tiny_models import EOS
@@ -121,6 +122,26 @@ def test_a_resumed_run_draws_the_same_episodes(models_folder):
     one, other = (t.generate_experience(PROMPTS) for t in (first, second))
     assert torch.equal(one.input_ids, other.input_ids)
     assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
+
+
+def test_worker_processes_give_the_same_episodes(models_folder):
+    environment = f"{step_cases.__file__}:Replies".replace("step_cases", "environment_of_cases")
+    pools = [{"environment_pool": "process", "environment_workers": 2}, {}]
+    one, other = (
+        trainer_of(models_folder, environment, **pool).generate_experience(PROMPTS)
+        for pool in pools
+    )
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.token_scores, other.token_scores)
+    assert one.token_scores.any()
+
+
+def test_a_process_needs_an_importable_environment(models_folder):
+    class Local(Game):
+        pass
+
+    with pytest.raises(UserError, match="--environment: Local cannot run in another process"):
+        trainer_of(models_folder, Local, environment_pool="process")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""Environments in worker processes: the same episodes, and what a process takes along."""
+
+import gc
+from pathlib import Path
+
+import pytest
+from families import EOS, VOCAB, engine
+
+from dschat.builtin.retry_game import RetryGame
+from dschat.config import UserError
+from dschat.environments.contract import Call, EnvironmentFault
+from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.processes import EnvironmentProcesses, Host
+from dschat.environments.sources import load_environment
+from dschat.inference import SamplingParams
+
+FILE = Path(__file__).with_name("process_games.py")
+PROMPTS = [[3, 4, 5], [6], [7, 8]]
+
+
+class Tokenizer:
+    """A token's text is its number."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def processes():
+    """``processes(name, count, limit_s)`` makes environments of ``process_games``."""
+    made = []
+
+    def make(name, count=1):
+        source = load_environment(f"{FILE}:{name}")
+        made.append(source.processes(None, True, count, 60.0))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def begun(make, level=0):
+    environment = make()
+    assert environment.reset("p", 3, {"level": level}) == ""
+    return environment
+
+
+def test_episodes_are_those_in_threads(processes, module_of):
+    made = engine(module_of("llama"), page_size=4)
+    sampling = SamplingParams(36, n=2, seed=5, stop_token_ids=tuple(range(1, VOCAB, 3)))
+    texts, columns = [str(ids) for ids in PROMPTS], [{} for _ in PROMPTS]
+
+    def run(make):
+        made.forget_prefixes()
+        runner = EpisodeRunner(
+            made,
+            Tokenizer(),
+            make,
+            lambda said: [int(word) for word in said.text.split()],
+            EpisodeLimits(5, 8, 60.0, 4, tells=False),
+            lambda row, text: [EOS],
+        )
+        return runner.run(PROMPTS, texts, columns, sampling, list(range(len(PROMPTS))))
+
+    expected = run(load_environment(f"{FILE}:Replies").maker(None))
+    assert max(episode.num_turns for episode in expected) > 1
+    for one, other in zip(run(processes("Replies", 2)), expected, strict=True):
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+        assert (one.rewards, one.finish_reason) == (other.rewards, other.finish_reason)
+
+
+def test_an_episode_stays_in_its_process(processes):
+    environments = [begun(make, i) for i, make in enumerate([processes("Tells", 2)] * 4)]
+    homes = []
+    for turn in (1, 2):
+        for level, environment in enumerate(environments):
+            found = environment.step("go on")
+            pid, home, *rest = found.text.split(" ", 3)
+            assert pid == home
+            assert rest == [str(level), f"{turn} []"]  # neither torch nor transformers
+            assert (found.reward, found.done) == (0.5, False)
+            homes.append(home)
+    assert homes[:2] * 4 == homes
+    assert len(set(homes)) == 2
+    assert environments[0].step("end").done
+    assert environments[0].rewards_the_end
+    assert environments[0].final_reward() == 30.0
+
+
+def test_a_fault_leaves_the_environment_as_it_is(processes):
+    environment = begun(processes("Fails"))
+    with pytest.raises(EnvironmentFault, match="raised ValueError: no luck") as caught:
+        environment.step("raise")
+    assert not caught.value.hung
+    assert environment.told(caught.value).text == "error: raised ValueError: no luck"
+    assert environment.step("again").text == "again"
+
+
+def stopped(environment, limit_s, *answer):
+    """The fault of a step that takes its process with it. ``limit_s``: of this step alone."""
+    environment._lane.limit_s = limit_s
+    with pytest.raises(EnvironmentFault) as caught:
+        environment.step(*answer)
+    environment._lane.limit_s = 60.0
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit_s", "words"),
+    [
+        ("die", 60.0, r"ended its process \(exit code 7\)"),
+        ("hang", 1.0, "did not return within 1 s"),
+    ],
+)
+def test_a_process_that_ends_takes_its_environments_along(answer, limit_s, words, processes):
+    make = processes("Fails", 2)
+    first, beside, second = (begun(make) for _ in range(3))
+    caught = stopped(first, limit_s, answer)
+    assert caught.match(words)
+    assert caught.value.hung
+    assert first.told(caught.value) is None
+    with pytest.raises(EnvironmentFault, match="in a process that another episode ended") as caught:
+        second.step("hello")
+    assert second.told(caught.value) is None
+    assert beside.step("hello").text == "hello"
+    later = [begun(make) for _ in range(2)]
+    assert [environment.step("hello").text for environment in later] == ["hello"] * 2
+
+
+def test_tools_alone_survive_their_process():
+    """The model hears that its call hung; the other episodes do not notice."""
+    source = load_environment(None, [f"{FILE}:hangs"])
+    calls = {"hang": [Call("hangs", {"text": "hang"})], "speak": [Call("hangs", {"text": "ja"})]}
+    recipes = (None, [("hangs", source.tools[0].spec)], True)
+    make = EnvironmentProcesses(recipes, lambda marked: calls.get(marked, []), 1, 60.0)
+    first, second = begun(make), begun(make)
+    caught = stopped(first, 1.0, "", "hang")
+    assert first.tells
+    (told,) = first.told(caught.value).results
+    assert (told.name, told.failed) == ("hangs", True)
+    assert "did not return within 1 s" in told.text
+    assert [e.step("", "speak").results[0].text for e in (second, first)] == ["ja", "ja"]
+    assert first.step("no call", "").done
+    make.close()
+
+
+def test_finished_environments_are_dropped(processes):
+    host = Host((f"{FILE}:Tells", [], True))
+    for number in range(3):
+        host(number, "reset", ("p", 3, {"level": 0}), [])
+    host(2, "step", ("go on",), [0, 1])
+    assert list(host._kept) == [2]
+    make = processes("Tells")
+    first, second = begun(make), begun(make)
+    del first
+    gc.collect()
+    assert list(second._lane.finished) == [0]
+    second.step("go on")
+    assert not second._lane.finished
+
+
+def test_objects_of_a_notebook_are_refused():
+    game = type("Game", (RetryGame,), {"__module__": "__main__"})
+    with pytest.raises(UserError) as caught:
+        load_environment(game).processes(None, True, 1, 1.0)
+    assert str(caught.value) == (
+        "--environment: Game cannot run in another process (it is defined in the main program or "
+        "notebook); put it into a file and pass it as file.py:name, or pass --environment_pool "
+        "thread"
+    )
+    imported = load_environment(RetryGame).processes(None, True, 1, 60.0)
+    environment = imported()
+    environment.reset("1+1=", 3, {"reference": "2"})
+    assert environment.step("1,2").done
+    imported.close()
