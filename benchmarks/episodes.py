@@ -1,39 +1,33 @@
-"""Measures episodes of several turns: all together against one after the other.
+"""Measures episodes of several turns: all together against one after the other; and environments
+that compute in Python in threads against worker processes.
 
-    python benchmarks/episodes.py [--episodes 32] [--rounds 3]
+    python benchmarks/episodes.py [--episodes 32] [--rounds 3] [--busy_ms 20]
 
 A Llama of 35M parameters with random weights, fp32; prompts of 64 tokens, up to 4 answers of 32
 tokens on average, with replies of 16 between them. Sides take turns. Prints a JSON line: seconds of
-an episode on both sides, and how many tokens were computed of all that the turns' prompts have.
+an episode on all sides, and how many tokens were computed of all that the turns' prompts have.
 """
 
 import argparse
 import json
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
+from busy_environment import TURNS
 from report import environment
 from rollout_workloads import llama
 from transformers import LlamaForCausalLM
 
-from dschat.environments.contract import Environment, Observation
+from dschat.environments.contract import Observation
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.sources import load_environment
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
-PROMPT, ANSWER, REPLY, TURNS = 64, 32, 16, 4
+PROMPT, ANSWER, REPLY = 64, 32, 16
 LIMITS = EpisodeLimits(TURNS, 4 * ANSWER, 60.0, 16, tells=False)
-
-
-class Replies:
-    """Ends after ``TURNS`` answers."""
-
-    def reset(self) -> None:
-        self.turns = 0
-
-    def step(self, answer: str) -> tuple[str, float, bool]:
-        self.turns += 1
-        return answer, 0.0, self.turns == TURNS
 
 
 class Text:
@@ -57,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy_ms", type=float, default=20.0, help="that a step computes")
     args = parser.parse_args()
     torch.manual_seed(0)
     module = LlamaForCausalLM(llama(384, 6, 6, 1024, 32_000)).eval()
@@ -67,36 +62,51 @@ def main() -> None:
     ends = tuple(range(0, 32_000, ANSWER))
     sampling = SamplingParams(TURNS * (4 * ANSWER + REPLY), stop_token_ids=ends)
     prompts = torch.randint(10, 32_000, (args.episodes, PROMPT)).tolist()
+    source = load_environment(f"{Path(__file__).with_name('busy_environment.py')}:Replies")
+    threads = source.maker(None)
+    processes = source.processes(None, True, 2, LIMITS.timeout_s)
 
-    def run(chosen: list[int]) -> tuple[float, int, int]:
+    def run(chosen: list[int], make: Any = threads, busy_ms: float = 0.0) -> tuple[float, int, int]:
         """Seconds, computed and found tokens."""
-        runner = EpisodeRunner(
-            engine, Text(), lambda: Environment(Replies), reply_ids, LIMITS, unused
-        )
+        runner = EpisodeRunner(engine, Text(), make, reply_ids, LIMITS, unused)
         started = time.perf_counter()
         ids = [prompts[i] for i in chosen]
-        episodes = runner.run(ids, ["" for _ in ids], [{} for _ in ids], sampling, chosen)
+        columns = [{"busy_ms": busy_ms} for _ in ids]
+        episodes = runner.run(ids, ["" for _ in ids], columns, sampling, chosen)
         seconds = time.perf_counter() - started
         turns.append(statistics.mean(e.num_turns for e in episodes))
         engine.forget_prefixes()
         return seconds, runner.stats.prefill_tokens, runner.stats.cached_tokens
 
     turns: list[float] = []
-    together, alone = [], []
+    every = list(range(args.episodes))
+    run(every, processes)  # starts them
+    together, alone, in_threads, in_processes = [], [], [], []
     for _ in range(args.rounds):
-        seconds, computed, cached = run(list(range(args.episodes)))
+        seconds, computed, cached = run(every)
         together.append(seconds / args.episodes)
-        alone.append(sum(run([i])[0] for i in range(args.episodes)) / args.episodes)
-    ratios = [b / a for a, b in zip(together, alone, strict=True)]
+        alone.append(sum(run([i])[0] for i in every) / args.episodes)
+        in_threads.append(run(every, threads, args.busy_ms)[0] / args.episodes)
+        in_processes.append(run(every, processes, args.busy_ms)[0] / args.episodes)
+    processes.close()
     line = {
         "together_s": together,
         "one_by_one_s": alone,
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "ratio": ratios(alone, together),
+        "busy_ms": args.busy_ms,
+        "busy_in_threads_s": in_threads,
+        "busy_in_processes_s": in_processes,
+        "busy_ratio": ratios(in_threads, in_processes),
         "turns": statistics.mean(turns),
         "prefill_tokens": computed,
         "cached_tokens": cached,
     }
     print(json.dumps(line | environment(torch.device("cpu"))))
+
+
+def ratios(slow: list[float], fast: list[float]) -> dict[str, float]:
+    found = [a / b for a, b in zip(slow, fast, strict=True)]
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 
 
 if __name__ == "__main__":
