@@ -1,8 +1,8 @@
 """Evaluates the policy on held-out prompts.
 
 Metrics: the score and each of its sources, pass@k, KL to reference and teacher, answer length,
-share of answers that end with EOS, and for the built-in prompts the gold score, which training
-never sees.
+share of answers that end with EOS, turns of episodes, and for the built-in prompts the gold score,
+which training never sees.
 """
 
 import logging
@@ -99,6 +99,8 @@ def evaluate_policy(
     metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
+    # of episodes: turns and the environment's tokens
+    metrics |= {n.replace("rollout/", "eval/"): value for n, value in rollout.metrics.items()}
     return metrics | (by_source if len(sources) > 1 else {})
 
 
@@ -164,6 +166,8 @@ def require_metric(name: str, names: Collection[str]) -> None:
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     """The names that `evaluate_policy` returns."""
     names = [*(["score"] if sources else []), "answer_length", "eos_share"]
+    if args.environment:
+        names += ["turns", "environment_tokens"]
     if gold_knows(args.eval_data_path or args.data_path):
         names.append("gold")
     if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):

@@ -20,7 +20,7 @@ def evaluated(sources, has_programs=True, **knobs):
     args = RLHFConfig(eval_num_samples=2, **knobs)
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
     answers = from_rollout([[1]] * 4, rollout, 0)
-    scored = SimpleNamespace(experience=answers, sources=lambda _: sources)
+    scored = SimpleNamespace(experience=answers, metrics={}, sources=lambda _: sources)
     programs = SimpleNamespace(names=["rule"] if has_programs else [])
     collector = SimpleNamespace(
         answers_of=lambda *_: scored, scorer=SimpleNamespace(programs=programs)
