@@ -1,8 +1,11 @@
-"""The offline demo: a tiny model, two data sets, an invented world and its gold scorer.
+"""The offline demo: a tiny model, data sets, an invented world and its gold scorer.
 
 tiny_model   builtin/tiny: a random Llama of half a million weights and its tokenizer
 world        the facts, phrases and questions that chat_rows and gold_scorer share
 chat_rows    builtin/chat: preference rows about that world
 gold_scorer  scores any answer to a question of that world by rule
 arithmetic   builtin/arithmetic: sums and differences with verifiable answers
+retry_game   its environment: another attempt after a wrong answer
+calculator   builtin/calculator: products, and the tool that works them out
+guess_game   builtin/guess: games of guessing a number, and their environment
 """

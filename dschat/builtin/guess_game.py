@@ -1,9 +1,9 @@
 """Generates ``builtin/guess``, games of guessing a number, and plays them as an environment.
 
-A prompt names a game, ``game 47110: 1-31``. The environment thinks of a number in that range, and
-replies to a guess with ``higher: 17-31`` or ``lower: 1-15``: the numbers that are left. Halving
-them finds every number in five guesses. The games that SFT imitates are careless: one guess in two
-ignores the replies. So SFT learns to play, and finds a third of the numbers in five guesses. A
+A prompt names a game, ``game 47110: 1-15``. The environment thinks of a number in that range, and
+replies to a guess with ``higher: 9-15`` or ``lower: 1-7``: the numbers that are left. Halving them
+finds every number in four guesses. The games that SFT imitates are careless: one guess in two
+ignores the replies. So SFT learns to play, and finds a third of the numbers in four guesses. A
 reward for early finds then teaches the model to read the replies, and to halve.
 """
 
@@ -46,7 +46,7 @@ class GuessGame:
 def guess_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """The rows of both splits: 12,000 in ``"train"``, 500 in ``"eval"``.
 
-    Every row is ``{prompt, number, demonstration}``, such as ``game 47110: 1-31``, 9 and the chat
+    Every row is ``{prompt, number, demonstration}``, such as ``game 47110: 1-15``, 9 and the chat
     messages of a game after the prompt. The same seed gives the same rows on every machine; prompts
     are unique over both splits.
     """

@@ -16,9 +16,9 @@ class DataConfig:
 
     data_path: list[str] = flag(
         ["builtin/chat"],
-        "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat, "
-        "builtin/arithmetic, builtin/calculator, or hub names (`NAME:CONFIG` for one "
-        "configuration); `PATH:WEIGHT` blends several.",
+        "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat (or "
+        "/arithmetic, /calculator, /guess), or hub names (`NAME:CONFIG` for one configuration); "
+        "`PATH:WEIGHT` blends several.",
         short=True,
     )
     eval_data_path: Optional[list[str]] = flag(

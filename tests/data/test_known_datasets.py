@@ -353,6 +353,7 @@ def test_every_known_data_set_is_tested():
         "builtin/chat",
         "builtin/arithmetic",
         "builtin/calculator",
+        "builtin/guess",
     }
     assert len(NO_REJECTED) == 8
 

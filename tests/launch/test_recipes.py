@@ -36,7 +36,7 @@ PUBLISHED = {
 
 # Runs of two steps: DPO, reward functions, or a teacher.
 STEPS = {"demo-dpo": [1, 2]} | dict.fromkeys(
-    ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill", "tools"), [1, 3]
+    ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill", "game", "tools"), [1, 3]
 )
 # Flags in place of the result of another run.
 FLAGS = {"distill": ["--teacher_model_name_or_path", "builtin/tiny"]}
