@@ -22,7 +22,7 @@ from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config.steps import SupervisedConfig
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
-from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
 from dschat.models.eval_mode import evaluating
 from dschat.models.load import load_score_backbone
 from dschat.models.packing import pack
@@ -68,6 +68,8 @@ class ForcedRollout:
         prompts: list[list[int]],
         sampling: SamplingParams,
         indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
     ) -> Rollout:
         lengths = [len(answer) for answer in self.answers[:: sampling.n]]
         drawn = self._generator.generate(
