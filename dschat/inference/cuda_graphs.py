@@ -27,6 +27,10 @@ logger = logging.getLogger("dschat")
 Step = Callable[[], object]
 Capture = Callable[[Step], Step]  # -> replay: runs the step on the present content of the state
 
+WIDTHS = (1, 4, 8)  # positions of a sequence that a step computes, where steps have guesses
+# Above some 300 rows, the products of a step in 16 bits take longer than reading the weights.
+_MOST_ROWS = 256
+
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -121,7 +125,8 @@ class DecodeGraphs:
         num_tokens: ids from this one on are never drawn.
         capture: records a step.
         queue: where the state's work is queued; default: the current stream.
-        kernels: run the operations that they apply to.
+        kernels: run the operations that they apply to, in steps without guesses.
+        guesses: whether steps may compute several positions of a sequence.
     """
 
     def __init__(
@@ -134,15 +139,18 @@ class DecodeGraphs:
         capture: Capture,
         queue: DeviceQueue | None = None,
         kernels: StepKernels | None = None,
+        guesses: bool = False,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
+        self._all_widths = WIDTHS if guesses else WIDTHS[:1]
         self._kernels = kernels
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
-        self.state = DecodeState(*sizes, decoder.weights.device, queue)
-        self._graphs: dict[tuple[int, SamplingKind], Step] = {}
+        device, width = decoder.weights.device, self._all_widths[-1]
+        self.state = DecodeState(*sizes, device, queue, width)
+        self._graphs: dict[tuple[int, SamplingKind, int], Step] = {}
         self.failed = False
 
     @property
@@ -158,11 +166,15 @@ class DecodeGraphs:
         """Rows of the step that ``count`` sequences take."""
         return batch_bucket(count, self.state.num_rows)
 
+    def widths(self, size: int) -> list[int]:
+        """Positions of each of ``size`` rows that steps may compute, ascending."""
+        return [w for w in self._all_widths if w == 1 or w * size <= _MOST_ROWS]
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, size: int, kind: SamplingKind) -> Step:
+    def step(self, size: int, kind: SamplingKind, width: int = 1) -> Step:
         """Replays the step of the first ``size`` rows, which is captured on first use; all rows are
-        dead after that.
+        dead after that. ``width``: positions of each row.
 
         Collective in the tensor-parallel group, as is each replay. After a failed capture, steps
         run as they are, launch by launch.
@@ -170,9 +182,10 @@ class DecodeGraphs:
         Raises:
             UserError: the capture failed and `CudaCapture` requires it.
         """
-        key = size, kind
+        key = size, kind, width
         if key not in self._graphs:
-            step = partial(self._run, size, kind)
+            run = self._run if width == 1 else partial(self._run_guessed, width)
+            step = partial(run, size, kind)
             self._graphs[key] = step if self.failed else self._recorded(step)
         return self._graphs[key]
 
@@ -204,3 +217,16 @@ class DecodeGraphs:
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind)
+
+    @torch.inference_mode()
+    def _run_guessed(self, width: int, size: int, kind: SamplingKind) -> None:
+        """One step of ``width`` positions of each row."""
+        decoder, cache, state = self._decoder, self._cache, self.state
+        rows = state.guessed_inputs(size, width)
+        longest = rows.table.shape[1] * cache.page_size
+        lengths = rows.positions + 1
+        decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)
+        attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
+        logits = decoder.logits(decoder.hidden(rows.tokens, rows.positions, attention))
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens, width=width)
+        state.advance_guessed(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)

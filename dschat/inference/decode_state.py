@@ -4,7 +4,12 @@ A row is a sequence: its newest token, position, limits and block table. A step 
 writes token and log-prob into a ring and advances the rows, without a number from the host. The
 host writes rows in one copy before the next step, and reads the ring later.
 
-Shapes: S rows, B of them in a step, W pages of the longest sequence, R slots of the ring.
+A step may compute several positions of each row: its newest token and guesses of those after it.
+It draws at all of them and keeps the guesses as far as they equal the draws, so that a guess, even
+one for a position that has passed, decides nothing but how far a row advances.
+
+Shapes: S rows, B of them in a step, W pages of the longest sequence, R slots of the ring; Q
+positions of a row in a step.
 """
 
 from collections import deque
@@ -12,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +28,8 @@ from dschat.inference.sampler import SamplingKind, StepSampling
 from dschat.inference.sequence import Sequence
 
 RING = 128  # steps that may run before the host reads the first one
+WINDOW = 32  # guesses of a row that a step can choose from: the host does not know its position
+NO_GUESS, WRONG_GUESS = -1, -2  # in the ring, instead of a token
 
 Wait = Callable[[], None]
 
@@ -41,6 +48,25 @@ class _Field(IntEnum):
     YOUNGEST_STOP = 5  # first position that may draw a stop token
     PROMPT = 6
     SAMPLE = 7
+
+
+class Guesses(NamedTuple):
+    """What the host guesses about a row's next tokens."""
+
+    room: int  # positions that its pages hold
+    first: int  # position of the first token
+    tokens: list[int]  # at most `WINDOW`
+
+
+class GuessedRows(NamedTuple):
+    """Inputs of a step of B rows with Q positions each; rows without a guess use the trash page."""
+
+    tokens: Tensor  # (B Q,)
+    positions: Tensor  # (B Q,)
+    slots: Tensor  # (B Q,)
+    table: Tensor  # (B, W)
+    guesses: Tensor  # (B, Q - 1)
+    is_guess: Tensor  # (B, Q - 1) bool
 
 
 class DeviceQueue:
@@ -64,7 +90,7 @@ class DeviceQueue:
 
 class DecodeState:
     """``num_rows`` sequences of at most ``num_pages`` pages each; rows without one use
-    ``trash_page``, of ``page_size`` tokens.
+    ``trash_page``, of ``page_size`` tokens. ``width``: the most positions of a row in a step.
     """
 
     @torch.inference_mode(False)
@@ -76,6 +102,7 @@ class DecodeState:
         trash_page: int,
         device: torch.device,
         queue: DeviceQueue | None = None,
+        width: int = 1,
     ) -> None:
         self.num_rows, self._page_size, self._trash_page = num_rows, page_size, trash_page
         self._queue = queue or DeviceQueue(device)
@@ -93,8 +120,13 @@ class DecodeState:
         self._host_fields, self._host_table = split(self._written)
         self._has_new_pages = False
         self._sampling = StepSampling(device)
-        self._ring = torch.zeros(RING, 2, num_rows, dtype=torch.float64, device=device)
-        self._host_ring = torch.zeros(RING, 2, num_rows, dtype=torch.float64, pin_memory=pinned)
+        ring = RING, 2, width, num_rows
+        self._ring = torch.zeros(ring, dtype=torch.float64, device=device)
+        self._host_ring = torch.zeros(ring, dtype=torch.float64, pin_memory=pinned)
+        # Of each row: `Guesses.room`, `Guesses.first` and the tokens.
+        self._guesses = torch.zeros(num_rows, 2 + WINDOW, dtype=torch.int64, device=device)
+        self._ahead = torch.arange(width, device=device)
+        self._pinned = pinned
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         # Numbers of steps. A slot is free again when its step has been read.
         self._launched = self._fetched = self._read = 0
@@ -144,6 +176,16 @@ class DecodeState:
         self._host_table[row, index] = page
         self._has_new_pages = True
 
+    def guess(self, rows: list[Guesses]) -> None:
+        """The guesses of the next `launch`, of the first rows."""
+        packed = [[room, first, *ids] + [-1] * (WINDOW - len(ids)) for room, first, ids in rows]
+        # NOTE: fresh memory, which torch does not give to others before the copy is done.
+        shape = len(rows), 2 + WINDOW
+        written = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
+        written.copy_(torch.tensor(packed))
+        copy = self._guesses[: len(rows)].copy_
+        self._queue.put(partial(copy, written, non_blocking=True))
+
     def _upload(self, first: int) -> None:
         """Queue the copy of the host's rows, from element ``first`` on.
 
@@ -180,9 +222,9 @@ class DecodeState:
         self._fetches.append((self._fetched, self._queue.mark()))
 
     def read(self) -> Tensor:
-        """Tokens and log-probs of the oldest unread step, (2, S) float64; waits for it.
+        """Tokens and log-probs of the oldest unread step, (2, Q, S) float64; waits for it.
 
-        Overwritten by later steps.
+        Overwritten by later steps. A token that was not drawn is `NO_GUESS` or `WRONG_GUESS`.
         """
         if self._read == self._fetched:
             self.fetch()
@@ -209,26 +251,74 @@ class DecodeState:
         pages = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
         return pages * self._page_size + positions % self._page_size
 
+    def guessed_inputs(self, size: int, width: int) -> GuessedRows:
+        """Inputs of a step of ``size`` rows with ``width`` positions each."""
+        tokens, positions, table = self.inputs(size)
+        f, given = self._fields[:, :size], self._guesses[:size]
+        room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
+        later = f[_Field.POSITION].unsqueeze(1) + self._ahead[1:width]
+        place = later - first
+        guesses = window.gather(1, place.clamp(0, WINDOW - 1))
+        is_guess = (guesses >= 0) & (place >= 0) & (place < WINDOW) & (later < room)
+        is_guess &= (later <= f[_Field.LAST].unsqueeze(1)) & (f[_Field.ALIVE].unsqueeze(1) > 0)
+        tokens = torch.cat([tokens.unsqueeze(1), guesses.clamp(min=0)], 1)
+        positions = torch.cat([positions.unsqueeze(1), later * is_guess], 1)
+        pages = table.gather(1, positions // self._page_size)
+        pages[:, 1:].masked_fill_(~is_guess, self._trash_page)
+        slots = pages * self._page_size + positions % self._page_size
+        flat = tokens.view(-1), positions.view(-1), slots.view(-1)
+        return GuessedRows(*flat, table, guesses, is_guess)
+
     def draw(
         self,
         logits: Tensor,
         kind: SamplingKind,
         num_tokens: int,
         kernels: StepKernels | None = None,
+        width: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """A token (B,) int64 and its log-prob (B,) fp32 for each row of ``logits`` (B, V)."""
-        f = self._fields[:, : len(logits)]
-        too_short = f[_Field.POSITION] < f[_Field.YOUNGEST_STOP]
-        key = f[_Field.PROMPT], f[_Field.SAMPLE], f[_Field.POSITION] - f[_Field.START]
+        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
+        f = self._fields[:, : len(logits) // width]
+        position = f[_Field.POSITION]
+        if width > 1:
+            position = (position.unsqueeze(1) + self._ahead[:width]).view(-1)
+            f = f.unsqueeze(2).expand(-1, -1, width).flatten(1)
+        too_short = position < f[_Field.YOUNGEST_STOP]
+        key = f[_Field.PROMPT], f[_Field.SAMPLE], position - f[_Field.START]
         return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels)
 
     def advance(self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind) -> None:
         """Write the ring slot of this step, and move the rows to their next token."""
         size = len(tokens)
         drawn = torch.stack([tokens.double(), logprobs.double()])
-        self._ring[:, :, :size].index_copy_(0, self._step % RING, drawn.unsqueeze(0))
+        self._ring[:, :, 0, :size].index_copy_(0, self._step % RING, drawn.unsqueeze(0))
         self._step += 1
-        f = self._fields[:, :size]
+        self._move(tokens, kind)
+
+    def advance_guessed(
+        self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind, rows: GuessedRows
+    ) -> None:
+        """`advance` by as many tokens of ``tokens`` (B Q,) as follow right guesses, and one."""
+        size, width = len(rows.guesses), rows.guesses.shape[1] + 1
+        tokens = tokens.view(size, width)
+        is_right = (tokens[:, :-1] == rows.guesses) & rows.is_guess
+        if kind.num_stops:
+            ended = self._sampling.is_stop(tokens[:, :-1].reshape(-1), kind)
+            is_right &= ~ended.view(size, width - 1)
+        kept = is_right.long().cumprod(1)
+        count = kept.sum(1)
+        instead = torch.where(rows.is_guess, WRONG_GUESS, NO_GUESS)
+        shown = torch.cat([tokens[:, :1], torch.where(kept > 0, tokens[:, 1:], instead)], 1)
+        drawn = torch.stack([shown.double().T, logprobs.view(size, width).double().T])
+        ring = self._ring[:, :, :width, :size]
+        ring.index_copy_(0, self._step % RING, drawn.unsqueeze(0))
+        self._step += 1
+        self._fields[_Field.POSITION, :size] += count
+        self._move(tokens.gather(1, count.unsqueeze(1)).squeeze(1), kind)
+
+    def _move(self, tokens: Tensor, kind: SamplingKind) -> None:
+        """Move the rows to ``tokens`` (B,), which were drawn at their positions."""
+        f = self._fields[:, : len(tokens)]
         alive = f[_Field.ALIVE]
         alive *= f[_Field.POSITION] < f[_Field.LAST]
         if kind.num_stops:

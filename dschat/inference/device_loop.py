@@ -31,6 +31,7 @@ class DeviceLoop(EagerLoop):
     lag: int = 1
     _graphs: DecodeGraphs | None = None
     _kind: SamplingKind | None = None
+    _replays: dict[int, Step] = field(default_factory=dict)  # of the rows, by width
     _rows: list[Sequence] = field(default_factory=list)  # of the steps since `_enter`
     _live: list[tuple[int, Sequence]] = field(default_factory=list)  # that need another step
     _unread: deque[Tensor] = field(default_factory=deque)  # steps that `pause` has read
@@ -58,12 +59,12 @@ class DeviceLoop(EagerLoop):
 
     def _decode(self, sequences: list[Sequence], span: DeviceSpan) -> Iterator[Event]:
         """Decode steps until the schedule or the size of the steps must change."""
-        graphs, replay = self._enter(sequences)
+        graphs = self._enter(sequences)
         ahead = self.lag if self._reads_soon else RING - 1
         proceed = True
         while proceed or self._num_unread(graphs):
             if proceed:
-                self._launch(graphs, replay)
+                self._launch(graphs)
             events: list[Event] = []
             while self._num_unread(graphs) > (ahead if proceed else 0):
                 events += self._read(graphs)
@@ -77,26 +78,32 @@ class DeviceLoop(EagerLoop):
     def _reads_soon(self) -> bool:
         return bool(self.stops) or self.streaming
 
-    def _enter(self, sequences: list[Sequence]) -> tuple[DecodeGraphs, Step]:
-        """Give each sequence a row. Returns the graphs and the step of these rows."""
+    def _enter(self, sequences: list[Sequence]) -> DecodeGraphs:
+        """Give each sequence a row. Returns the graphs of these rows."""
         graphs, sampler = self.runner.graphs(self.sampler.num_tokens), self.sampler
         if self._kind is None or graphs is not self._graphs or graphs.state.owner is not self:
             self._kind = graphs.state.acquire(self, sampler.sampling, sampler.stops)
             self._graphs = graphs
         for sequence in sequences:
             sequence.uniforms = []  # the device draws at these positions
-        replay = graphs.step(graphs.size_for(len(sequences)), self._kind)
+        size = graphs.size_for(len(sequences))
+        widths = self._widths(graphs, size)
+        self._replays = {width: graphs.step(size, self._kind, width) for width in widths}
         graphs.state.enter(sequences, sampler.sampling.min_new_tokens)
         self._rows, self._live = sequences, list(enumerate(sequences))
-        return graphs, replay
+        return graphs
+
+    def _widths(self, graphs: DecodeGraphs, size: int) -> list[int]:
+        """Positions of each of ``size`` rows that steps may compute."""
+        return [1]
 
     def _num_unread(self, graphs: DecodeGraphs) -> int:
         owns = graphs.state.owner is self
         return len(self._unread) + (graphs.state.num_unread if owns else 0)
 
-    def _launch(self, graphs: DecodeGraphs, replay: Step) -> None:
+    def _launch(self, graphs: DecodeGraphs) -> None:
         """Run a step; sequences that draw their last token in it need no pages afterwards."""
-        graphs.state.launch(replay)
+        graphs.state.launch(self._replays[1])
         if self._reads_soon:
             graphs.state.fetch()
         stats, scheduler = self.stats, self.scheduler
@@ -115,10 +122,10 @@ class DeviceLoop(EagerLoop):
     def _read(self, graphs: DecodeGraphs) -> list[Event]:
         """The tokens of the oldest unread step."""
         drawn = self._unread.popleft() if self._unread else graphs.state.read()
-        tokens, logprobs = drawn[:, : len(self._rows)].tolist()
+        tokens, logprobs = drawn[:, 0, : len(self._rows)].tolist()
         events = []
         for sequence, token, logprob in zip(self._rows, tokens, logprobs, strict=True):
-            if sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens:
+            if is_over(sequence):
                 continue  # its row was dead
             events.append(self._append(sequence, int(token), logprob))
             if sequence.stopped and sequence.pages:  # without pages it ended in `_launch`
@@ -136,8 +143,23 @@ class DeviceLoop(EagerLoop):
             return False
         for row, sequence in self._live:
             num_pages = len(sequence.pages)
-            if not self.scheduler.extend(sequence):
+            has_room = self._extend(sequence)
+            self._show_pages(graphs, row, sequence, num_pages)
+            if not has_room:
                 return False
-            if len(sequence.pages) > num_pages:
-                graphs.state.set_page(row, num_pages, sequence.pages[-1])
         return True
+
+    def _extend(self, sequence: Sequence) -> bool:
+        """Allocate the pages that the next step certainly needs. False: there are too few."""
+        return self.scheduler.extend(sequence)
+
+    def _show_pages(
+        self, graphs: DecodeGraphs, row: int, sequence: Sequence, num_pages: int
+    ) -> None:
+        """Give the next step a row's pages after the first ``num_pages``."""
+        for i, page in enumerate(sequence.pages[num_pages:], num_pages):
+            graphs.state.set_page(row, i, page)
+
+
+def is_over(sequence: Sequence) -> bool:
+    return sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens

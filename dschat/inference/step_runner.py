@@ -24,6 +24,7 @@ class StepRunner:
     """Runs steps of ``decoder`` over ``cache``.
 
     ``capture``: records decode steps, which use ``kernels``; None: they run eagerly.
+    ``guesses``: captured ones may compute several positions of a sequence.
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class StepRunner:
         max_seq_len: int,
         capture: Capture | None,
         kernels: StepKernels | None = None,
+        guesses: bool = False,
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self.device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
-        self._capture, self._kernels = capture, kernels
+        self._capture, self._kernels, self._guesses = capture, kernels, guesses
         self._graphs: DecodeGraphs | None = None
         self._fused: FusedDecode | None = None
 
@@ -101,7 +103,9 @@ class StepRunner:
                 logger.info("weights or cache were reallocated: capturing decode graphs again")
             sizes = self._max_num_seqs, self._max_seq_len, num_tokens
             self._graphs = DecodeGraphs(
-                self._decoder, self._cache, *sizes, self._capture, kernels=self._kernels
+                *(self._decoder, self._cache, *sizes, self._capture),
+                kernels=self._kernels,
+                guesses=self._guesses,
             )
         return self._graphs
 

@@ -33,13 +33,17 @@ _GATHERED_TOKENS = 8192
 
 @dataclass
 class Decodes:
-    """The decoding sequences, one token each: the first rows of the packed tokens."""
+    """The decoding rows, one token each: the first ones of the packed tokens.
+
+    ``width``: adjacent rows are so many positions of one sequence, and share its pages.
+    """
 
     count: int  # B
     lengths: Tensor  # (B,) int64: keys that each attends to, its own included
     max_length: int  # the largest length, or an upper bound that fits the block table
-    block_table: Tensor | None  # (B, pages) int64; None: sequence b lies in page b, whole
+    block_table: Tensor | None  # (B / width, pages) int64; None: sequence b lies in page b, whole
     ragged: bool  # whether some length is not max_length
+    width: int = 1
 
 
 @dataclass
@@ -149,6 +153,8 @@ class Attention:
         pairs = self.cache.pairs
         if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
             return False
+        if d.width > 1:
+            return False
         num_bytes = d.count * d.max_length * pairs.stride(2) * pairs.itemsize
         is_gathered = d.block_table is not None and self.cache.page_size < d.max_length
         rate = _TORCH_GATHERED_BYTES_PER_S if is_gathered else _TORCH_BYTES_PER_S
@@ -179,8 +185,11 @@ class Attention:
     ) -> Tensor:
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
-        # Query heads that share a key head become query positions, so no key is repeated.
+        # Query heads that share a key head become query positions, so no key is repeated; and so
+        # do the rows of a sequence.
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
+        if d.width > 1:
+            q = q.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
         bias = self._decode_bias(d, layer, q, k.shape[1])
         out = F.scaled_dot_product_attention(
             q,
@@ -189,6 +198,8 @@ class Attention:
             attn_mask=bias,
             scale=self.spec.attention_scale(layer),
         )
+        if d.width > 1:
+            out = out.unflatten(2, (d.width, -1)).transpose(1, 2)
         return out.reshape(d.count, -1)
 
     @staticmethod
@@ -201,7 +212,10 @@ class Attention:
         return cached[d.block_table].flatten(1, 2)
 
     def _decode_bias(self, d: Decodes, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
-        """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window."""
+        """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window.
+
+        With a width, (B / width, 1 or K, width x H / K, L).
+        """
         window = self.spec.window(layer)
         if window is not None and window >= num_keys:
             window = None
@@ -218,8 +232,11 @@ class Attention:
             if self.slopes is not None:
                 # Distances count from the newest key: a softmax ignores a constant per row.
                 distance = positions - (d.lengths - 1).unsqueeze(1)
-                slopes = self.slopes.view(q.shape[1], q.shape[2], 1)
+                slopes = self.slopes.view(q.shape[1], -1, 1)
                 hidden = hidden + (slopes * distance[:, None, None, :]).to(q.dtype)
+            if d.width > 1:
+                hidden = hidden.expand(-1, -1, q.shape[2] // d.width, -1)
+                hidden = hidden.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
             self._biases[key] = hidden
         return self._biases[key]
 
