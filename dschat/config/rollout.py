@@ -154,10 +154,6 @@ class RolloutConfig:
             "--speculate history needs --enable_hybrid_engine",
         )
         require(
-            self.speculate != "history" or not self.cuda_graphs,
-            "--speculate history needs --no_cuda_graphs: captured steps decode one token each",
-        )
-        require(
             self.inference_tp_size == 1 or self.rollout_layout != "zero_copy",
             "--rollout_layout zero_copy needs --inference_tp_size 1",
         )

@@ -22,6 +22,7 @@ from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.engine_config import EngineConfig
 from dschat.inference.finished_answers import FinishedAnswers
+from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_decode
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import model_spec
@@ -104,16 +105,9 @@ class InferenceEngine:
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
-        self._history = AnswerHistory() if self._drafts(sizes) else None
+        self._history = None if sizes.speculate == "off" else AnswerHistory()
         self._step_cost = StepCost()
         self.stats = GenerationStats()
-
-    def _drafts(self, sizes: EngineConfig) -> bool:
-        if sizes.speculate == "history" and self._capture is not None:
-            raise UserError(
-                "speculate history needs --no_cuda_graphs: captured steps decode one token each"
-            )
-        return sizes.speculate != "off" and self._capture is None
 
     @classmethod
     def from_pretrained(
@@ -362,15 +356,16 @@ class InferenceEngine:
         scheduler = Scheduler(self.cache, *limits, separate_prefill)
         scheduler.add(queue, begun)
         parts = runner, scheduler, sampler, stats, stops, until
-        loop: EagerLoop
-        if self._capture is not None:
-            loop = DeviceLoop(*parts, streaming=streaming)
-        elif self._history is not None:
+        drafter = None
+        if self._history is not None:
             is_auto = self._sizes.speculate == "auto"
-            loop = EagerLoop(*parts, Drafter(scheduler, self._history, self._step_cost, is_auto))
+            drafter = Drafter(scheduler, self._history, self._step_cost, is_auto)
+        if self._capture is None:
+            yield from EagerLoop(*parts, drafter).run()
+        elif drafter is None:
+            yield from DeviceLoop(*parts, streaming=streaming).run()
         else:
-            loop = EagerLoop(*parts)
-        yield from loop.run()
+            yield from GuessingLoop(*parts, guesser=drafter).run()
 
     def step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release; new weights empty the cache."""
@@ -382,7 +377,9 @@ class InferenceEngine:
         if self._runner is None:
             sizes = self.max_num_seqs, self.max_seq_len
             options = self._capture, self._kernels
-            self._runner = StepRunner(self._decoder, self.cache, *sizes, *options)
+            self._runner = StepRunner(
+                self._decoder, self.cache, *sizes, *options, guesses=self.speculates
+            )
         return self._runner
 
 

@@ -57,6 +57,10 @@ class Scheduler:
             self._waiting.extend(sorted(sequences, key=lambda s: -len(s)))
 
     @property
+    def page_size(self) -> int:
+        return self._cache.page_size
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 

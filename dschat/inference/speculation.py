@@ -7,8 +7,8 @@ its positions, with the random number that belongs there, and keeps the draft as
 them. So the answers are those of decoding one by one; drafts decide only how many steps it takes.
 
 A draft of p expected tokens costs p rows more in a step, which may be worth it or not: see
-`StepCost`. Depends on tokens, and under tensor parallelism on one rank's clock, so that all ranks
-draft alike.
+`StepCost`. Captured steps have drafts of fixed lengths (`GuessingLoop`). Depends on tokens, and
+under tensor parallelism on one rank's clock, so that all ranks draft alike.
 """
 
 import math
@@ -120,10 +120,7 @@ class Drafter:
         for sequence in schedule.decodes:
             if not sequence.answer:
                 continue  # its first token is drawn for all samples of the prompt
-            follower = self._followers.get(sequence)
-            if follower is None:
-                follower = self._followers[sequence] = self._follower(sequence)
-            self._catch_up(follower, sequence.answer)
+            follower = self._follow(sequence)
             rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
             found = len(follower.tokens) - follower.position
             size = min(_length(follower.rate, worth), found, rest, budget)
@@ -145,9 +142,47 @@ class Drafter:
         saved_s = start_s / max(1, num_sequences)
         return row_s / (row_s + saved_s) if saved_s > _LEAST_SAVING_S else 1.0
 
+    def guesses(self, sequence: Sequence, most: int) -> tuple[Tokens[int], float]:
+        """Up to ``most`` next tokens of an answer, and the share of them that were right so far."""
+        f = self._follow(sequence)
+        return f.tokens[f.position : f.position + most], f.rate
+
+    def width(self, found: Iterable[tuple[int, float]], widths: list[int], size: int) -> int:
+        """Which of ``widths``, 1 first, a step of ``size`` rows should have.
+
+        ``found``: the number of guesses and their rate for each sequence.
+        """
+        found = list(found)
+        if self._fit is None:
+            worth = [min(n, _length(rate, _WORTH)) for n, rate in found]
+            mean = sum(worth) / max(1, len(worth))
+            return next((w for w in widths if w >= 1 + mean), widths[-1])
+        start_s, row_s = self._fit
+
+        def tokens_per_s(width: int) -> float:
+            tokens = sum(rate**i for n, rate in found for i in range(min(n, width - 1) + 1))
+            return tokens / (start_s + row_s * size * width)
+
+        return max(widths, key=tokens_per_s)
+
+    def may_pay(self, width: int, size: int) -> bool:
+        """Whether a step of so many positions of ``size`` rows could save time."""
+        if self._fit is None:
+            return True
+        start_s, _ = self._fit
+        return start_s * (1 - 1 / width) > _LEAST_SAVING_S * size  # if all guesses are right
+
     def took(self, rows: int, seconds: float) -> None:
         """A decode step of ``rows`` rows took ``seconds``."""
         self._cost.add(rows, seconds)
+
+    def _follow(self, sequence: Sequence) -> _Follower:
+        """Where a sequence is, with all its tokens."""
+        follower = self._followers.get(sequence)
+        if follower is None:
+            follower = self._followers[sequence] = self._follower(sequence)
+        self._catch_up(follower, sequence.answer)
+        return follower
 
     def _follower(self, sequence: Sequence) -> _Follower:
         prompt = sequence.prompt

@@ -84,6 +84,12 @@ class GenerationStats:
         self.decoded_rows += num_drawn
         self._add(False, span)
 
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Add drafts of the steps of `count_decodes`; the ``accepted`` are among their tokens."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.decoded_rows -= accepted
+
     def follow(self, scheduler: Scheduler) -> None:
         """Take over the scheduler's counts."""
         self.preemptions, self.peak_pages = scheduler.preemptions, scheduler.peak_pages

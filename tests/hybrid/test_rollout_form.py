@@ -46,10 +46,6 @@ def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
             {"enable_hybrid_engine": False, "speculate": "history", "inference_tp_size": 1},
             "--speculate history needs --enable_hybrid_engine",
         ),
-        (
-            {"cuda_graphs": True, "speculate": "history"},
-            "--speculate history needs --no_cuda_graphs",
-        ),
         ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
     ],
 )

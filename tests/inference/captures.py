@@ -9,6 +9,7 @@ from dschat.inference import engine as engine_module
 from dschat.inference import step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.device_loop import DeviceLoop
+from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.step_runner import StepRunner
 
 
@@ -47,7 +48,8 @@ def use(monkeypatch, lag=1, queue=None):
 
         monkeypatch.setattr(StepRunner, "logits", in_order)
     monkeypatch.setattr(step_runner, "DecodeGraphs", partial(DecodeGraphs, queue=queue))
-    monkeypatch.setattr(engine_module, "DeviceLoop", partial(DeviceLoop, lag=lag))
+    for loop in (DeviceLoop, GuessingLoop):
+        monkeypatch.setattr(engine_module, loop.__name__, partial(loop, lag=lag))
 
 
 def on_graphs(module, capture=again, **knobs):

@@ -72,6 +72,27 @@ def test_new_pages_follow_without_a_wait():
     assert around == {"copy_ behind the host": 1}
 
 
+@pytest.mark.parametrize("name", ["llama", slow("bloom"), slow("opt"), slow("qwen3")])
+def test_a_step_with_guesses_waits_for_nothing(name):
+    """Outside the step, a rollout waits as often as without guesses: for its prompts."""
+    sampling = dataclasses.replace(SAMPLED, max_new_tokens=8, stop_token_ids=(60,))
+    found = []
+    for mode in ("off", "history"):
+        with fake_cuda() as watch:
+            made = fake_engine(watch, CONFIGS[name](), speculate=mode, page_size=64)
+            made.generate(PROMPTS, sampling)
+            if mode == "history":
+                made._history.add((ids, [0] * 8) for ids in PROMPTS)
+            watch.counts.clear()
+            made.generate(PROMPTS, sampling)
+        found.append(watch.counts)
+    without, guessed = found
+    assert guessed[True, "cumprod"] > 0
+    for kind in (READ, TO_DEVICE, TO_HOST):
+        assert guessed[True, kind] == 0
+        assert guessed[False, kind] == without[False, kind]
+
+
 # -- budgets ---------------------------------------------------------------------------------------
 
 # Operators of a layer, counted by hand: norms 2, products 4, the cache's write, keys and values of

@@ -36,6 +36,19 @@ def test_graph_is_eager_is_cpu(name, page_size):
         assert (made._runner._graphs is not None) == graphs
 
 
+@pytest.mark.parametrize("mode", ["history", "auto"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "opt"])
+def test_guesses_change_no_answer(name, mode):
+    """The second call has the answers of the first one as its history."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    module = build(name)
+    expected = on("cpu", module).generate(PROMPTS, GREEDY)
+    made = on("cuda", module, page_size=16, cuda_graphs=True, speculate=mode)
+    for _ in range(3):
+        assert made.generate(PROMPTS, GREEDY).token_ids == expected.token_ids
+    assert mode == "auto" or made.stats.accepted_tokens > 50
+
+
 def test_a_failed_capture_leaves_the_device_usable():
     capture, x = CudaCapture(required=False), torch.ones(4, device="cuda")
     with pytest.raises(RuntimeError):

@@ -4,16 +4,13 @@ import random
 
 import pytest
 import torch
-from captures import again
 from families import PROMPTS as TP_PROMPTS
 from families import assert_same, assert_same_but_for_ties, cache_gib, engine, every_family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
-from dschat.config import UserError
 from dschat.inference import SamplingParams
-from dschat.inference import engine as engine_module
 from dschat.inference.speculation import AnswerHistory, StepCost
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
@@ -135,13 +132,6 @@ def test_costs_are_fitted():
         rows = 1 + i % 50
         cost.add(rows, 3e-3 + 2e-5 * rows)
     assert cost.fit() == pytest.approx((3e-3, 2e-5))
-
-
-def test_captured_steps_cannot_verify(module_of, monkeypatch):
-    monkeypatch.setattr(engine_module, "capture_for", lambda *_: again)
-    with pytest.raises(UserError, match="speculate history needs --no_cuda_graphs"):
-        engine(module_of("llama"), speculate="history")
-    assert not engine(module_of("llama"), speculate="auto").speculates
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
