@@ -19,7 +19,14 @@ from dschat.data.segments import prompt_text_ids
 from dschat.serving.chat_routes import WebChat
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
-from dschat.serving.generation import EngineFailure, Event, Generation, ServedModel, TimedOut
+from dschat.serving.generation import (
+    EngineFailure,
+    Event,
+    Generation,
+    ServedModel,
+    TimedOut,
+    joined,
+)
 from dschat.serving.limits import Guard
 from dschat.serving.load import LoadedModel
 from dschat.serving.metrics import Counted, ServerMetrics
@@ -137,7 +144,8 @@ class Server:
         try:
             async with aclosing(self._events(answers.generation)) as batches:
                 async for events in batches:
-                    shown = [e for e in events if e.text or e.finish_reason or has_logprobs]
+                    shown = events if has_logprobs else joined(events)
+                    shown = [e for e in shown if e.text or e.finish_reason or has_logprobs]
                     yield "".join(server_sent(answers.chunk(event)) for event in shown)
         except (TimedOut, EngineFailure) as error:
             _, problem, _ = describe(error)

@@ -52,6 +52,15 @@ class Event(NamedTuple):
     finish_reason: str | None
 
 
+def joined(events: list[Event]) -> list[Event]:
+    """One event for each choice: all its text, with its last token."""
+    of_choice: dict[int, Event] = {}
+    for event in events:
+        before = of_choice[event.choice].text if event.choice in of_choice else ""
+        of_choice[event.choice] = event._replace(text=before + event.text)
+    return list(of_choice.values())
+
+
 class Generation:
     """The answers to ``prompts``, ``sampling.n`` each: choice ``p * n + sample`` for prompt p.
 

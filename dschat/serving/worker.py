@@ -4,6 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,11 @@ from dschat.inference.open_batch import OpenBatch, Request
 from dschat.inference.protocol import FinishReason, SamplingParams
 
 logger = logging.getLogger("dschat")
+
+# The event loop needs about 0.06 ms of Python's lock for the tokens of one request, however many
+# they are. So under load the tokens of several steps reach it together, after this time per
+# request, and never later than the second one.
+_GATHER_S, _LONGEST_GATHER_S = 1e-3, 0.1
 
 
 class Overloaded(Exception):
@@ -46,7 +52,7 @@ class EngineWorker:
     """Answers requests together. All methods are for the event loop's thread.
 
     The engine's thread and the event loop share nothing but two queues: commands go one way, the
-    tokens of a step the other.
+    tokens of a step or a few the other. A first or last token takes all others along at once.
     """
 
     def __init__(self, engine: InferenceEngine, max_waiting: int) -> None:
@@ -55,6 +61,8 @@ class EngineWorker:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[OpenBatch], None] | None] = queue.SimpleQueue()
         self._handles: dict[Request, Handle] = {}  # of the engine's thread
+        self._news: list[tuple[Handle, Token | Exception]] = []  # of the engine's thread
+        self._delivered = 0.0  # when; of the engine's thread
         self._open: set[Handle] = set()  # of the event loop
         self._batch = OpenBatch(engine)
         self.stats = self._batch.stats
@@ -137,15 +145,15 @@ class EngineWorker:
             command(batch)
 
     def _step(self, batch: OpenBatch) -> None:
-        news: list[tuple[Handle, Token | Exception]] = []
+        is_urgent = False
         try:
             events = batch.step()
         except Exception as error:
             logger.exception("a step failed; its requests are ended")
-            news += [(handle, error) for handle in self._handles.values()]
+            self._news += [(handle, error) for handle in self._handles.values()]
             batch.clear()
             self._handles.clear()
-            events = []
+            events, is_urgent = [], True
         for sequence, token, is_last in events:
             request = sequence.prompt
             assert isinstance(request, Request)
@@ -154,10 +162,18 @@ class EngineWorker:
             reason: FinishReason | None = None
             if is_last:
                 reason = "stop" if sequence.stopped else "length"
+            is_urgent = is_urgent or is_last or len(sequence.answer) == 1
             top = request.top[sequence.sample][-1] if request.num_top else []
             drawn = Token(handle, sequence.sample, token, sequence.logprobs[-1], top, reason)
-            news.append((handle, drawn))
+            self._news.append((handle, drawn))
+        gather_s = min(_GATHER_S * len(self._handles), _LONGEST_GATHER_S)
+        if is_urgent or time.monotonic() - self._delivered >= gather_s:
+            self._send_news()
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, []
         if news and not self._loop.is_closed():
+            self._delivered = time.monotonic()
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     # -- the event loop's thread -------------------------------------------------------------------

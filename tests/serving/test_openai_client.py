@@ -144,6 +144,21 @@ def test_without_a_seed_answers_differ(client):
     assert len({client.completions.create(**ask).choices[0].text for _ in range(3)}) == 3
 
 
+def test_under_load_tokens_come_together(client, alone, served, monkeypatch):
+    """The first one at once, all others with the last."""
+    monkeypatch.setattr("dschat.serving.worker._GATHER_S", 1e6)
+    monkeypatch.setattr("dschat.serving.worker._LONGEST_GATHER_S", 1e6)
+    ids = served.model.tokenizer.encode("sun")
+    texts, _ = alone(ids, max_new_tokens=9, seed=8, n=2, ignore_eos=True)
+    ask = {"model": "tiny", "prompt": "sun", "max_tokens": 9, "seed": 8, "n": 2, "stream": True}
+    chunks = [c.choices for c in client.completions.create(**ask, extra_body={"ignore_eos": True})]
+    for i, text in enumerate(texts):
+        of_choice = [choice for (choice,) in chunks if choice.index == i]
+        assert "".join(choice.text for choice in of_choice) == text
+        assert len(of_choice) <= 2
+        assert [choice.finish_reason for choice in of_choice][-1] == "length"
+
+
 def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == ("tiny", "dschat")
