@@ -12,7 +12,6 @@ from tool_templates import HERMES, SCHEMAS, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.pretraining_text import text_dataset
 from dschat.data.segments import _warn_once, encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
 from dschat.data.tokenize import (
@@ -378,32 +377,3 @@ def test_splits_come_one_by_one_or_together(knobs):
     assert sft_dataset(config, PLAIN, "eval")[:] == both[1][:]
     none = sft_dataset(SFTConfig(**knobs(rows)), PLAIN, "eval")
     assert (len(none), none.column_names) == (0, ["input_ids", "loss_mask"])
-
-
-# -- plain text
-
-
-def test_text_is_joined_by_eos_and_cut_in_blocks(tmp_path):
-    path = tmp_path / "text.jsonl"
-    documents = ["abcd", "", "efg", "hij"]
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in documents))
-    blocks = text_dataset(str(path), None, "body", PLAIN, block_len=4)["input_ids"][:]
-    assert [PLAIN.decode(block) for block in blocks] == ["abcd", "</s>efg", "</s>hij"]
-    (short,) = text_dataset(str(path), None, "body", PLAIN, block_len=99)["input_ids"]
-    assert PLAIN.decode(short) == "abcd</s>efg</s>hij</s>"
-    with pytest.raises(UserError, match="--unsup_column 'text' is not in .*it has: body"):
-        text_dataset(str(path), None, "text", PLAIN, block_len=4)
-
-
-def test_a_text_file_is_a_document_per_paragraph(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("one\ntwo\n\nthree\n")
-    (block,) = text_dataset(str(path), None, "text", PLAIN, block_len=99)["input_ids"]
-    assert PLAIN.decode(block).replace("\n</s>", "</s>") == "one\ntwo</s>three</s>"
-
-
-def test_text_without_text_is_an_error(tmp_path):
-    path = tmp_path / "text.jsonl"
-    path.write_text('{"text": " "}\n')
-    with pytest.raises(UserError, match="--unsupervised_dataset_name: .* has no text"):
-        text_dataset(str(path), None, "text", PLAIN, block_len=4)

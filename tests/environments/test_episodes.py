@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from families import EOS, VOCAB, empty_engine, engine, stream
+from process_games import Replies
 
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
@@ -30,18 +31,6 @@ def observation_ids(observation):
 
 def not_appended(row, text):
     raise AssertionError(f"nothing is appended to prompt {row}")
-
-
-class Replies:
-    """Replies with two tokens that depend on the answer, ends after a drawn number of turns."""
-
-    def reset(self, prompt, seed):
-        self.turns = random.Random(seed).randint(1, 4)
-
-    def step(self, answer):
-        self.turns -= 1
-        count = len(answer.split())
-        return f"{count % VOCAB} {(7 * count) % VOCAB}", 0.25 * count, self.turns == 0
 
 
 def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):

@@ -14,7 +14,7 @@ from dschat.environments.processes import EnvironmentProcesses, Host
 from dschat.environments.sources import load_environment
 from dschat.inference import SamplingParams
 
-FILE = Path(__file__).with_name("process_games.py")
+FILE = Path(__file__).parents[1] / "process_games.py"
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 
 
