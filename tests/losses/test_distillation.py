@@ -71,7 +71,7 @@ def test_kl_over_candidates_and_the_rest(seed, top_k):
     for i, t in np.ndindex(S, A):
         expected = kl_by_hand(student[i, t], teacher[i, t], candidates[i, t].tolist())
         whole = kl_by_hand(student[i, t], teacher[i, t], range(V))
-        assert float(got[i, t]) == pytest.approx(expected if MASK[i, t] else 0.0, abs=2e-6)
+        assert got[i, t].item() == pytest.approx(expected if MASK[i, t] else 0.0, abs=2e-6)
         assert 0 <= expected <= whole + 1e-12
 
 
