@@ -48,7 +48,7 @@ def test_advantages(gamma):
     for i, n in enumerate(MASK.sum(1).tolist()):
         for t in range(n):
             expected = sum(gamma ** (k - t) * (teacher - student)[i, k] for k in range(t, n))
-            assert float(got[i, t]) == pytest.approx(expected, abs=1e-6)
+            assert got[i, t].item() == pytest.approx(expected, abs=1e-6)
         assert not got[i, n:].any()
 
 
@@ -82,11 +82,11 @@ def test_all_ids_give_the_whole_kl_and_its_gradient():
     got.sum().backward()
     for i, t in np.ndindex(S, A):
         if not MASK[i, t]:
-            assert float(got[i, t]) == 0
+            assert got[i, t].item() == 0
             assert not of_candidates.grad[i, t].any()
             continue
         whole = kl_by_hand(student[i, t], teacher[i, t], range(V))
-        assert float(got[i, t]) == pytest.approx(whole, abs=2e-6)
+        assert got[i, t].item() == pytest.approx(whole, abs=2e-6)
         # In the logits, by hand: p (log p - log q - KL).
         p, ratio = np.exp(student[i, t]), student[i, t] - teacher[i, t]
         of_logits = of_candidates.grad[i, t] - torch.tensor(p) * of_candidates.grad[i, t].sum()
