@@ -1,6 +1,8 @@
 """The compiled kernels against NumPy in float64, and the fallback if they cannot be compiled."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,12 +22,26 @@ HEAD_SIZES = [4, 12, 20, 32, 64, 80, 128]
 WIDTHS = [1, 5, 16, 20, 33, 128, 344]
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    loaded = cpu.load()
-    if loaded is None:
+@pytest.fixture(scope="module", params=["native", pytest.param("x86-64", marks=pytest.mark.slow)])
+def kernels(request, tmp_path_factory):
+    """The kernels, for this processor's vectors and for those that every x86 has."""
+    if cpu.load() is None:
         pytest.skip("switched off, or no C compiler here")
+    if request.param == "native":
+        return cpu.load()
+    if platform.machine() != "x86_64":
+        pytest.skip("not an x86")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(cpu, "_FLAGS", for_processor(request.param))
+        cpu.load.cache_clear()
+        loaded = cpu.load()
+    cpu.load.cache_clear()
     return loaded
+
+
+def for_processor(name):
+    return tuple(flag.replace("native", name) for flag in cpu._FLAGS)
 
 
 @pytest.fixture
@@ -327,6 +343,18 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert fresh_load() is None
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
+)
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+def test_every_vector_is_a_register(processor, tmp_path):
+    """Wider ones go through memory: on AVX2 that was ten times slower."""
+    command = ["gcc", *for_processor(processor), "-Werror=vector-operation-performance"]
+    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), *map(str, cpu._SOURCES), "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

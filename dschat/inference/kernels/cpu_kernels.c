@@ -130,15 +130,13 @@ INLINE void add_values(
     int64_t offset, int64_t size)
 {
     int64_t i = 0;
-    for (; i + 2 * LANES <= size; i += 2 * LANES) {
-        vec a = load(out + i) * keep, b = load(out + i + LANES) * keep;
-        for (int64_t t = 0; t < count; t++) {
-            const float *value = tokens[t] + offset + i;
-            a += weights[t] * load(value);
-            b += weights[t] * load(value + LANES);
-        }
-        store(out + i, a);
-        store(out + i + LANES, b);
+    for (; i + WIDE <= size; i += WIDE) {
+        vec sums[WIDE / LANES];
+        for (int v = 0; v < WIDE / LANES; v++) sums[v] = load(out + i + v * LANES) * keep;
+        for (int64_t t = 0; t < count; t++)
+            for (int v = 0; v < WIDE / LANES; v++)
+                sums[v] += weights[t] * load(tokens[t] + offset + i + v * LANES);
+        for (int v = 0; v < WIDE / LANES; v++) store(out + i + v * LANES, sums[v]);
     }
     for (; i + LANES <= size; i += LANES) {
         vec a = load(out + i) * keep;
@@ -165,7 +163,8 @@ INLINE void attend_block(
         highest = weights[t] > highest ? weights[t] : highest;
     }
     for (int64_t t = count; t % LANES; t++) weights[t] = highest;
-    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lanes;
+    for (int j = 0; j < LANES; j++) lanes[j] = j;
     vec sums = {0};
     for (int64_t t = 0; t < count; t += LANES) {
         vec e = exp_below_0(load(weights + t) - highest);

@@ -1,7 +1,7 @@
-/* Defines what the kernels share: vectors of 16 floats, their sums and exponentials, struct step.
+/* Defines what the kernels share: vectors, their sums and exponentials, struct step.
  *
- * The compiler maps a vector to the processor's registers (one of AVX-512, two of AVX2, four of
- * NEON). Sums are taken in the order written, so the result is the same on all of them.
+ * A vector is one register of the processor. Compilers keep wider ones in memory: 16 floats on AVX2
+ * were ten times slower.
  */
 #ifndef DSCHAT_CPU_KERNELS_H
 #define DSCHAT_CPU_KERNELS_H
@@ -10,13 +10,19 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else /* SSE, NEON */
+#define LANES 4
+#endif
+#define WIDE 32  /* floats that a loop advances together, so that its sums do not wait for another */
 #define BLOCK 32 /* keys a step of the running softmax; 32 keys of 4 heads of 32 fill half of L1 */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float half __attribute__((vector_size(2 * LANES)));
-typedef float quarter __attribute__((vector_size(LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -40,9 +46,10 @@ INLINE void store_some(float *p, vec x, int64_t n)
 INLINE float sum(vec x)
 {
     union { vec whole; half halves[2]; } a = {x};
-    union { half whole; quarter quarters[2]; } b = {a.halves[0] + a.halves[1]};
-    quarter c = b.quarters[0] + b.quarters[1];
-    return (c[0] + c[2]) + (c[1] + c[3]);
+    half b = a.halves[0] + a.halves[1];
+    for (int64_t n = LANES / 4; n; n /= 2)
+        for (int64_t i = 0; i < n; i++) b[i] += b[i + n];
+    return b[0];
 }
 
 /* mask (all bits or none, a lane) ? a : b */

@@ -8,35 +8,36 @@
 
 /* -- matrix product ---------------------------------------------------------------------------- */
 
-#define PANEL (2 * LANES) /* outputs whose weights are adjacent: for each input, PANEL weights */
-#ifdef __AVX512F__
-#define TILE 8 /* rows whose sums stay in registers: 8 x 2 of 32 */
+#define PANEL 32 /* outputs whose weights are adjacent: for each input, PANEL weights */
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+#define TILE 8 /* rows whose sums of 2 vectors each stay in registers, of which there are 32 */
 #else
-#define TILE 2
+#define TILE 6 /* of 16 */
 #endif
 
-/* out (num, n) = x (num, k) W^T + bias, for the n <= PANEL outputs of one panel (k, PANEL). A row's
- * sum runs over k in order, for any num: a row's result does not depend on the number of rows. */
-INLINE void panel_product(
-    int num, const float *x, int64_t k, const float *panel, const float *bias, float *out,
+/* out (num, n) = x (num, k) W^T + bias, for the n <= 2 LANES outputs whose weights start at
+ * `weights` in each row of a panel (k, PANEL). A row's sum runs over k in order, for any num: a
+ * row's result does not depend on the number of rows. */
+INLINE void tile_product(
+    int num, const float *x, int64_t k, const float *weights, const float *bias, float *out,
     int64_t stride, int64_t n)
 {
     vec low[TILE], high[TILE];
     for (int r = 0; r < num; r++) low[r] = high[r] = (vec){0};
     for (int64_t i = 0; i < k; i++) {
-        vec first = load(panel + i * PANEL), second = load(panel + i * PANEL + LANES);
+        vec first = load(weights + i * PANEL), second = load(weights + i * PANEL + LANES);
         for (int r = 0; r < num; r++) {
             low[r] += x[r * k + i] * first;
             high[r] += x[r * k + i] * second;
         }
     }
     for (int r = 0; r < num; r++, out += stride) {
-        float sums[PANEL];
+        float sums[2 * LANES];
         store(sums, low[r]);
         store(sums + LANES, high[r]);
         if (bias)
             for (int64_t j = 0; j < n; j++) sums[j] += bias[j];
-        if (n == PANEL) {
+        if (n == 2 * LANES) {
             store(out, load(sums));
             store(out + LANES, load(sums + LANES));
         } else
@@ -50,15 +51,34 @@ struct linear {
     int64_t k, n;
 };
 
+/* The products of the last rows, fewer than TILE: a case for each number, so that sums stay in
+ * registers. */
+INLINE void rest_product(
+    int64_t num, const float *x, int64_t k, const float *weights, const float *bias, float *out,
+    int64_t stride, int64_t n)
+{
+    switch (num) {
+    case 1: tile_product(1, x, k, weights, bias, out, stride, n); break;
+    case 2: tile_product(2, x, k, weights, bias, out, stride, n); break;
+    case 3: tile_product(3, x, k, weights, bias, out, stride, n); break;
+    case 4: tile_product(4, x, k, weights, bias, out, stride, n); break;
+    case 5: tile_product(5, x, k, weights, bias, out, stride, n); break;
+#if TILE > 6
+    case 6: tile_product(6, x, k, weights, bias, out, stride, n); break;
+    case 7: tile_product(7, x, k, weights, bias, out, stride, n); break;
+#endif
+    }
+}
+
 static void product(const struct linear *w, const float *x, int64_t rows, float *out)
 {
-    for (int64_t j = 0; j < w->n; j += PANEL) {
-        const float *panel = w->weight + j * w->k, *bias = w->bias ? w->bias + j : 0;
-        int64_t n = w->n - j < PANEL ? w->n - j : PANEL, r = 0;
+    for (int64_t j = 0; j < w->n; j += 2 * LANES) {
+        const float *weights = w->weight + j / PANEL * PANEL * w->k + j % PANEL;
+        const float *bias = w->bias ? w->bias + j : 0;
+        int64_t n = w->n - j < 2 * LANES ? w->n - j : 2 * LANES, r = 0;
         for (; r + TILE <= rows; r += TILE)
-            panel_product(TILE, x + r * w->k, w->k, panel, bias, out + r * w->n + j, w->n, n);
-        for (; r < rows; r++)
-            panel_product(1, x + r * w->k, w->k, panel, bias, out + r * w->n + j, w->n, n);
+            tile_product(TILE, x + r * w->k, w->k, weights, bias, out + r * w->n + j, w->n, n);
+        rest_product(rows - r, x + r * w->k, w->k, weights, bias, out + r * w->n + j, w->n, n);
     }
 }
 
