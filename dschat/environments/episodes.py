@@ -63,6 +63,7 @@ class Episode:
         logprobs: (A,) 0 where it did not.
         rewards: (A,) each turn's at its last drawn token.
         is_over: whether it has ended; then its environment may still reward it.
+        is_complete: whether its rewards are known too.
         is_cut: whether the last answer has no stop token, so that nothing can follow it.
         finish_reason: "stop" where the environment ended the episode, "length" at a bound.
         num_calls, num_failed_calls: of tools.
@@ -82,6 +83,7 @@ class Episode:
     num_failed_calls: int = 0
     is_cut: bool = False
     is_over: bool = False
+    is_complete: bool = False
     finish_reason: FinishReason = "length"
     problem: str = ""
 
@@ -154,14 +156,17 @@ class EpisodeRunner:
         columns: Sequence[Mapping[str, Any]],
         sampling: SamplingParams,
         numbers: Sequence[int],
+        answered: Callable[[int, list[Episode]], None] | None = None,
     ) -> list[Episode]:
         """``sampling.n`` episodes for each prompt, prompt-major.
 
         ``sampling.max_new_tokens`` bounds an episode's tokens after the prompt, the environment's
-        included. ``numbers``: of the prompts in the rollout.
+        included. ``numbers``: of the prompts in the rollout. ``answered``: called with the row of
+        each prompt and its episodes, as early as all of these are complete.
         """
-        episodes = []
+        episodes: list[Episode] = []
         self._sampling = replace(sampling, n=1)
+        left = [sampling.n] * len(prompts)  # episodes
         for row, number in enumerate(numbers):
             for sample in range(sampling.n):
                 episode = Episode(prompts[row], row, (number, sample), self._make())
@@ -175,6 +180,12 @@ class EpisodeRunner:
                     self._take(self._batch.step())
                 for episode, reply in self._replies():
                     self._follow(episode, reply)
+                    if not episode.is_complete:
+                        continue
+                    row = episode.row
+                    left[row] -= 1
+                    if answered is not None and not left[row]:
+                        answered(row, episodes[row * sampling.n : (row + 1) * sampling.n])
         finally:
             self._batch.clear()
             self._pool.close()
@@ -264,11 +275,12 @@ class EpisodeRunner:
                 return
             told = episode.environment.told(reply)
             if told is None:  # a step that hangs still holds the environment
-                episode.is_over = True
+                episode.is_over = episode.is_complete = True
                 return
             reply = told
         if isinstance(reply, float):
             episode.reward(reply)
+            episode.is_complete = True
         elif isinstance(reply, Observation):
             self._observe(episode, reply)
         else:
@@ -299,6 +311,8 @@ class EpisodeRunner:
             episode.finish_reason = "stop"
         if episode.environment.rewards_the_end:
             self._ask(episode, episode.environment.final_reward)
+        else:
+            episode.is_complete = True
 
     def _tokens(self, episode: Episode, observation: Observation) -> list[int] | None:
         """The tokens of ``observation``; None where no answer can follow."""

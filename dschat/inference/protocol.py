@@ -125,7 +125,12 @@ class Rollout:
     def part(self, start: int, stop: int) -> "Rollout":
         """Answers ``start`` to ``stop``."""
         rows = slice(start, stop)
-        return Rollout(self.token_ids[rows], self.logprobs[rows], self.finish_reasons[rows])
+        return Rollout(
+            self.token_ids[rows],
+            self.logprobs[rows],
+            self.finish_reasons[rows],
+            None if self.drawn is None else self.drawn[rows],
+        )
 
     @classmethod
     def joined(cls, parts: "Iterable[Rollout]") -> "Rollout":

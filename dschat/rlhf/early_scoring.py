@@ -20,7 +20,7 @@ class EarlyScoring:
     """Scores the answers to ``num_prompts`` of ``prompts``, each in a call of its own or with
     others.
 
-    ``samples_of``: of a prompt repeated for each of its answers, and these.
+    ``samples_of``: of answers, and the prompt of each.
     """
 
     def __init__(
@@ -39,11 +39,15 @@ class EarlyScoring:
         self._waiting: list[int] = []
         self._begun: list[Begun] = []
 
-    def add(self, row: int, answers: Rollout) -> None:
-        """Take all answers to prompt ``row``, which will be part of the rollout."""
+    def add(self, row: int, answers: Rollout, own: PromptTable | None = None) -> None:
+        """Take all answers to prompt ``row``, which will be part of the rollout.
+
+        ``own``: the prompt of each answer, where an environment added to it.
+        """
         if self._uses[tuple(self._prompts.ids[row])] > 1:
             return
-        self._known[row] = self._samples(row, answers)
+        own = self._prompts.pick([row]).repeated(len(answers)) if own is None else own
+        self._known[row] = self._samples_of(own, answers)
         self._waiting.append(row)
         if 2 * self._programs.num_workers * len(self._waiting) >= self._num_left:
             rows = sorted(self._waiting)
@@ -52,20 +56,21 @@ class EarlyScoring:
             self._num_left -= len(rows)
             self._waiting = []
 
-    def finish(self, rows: Sequence[int], rollout: Rollout) -> Pending:
-        """Start scoring what is left. ``rows``: the prompts of ``rollout``."""
+    def finish(self, rows: Sequence[int], rollout: Rollout, prompts: PromptTable) -> Pending:
+        """Start scoring what is left. ``rows``: the prompts of ``rollout``; ``prompts``: that of
+        each answer.
+        """
         n = len(rollout) // max(len(rows), 1)
         groups, places = [], {}
         for place, row in enumerate(rows):
+            answers = range(place * n, (place + 1) * n)
             if row not in self._known:
-                self._known[row] = self._samples(row, rollout.part(place * n, (place + 1) * n))
+                part = rollout.part(answers.start, answers.stop)
+                self._known[row] = self._samples_of(prompts.pick([*answers]), part)
             groups.append(self._known[row])
-            places[row] = range(place * n, (place + 1) * n)
+            places[row] = answers
         begun = [
             ([sample for row in part for sample in places[row]], calls)
             for part, calls in self._begun
         ]
         return self._programs.score(Samples.joined(groups), self._timeout_s, begun)
-
-    def _samples(self, row: int, answers: Rollout) -> Samples:
-        return self._samples_of(self._prompts.pick([row]).repeated(len(answers)), answers)

@@ -83,13 +83,18 @@ class EpisodeCollector(RolloutCollector):
             for i in range(len(prompts.ids))
         ]
         numbers = [first + i for i in range(len(prompts.ids))]
-        episodes = runner.run(prompts.ids, texts, columns, sampling, numbers)
+        early = self.early_scoring(prompts, len(prompts.ids))
+
+        def answered(row: int, episodes: list[Episode]) -> None:
+            if early is not None:
+                early.add(row, rollout_of(episodes), own_prompts(prompts, episodes))
+
+        episodes = runner.run(prompts.ids, texts, columns, sampling, numbers, answered)
         problems = dist.gather_objects(next((e.problem for e in episodes if e.problem), ""))
         if problem := next(filter(None, problems), ""):
             raise RewardError(f"the environment failed: {problem}")
-        # An environment may have added to a prompt: each episode has its own.
-        own = replace(prompts.repeated(sampling.n), ids=[e.prompt for e in episodes])
-        pending = self.pending(own, rollout_of(episodes), first * sampling.n)
+        own, rows = own_prompts(prompts, episodes), range(len(prompts.ids))
+        pending = self.pending(own, rollout_of(episodes), first * sampling.n, early, rows)
         if self._source.rewards:
             pending.calls = [_WithRewards(list(pending.calls), _scores(episodes))]
         pending.metrics = _metrics(episodes, bool(self._source.tools))
@@ -151,6 +156,12 @@ def limits_of(args: RLHFConfig) -> EpisodeLimits:
         args.on_environment_error == "feedback",
         args.environment_lag,
     )
+
+
+def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
+    """The prompt of each episode: environments may have added to those of ``prompts``."""
+    table = prompts.pick([episode.row for episode in episodes])
+    return replace(table, ids=[episode.prompt for episode in episodes])
 
 
 def rollout_of(episodes: list[Episode]) -> Rollout:

@@ -176,7 +176,7 @@ class RolloutCollector:
         calls = []
         if early is not None:
             rows = range(len(prompts.ids)) if rows is None else rows
-            calls.append(early.finish(rows, rollout))
+            calls.append(early.finish(rows, rollout, repeated))
         elif self._programs.names:
             timeout_s = self.scorer.args.reward_timeout_s
             calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))

@@ -1,6 +1,7 @@
 """Training on episodes: what the loss sees, rewards per turn, estimators, failures."""
 
 import json
+import threading
 
 import pytest
 import step_cases
@@ -9,10 +10,12 @@ from step_cases import Case, build_trainer, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
+from dschat.data.batches import TokenizedPrompts
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 CASE = Case("ppo", iterations=2)
 PROMPTS = [[3 + i, 5, 7] for i in range(8)]
+TEXTS = [" ".join(map("w{}".format, prompt)) for prompt in PROMPTS]
 REPLY = [11, 13, 17]
 STOPS = (EOS, *range(20, 40))  # random weights hardly ever draw EOS
 
@@ -41,10 +44,10 @@ def config_of(models_folder, **options):
     return config
 
 
-def trainer_of(models_folder, environment=Game, **options):
+def trainer_of(models_folder, environment=Game, reward_fns=(), **options):
     config = config_of(models_folder, **options)
     first = build_trainer(config)
-    made = DeepSpeedPPOTrainer(first.engine, config, environment=environment)
+    made = DeepSpeedPPOTrainer(first.engine, config, environment=environment, reward_fns=reward_fns)
     made.collector._observations = dict.fromkeys((False, True), lambda said: list(REPLY))
     with made.engine.rollout_mode() as generator:
         generator.stop_ids = STOPS
@@ -103,6 +106,67 @@ def test_rewards_stand_at_the_last_token_of_their_turn(models_folder):
         assert bool(e.finished[row]) == (turn == 3)
         whole += turn == 3
     assert whole > 0
+
+
+class Opened(Game):
+    """Has a text after the prompt, of another length for each sample, and rewards the end."""
+
+    def reset(self, seed):
+        super().reset(None)
+        self.seed = seed
+        return "w3 " * (seed % 3)
+
+    def get_reward(self):
+        return float(self.seed % 5)
+
+
+def graded(prompt_ids, answer_ids):
+    return [float(sum(ids) % 7 - len(p)) for p, ids in zip(prompt_ids, answer_ids, strict=True)]
+
+
+@pytest.mark.parametrize("environment", [Game, Opened])
+def test_reward_functions_that_begin_early_score_the_same(environment, models_folder):
+    seen = []
+    for pool in ("none", "thread"):
+        torch.manual_seed(0)
+        options = {"reward_pool": pool, "reward_workers": 2, "num_samples_per_prompt": 2}
+        trainer = trainer_of(models_folder, environment, [graded], **options)
+        e = trainer.generate_experience(TokenizedPrompts(PROMPTS, sources=TEXTS))
+        trainer.programs.close()
+        names = ("input_ids", "scores", "token_scores", "advantages")
+        seen.append([getattr(e, name).tolist() for name in names])
+        seen[-1] += [trainer.metrics["objective/scores/graded"]]
+    assert seen[0] == seen[1]
+
+
+def test_reward_functions_begin_while_episodes_run(models_folder):
+    """The last game goes on when a call has begun, and the call ends after the last game."""
+    began, over = threading.Event(), threading.Event()
+    sizes = []
+
+    def gated(answers):
+        began.set()
+        assert over.wait(60)
+        sizes.append(len(answers))
+        return [0.0] * len(answers)
+
+    class Ending(Game):
+        def reset(self, prompt):
+            super().reset(prompt)
+            self.is_long = prompt == "w3 w5 w7"
+
+        def step(self, answer):
+            if self.is_long:
+                assert began.wait(60)
+                over.set()
+            return "", 1.0, True
+
+    options = {"reward_pool": "thread", "reward_workers": 2, "environment_lag": 0}
+    trainer = trainer_of(models_folder, Ending, [gated], **options)
+    trainer.generate_experience(PROMPTS)
+    trainer.programs.close()
+    assert sum(sizes) == 2 * len(PROMPTS)
+    assert len(sizes) > 1
 
 
 def test_a_failure_stops_the_run_with_one_line(models_folder):
