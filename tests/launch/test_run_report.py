@@ -28,12 +28,12 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_reports_while_steps_run(tmp_path):
     write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n')
-    page, deadline = tmp_path / "report.html", time.monotonic() + 60
+    page = tmp_path / "report.html"
     with RunReport(tmp_path, ENVIRONMENT, 0.01) as report:
         time.sleep(0.02)
-        while not page.exists() and time.monotonic() < deadline:
-            report.poll()
-            time.sleep(0.05)
+        report.poll()
+        assert report._process is not None
+        assert report._process.wait(timeout=600) == 0  # at a low priority: slow on busy cores
     assert page.exists()
     assert not (tmp_path / "figures").exists()
     assert report.write().startswith(f"report: {page}, 1 figures in")

@@ -3,7 +3,7 @@
  *
  * One thread: a second OpenMP runtime would compete with torch's for the cores. All arrays are
  * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
- * one and summed in the order written here, independent of compiler flags and addresses: a row's
+ * one and summed in an order that depends on the size of a vector alone, not on addresses: a row's
  * result depends neither on the other rows nor on how the cache is paged.
  */
 #include "cpu_kernels.h"

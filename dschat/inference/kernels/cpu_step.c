@@ -9,7 +9,7 @@
 /* -- matrix product ---------------------------------------------------------------------------- */
 
 #define PANEL 32 /* outputs whose weights are adjacent: for each input, PANEL weights */
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__AVX512F__) || defined(__aarch64__)
 #define TILE 8 /* rows whose sums of 2 vectors each stay in registers, of which there are 32 */
 #else
 #define TILE 6 /* of 16 */
