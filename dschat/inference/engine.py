@@ -23,7 +23,7 @@ from dschat.inference.eager_loop import EagerLoop, Event
 from dschat.inference.engine_config import EngineConfig
 from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
-from dschat.inference.kernels import fused_decode
+from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
@@ -80,7 +80,7 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self.spec = model_spec(config)
         self.group = group or Group()
-        panels = fused_decode.applies(self.spec, dtype, device, self.group.size)
+        panels = fused_step.applies(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids

@@ -1,7 +1,7 @@
 """Runs one scheduled step on the device and returns the logits to sample from.
 
-Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, or as
-one fused call on a CPU if all sequences decode.
+Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, or for
+small models on a CPU, in one fused call.
 """
 
 import logging
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.kernels.fused_decode import FusedDecode
+from dschat.inference.kernels.fused_step import FusedStep
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.sequence import StepSchedule
+from dschat.inference.sequence import Sequence, StepSchedule
 
 logger = logging.getLogger("dschat")
 
@@ -42,57 +42,59 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._capture, self._kernels, self._guesses = capture, kernels, guesses
         self._graphs: DecodeGraphs | None = None
-        self._fused: FusedDecode | None = None
+        self._fused: FusedStep | None = None
 
     def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
         for each token of the draft.
         """
-        cache, size = self._cache, self._cache.page_size
-        tokens, positions, slot_mapping, last_rows = [], [], [], []
-        pages: list[list[int]] = []  # of each decoding row
+        size = self._cache.page_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slot_mapping: list[int] = []
+        ready: list[int] = []
         chunks: list[Chunk] = []
-        for s in schedule.decodes:
-            last = s.answer[-1] if s.answer else s.prompt.ids[-1]
-            # NOTE: keys and values of a draft that is not accepted are overwritten later, and no
-            # row attends to them until then.
-            for p, token in enumerate((last, *s.draft), s.computed):
-                tokens.append(token)
-                positions.append(p)
-                slot_mapping.append(s.pages[p // size] * size + p % size)
-                pages.append(s.pages)
-        for s, count in schedule.chunks:
+        # NOTE: keys and values of a draft that is not accepted are overwritten later, and no row
+        # attends to them until then.
+        decodes = [(s, 1 + len(s.draft)) for s in schedule.decodes]
+        spans = decodes + schedule.chunks
+        for i, (s, count) in enumerate(spans):
             first, end = s.computed, s.computed + count
-            chunks.append(Chunk(len(tokens), count, first, s.pages))
+            row = len(tokens)
             tokens += s.tokens(first, end)
+            tokens += s.draft
             positions += range(first, end)
             slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
+            if i < len(decodes):
+                ready += range(row, row + count)
+                continue
+            chunks.append(Chunk(row, count, first, s.pages))
             if end == len(s):
-                last_rows.append(len(tokens) - 1)
+                ready.append(row + count - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
-        decodes = self._decodes(pages, positions, positions_T) if pages else None
-        if decodes is not None and not chunks and self._decoder.weights.has_panels:
-            logits = self._fused_step().logits(tokens_T, positions_T, slots_T, decodes)
+        if self._decoder.weights.has_panels:
+            rows, counts = self._rows(spans, positions, positions_T), [n for _, n in spans]
+            logits = self._fused_step().logits(tokens_T, positions_T, slots_T, rows, counts, ready)
             if logits is not None:
                 return logits
         attention = Attention(
             self._decoder.spec,
-            cache,
+            self._cache,
             slots_T,
-            decodes,
+            self._rows(decodes, positions, positions_T) if decodes else None,
             chunks,
             self._decoder.slopes,
         )
         hidden = self._decoder.hidden(tokens_T, positions_T, attention)
         if chunks:
-            rows = torch.tensor([*range(len(pages)), *last_rows], dtype=torch.int64)
-            hidden = hidden.index_select(0, rows.to(self.device))
+            ready_R = torch.tensor(ready, dtype=torch.int64)
+            hidden = hidden.index_select(0, ready_R.to(self.device))
         return self._decoder.logits(hidden)
 
-    def _fused_step(self) -> FusedDecode:
+    def _fused_step(self) -> FusedStep:
         if self._fused is None or not self._fused.fits(self._decoder, self._cache):
-            self._fused = FusedDecode(self._decoder, self._cache, self._max_num_seqs)
+            self._fused = FusedStep(self._decoder, self._cache, self._max_num_seqs)
         return self._fused
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
@@ -113,18 +115,24 @@ class StepRunner:
         """Whether ``graphs`` read the present weights and cache."""
         return graphs.fits(self._decoder, self._cache)
 
-    def _decodes(
-        self, pages: list[list[int]], positions: list[int], positions_T: Tensor
+    def _rows(
+        self, spans: list[tuple[Sequence, int]], positions: list[int], positions_T: Tensor
     ) -> Decodes:
-        """``pages``: of each decoding row. ``positions``: of these and other rows."""
-        count = len(pages)
+        """The first rows of the step, each one token: those of ``spans``, which are sequences and
+        how many tokens of each.
+        """
+        pages, counts = [s.pages for s, _ in spans], [count for _, count in spans]
+        count = sum(counts)
         longest, size = max(positions[:count]) + 1, self._cache.page_size
         ragged = min(positions[:count]) + 1 < longest
         table = None
-        if size < longest or not _in_order(pages):
+        if size < longest or count > len(spans) or not _in_order(pages):
             width = -(-longest // size)
             rows = [(p + [p[0]] * width)[:width] for p in pages]
             table = torch.tensor(rows, device=self.device)
+            if count > len(spans):
+                repeats = torch.tensor(counts, device=self.device)
+                table = table.repeat_interleave(repeats, dim=0, output_size=count)
             if size < longest:
                 ragged = ragged or width * size > longest
         return Decodes(count, positions_T[:count] + 1, longest, table, ragged)

@@ -7,7 +7,7 @@ import torch
 from families import PROMPTS, build, engine, logprob_gap, stream
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels import fused_decode
+from dschat.inference.kernels import fused_step
 from dschat.inference.model.linear import fastest_backends
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import VARIABLE
@@ -36,7 +36,7 @@ def assert_agree(made, module):
 @pytest.mark.parametrize("name", ["opt", "llama"])  # a tied head with biases; neither
 def test_backends_agree(name, fused, module_of, monkeypatch):
     if not fused:
-        monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
+        monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
     answers = []
     for backend in ("plain", "mkl", "onednn"):
         monkeypatch.setenv(VARIABLE, backend)
@@ -50,7 +50,7 @@ def test_backends_agree(name, fused, module_of, monkeypatch):
 @pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_each_shape_has_its_own_backend(name, module_of, monkeypatch):
-    monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
+    monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
     made = engine(module_of(name))
     assert len(set(made.weights.backends.values())) > 1
     for linear in made.weights.linears.values():

@@ -23,7 +23,6 @@ from transformers import GenerationConfig
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.kernels import fused_decode
 
 GAP = 5e-5  # in fp32, of values that reach 10 and more
 
@@ -35,13 +34,6 @@ LAYOUTS = {
 VARIANTS = [n for n in CONFIGS if n not in CORE]
 CASES = [(n, layout) for n in CORE for layout in LAYOUTS] + [(n, "paged") for n in VARIANTS]
 SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in VARIANTS]
-
-
-@pytest.fixture(params=["one call", "many calls"])
-def steps(request, monkeypatch):
-    """Decode steps as small models do them, where the family can, and as large ones do."""
-    if request.param == "many calls":
-        monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
 
 
 @pytest.mark.usefixtures("steps")

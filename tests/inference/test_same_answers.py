@@ -54,6 +54,7 @@ def joined(rollouts):
     return whole
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     made = engine(module_of("llama"), **LAYOUTS[layout])
@@ -79,6 +80,7 @@ def test_nor_in_other_families(name, layout, module_of, expected):
     assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("page_size", [4, *(pytest.param(s, marks=SLOW) for s in (1, 16))])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, expected):

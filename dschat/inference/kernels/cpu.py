@@ -2,7 +2,7 @@
 
 Besides its matrix products, a decode step takes about a hundred torch operations, whose launch
 costs more than their computation. The kernels need a call or two per layer instead, or one per step
-(`fused_decode.py`). The system's C compiler builds them into the user's cache folder, once per
+(`fused_step.py`). The system's C compiler builds them into the user's cache folder, once per
 source, compiler and processor. If that fails, `load` returns None and torch's operations are used.
 
 NOTE: the kernels read raw addresses. Tensors must be contiguous fp32 on the CPU (indices int64)
@@ -44,7 +44,7 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
-    "dschat_decode_step": (_POINTER,) * 6,
+    "dschat_step": (*[_POINTER] * 5, _INT, _POINTER, _POINTER),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -76,7 +76,7 @@ class Kernels:
         self._norm_and_rotate = holding.dschat_norm_and_rotate
         self._attend = releasing.dschat_decode_attention
         self._draw = releasing.dschat_draw
-        self.decode_step = releasing.dschat_decode_step  # called by `FusedDecode`
+        self.step = releasing.dschat_step  # called by `FusedStep`
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float

@@ -1,8 +1,7 @@
-/* Runs a whole decode step of a small model in one call, and draws its tokens in another.
+/* Runs a whole step of a small model in one call, and draws its tokens in another.
  *
  * A model of a million parameters decodes a batch in the time that launching a dozen operations per
- * layer takes. One thread: larger models are faster with matrix products on all cores and one call
- * per kernel.
+ * layer takes. A call is one thread's; the caller cuts large steps into calls for several threads.
  */
 #include "cpu_kernels.h"
 
@@ -147,12 +146,14 @@ static void embed(
             h, 0, m->embed_norm.weight, m->embed_norm.bias, h, rows, size, m->eps);
 }
 
-/* tokens, positions (rows,) -> logits (rows, V). Pre-norm, attention and MLP one after the other.
+/* tokens, positions (rows,) -> logits (num_ready, V) of the rows `ready`, in ascending order.
+ * Pre-norm, attention and MLP one after the other. A row attends to what earlier rows of its
+ * sequence write in the same call, so a prompt's tokens are rows too.
  *
  * scratch: rows * (3 E + max(E, H D) + (H + 2 K) D + up's outputs + down's inputs) floats. */
-void dschat_decode_step(
+void dschat_step(
     const struct model *m, struct step *s, const int64_t *tokens, const int64_t *positions,
-    float *scratch, float *logits)
+    const int64_t *ready, int64_t num_ready, float *scratch, float *logits)
 {
     int64_t rows = s->rows, size = m->hidden_size, num_q = m->num_heads, num_k = m->num_kv_heads;
     int64_t heads_size = (num_q + 2 * num_k) * m->head_size, out_size = num_q * m->head_size;
@@ -178,9 +179,13 @@ void dschat_decode_step(
         activate(m->activation, inner, activated, rows, w->down.k);
         product(&w->down, activated, rows, added);
     }
-    dschat_add_norm(
-        h, added, m->final_norm.weight, m->final_norm.bias, x, rows, size, m->eps);
-    product(&m->head, x, rows, logits);
+    for (int64_t i = 0; i < num_ready; i++) {
+        int64_t r = ready[i] * size;
+        dschat_add_norm(
+            h + r, added + r, m->final_norm.weight, m->final_norm.bias, x + i * size, 1, size,
+            m->eps);
+    }
+    product(&m->head, x, num_ready, logits);
 }
 
 /* -- drawing ----------------------------------------------------------------------------------- */

@@ -90,7 +90,7 @@ class Linear:
         keep_panels: bool = False,
     ) -> None:
         self.shape = shape
-        self.panels: Tensor | None = None  # with keep_panels, for `kernels.fused_decode`
+        self.panels: Tensor | None = None  # with keep_panels, for `kernels.fused_step`
         self._keep_panels = keep_panels
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
@@ -150,7 +150,7 @@ class Linear:
             return
         if self.panels is None:
             self.panels = in_panels(weight)
-        else:  # in place: `fused_decode` holds the address
+        else:  # in place: `fused_step` holds the address
             self.panels.copy_(in_panels(weight))
 
     def drop(self) -> None:

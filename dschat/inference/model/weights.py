@@ -51,7 +51,7 @@ class Weights:
         self.vocab_size = -(-spec.vocab_size // group.size)  # the last rank's may be padding
         self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.has_panels = keep_panels  # for `dschat.inference.kernels.fused_decode`
+        self.has_panels = keep_panels  # for `dschat.inference.kernels.fused_step`
         self._sources = list(spec.layer_sources())
         self._by_name: dict[str, list[WeightSource]] = defaultdict(list)
         for source in self._sources:

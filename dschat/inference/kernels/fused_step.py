@@ -1,14 +1,17 @@
-"""Runs a whole decode step of a small model in one C call.
+"""Runs a whole step of a small model in one C call for each thread.
 
 Describes the weights of a decoder and a cache once, as the structures of cpu_step.c; each step then
-maps ids and positions to logits. Applies to steps in which every sequence decodes, in fp32 on one
-CPU, for families with pre-norm, sequential layers. The decoder runs all other steps.
+maps ids and positions to logits. Applies to fp32 on one CPU and families with pre-norm, sequential
+layers. The decoder runs all other steps.
 
 NOTE: the structures hold raw addresses, which are valid for one `Weights.version` (a refresh writes
-in place) and one cache. Call `FusedDecode.fits` before each step.
+in place) and one cache. Call `FusedStep.fits` before each step.
 """
 
 import ctypes
+from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,10 +23,13 @@ from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.linear import Linear
 
-# For larger models, matrix products on all cores are faster than one call on one core. Speed of one
-# call relative to the decoder, 16 rows: on two AVX-512 cores 2.6 with 1.1 million parameters, 1.0
-# with 2.5 million, 0.8 with 4.2 million; on two AVX2 cores 2.5, 1.6 (2.7 million) and 1.2.
-MAX_PARAMETERS = 2_500_000
+# Speed of a call relative to the decoder, 16 new tokens after 16, on two AVX-512 cores, one thread
+# each: 2.6 with 1.1 million parameters and 16 rows; with 7.9 million 2.7 for 1 row, 1.35 for 16 and
+# 1.05 for 64.
+MAX_PARAMETERS = 8_000_000
+
+# Rows x parameters of a step for each thread more: about 0.4 ms, handing over takes 0.1.
+_THREAD_WORK = 1 << 24
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -69,14 +75,14 @@ def applies(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks
     )
 
 
-class FusedDecode:
+class FusedStep:
     """Runs ``decoder``'s steps over ``cache``, until either is replaced."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._version = decoder.weights.version
         kernels = cpu.load()
-        assert kernels is not None, "`suits` requires the kernels"
+        assert kernels is not None, "`applies` requires the kernels"
         self._kernels = kernels
         self._tensors: list[Tensor] = []  # kept alive: the structures point to them
         self._available = self._describe()
@@ -85,8 +91,10 @@ class FusedDecode:
         qkv_size = out_size + 2 * spec.num_kv_heads * spec.head_size
         width = 3 * spec.hidden_size + max(spec.hidden_size, out_size) + qkv_size
         width += spec.intermediate_size * (3 if spec.gated else 2)
-        self._width, self._scratch = width, torch.empty(max_num_seqs * width)
-        self._vocab_size = weights.vocab_size
+        self._width, self._vocab_size = width, weights.vocab_size
+        self._scratch = torch.empty(max_num_seqs * width)
+        self._num_parameters = spec.num_parameters()
+        self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
         """Whether the structures describe this decoder and cache."""
@@ -97,35 +105,79 @@ class FusedDecode:
         )
 
     def logits(
-        self, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, decodes: Decodes
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        rows: Decodes,
+        counts: list[int],
+        ready: list[int],
     ) -> Tensor | None:
-        """Logits (B, V) of a step of B decoding rows.
+        """Logits (R, V) of the rows ``ready`` of a step of N rows, one for each token.
 
-        ``tokens``, ``positions``, ``slot_mapping`` (B,) int64, contiguous. None if the weights have
-        no panels (borrowed, or with LoRA side products).
+        ``tokens``, ``positions``, ``slot_mapping`` (N,) int64, contiguous. ``counts``: adjacent
+        rows that are tokens of one sequence. None if the weights have no panels (borrowed, or with
+        LoRA side products).
         """
         if not self._available:
             return None
-        kernels = self._kernels
-        step = kernels.decode_attention(
-            decodes.lengths,
-            slot_mapping,
-            decodes.block_table,
-            self._cache.page_size,
-            self._decoder.slopes,
-        )
-        if self._scratch.numel() < decodes.count * self._width:  # drafts take rows too
-            self._scratch = torch.empty(decodes.count * self._width)
-        logits = self._scratch.new_empty(decodes.count, self._vocab_size)
-        kernels.decode_step(
+        if self._scratch.numel() < rows.count * self._width:
+            self._scratch = torch.empty(rows.count * self._width)
+        logits = self._scratch.new_empty(len(ready), self._vocab_size)
+        table = rows.block_table
+        bounds = self._bounds(counts)
+        if table is None and len(bounds) > 2:
+            table = torch.arange(rows.count).unsqueeze(1)  # sequence b is in page b
+        calls = []
+        for first, last in pairwise(bounds):
+            step = self._kernels.decode_attention(
+                rows.lengths[first:last],
+                slot_mapping[first:last],
+                None if table is None else table[first:last],
+                self._cache.page_size,
+                self._decoder.slopes,
+            )
+            begin, end = bisect_left(ready, first), bisect_left(ready, last)
+            own_ready = torch.tensor([r - first for r in ready[begin:end]], dtype=torch.int64)
+            scratch = self._scratch[first * self._width :]
+            ids = tokens[first:last], positions[first:last]
+            calls.append((step, *ids, own_ready, scratch, logits[begin:end]))
+        others = [self._pool.submit(self._call, *call) for call in calls[1:]]
+        self._call(*calls[0])
+        for other in others:
+            other.result()
+        return logits
+
+    def _bounds(self, counts: list[int]) -> list[int]:
+        """Where the rows of each thread begin, and the number of rows.
+
+        A sequence's rows are one thread's: they read what its earlier rows write.
+        """
+        ends = list(accumulate(counts))
+        work = ends[-1] * self._num_parameters // _THREAD_WORK
+        parts = min(torch.get_num_threads(), 1 + work)
+        inner = {ends[bisect_left(ends, ends[-1] * i // parts)] for i in range(1, parts)}
+        return sorted({0, ends[-1]} | inner)
+
+    def _call(
+        self,
+        step: cpu.DecodeAttention,
+        tokens: Tensor,
+        positions: Tensor,
+        ready: Tensor,
+        scratch: Tensor,
+        logits: Tensor,
+    ) -> None:
+        self._kernels.step(
             ctypes.addressof(self._model),
             step.address,
             tokens.data_ptr(),
             positions.data_ptr(),
-            self._scratch.data_ptr(),
+            ready.data_ptr(),
+            ready.numel(),
+            scratch.data_ptr(),
             logits.data_ptr(),
         )
-        return logits
 
     # -- the structures ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The fused decode step and the drawing kernel: which models use them, and equal results."""
+"""The fused step and the drawing kernel: which models use them, and equal results."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 from families import CONFIGS, PROMPTS, build, engine
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels import cpu, fused_decode
-from dschat.inference.kernels.fused_decode import FusedDecode
+from dschat.inference.kernels import cpu, fused_step
+from dschat.inference.kernels.fused_step import FusedStep
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.sampling import sample
 
@@ -24,7 +24,7 @@ def _kernels_are_there():
 @pytest.fixture
 def steps_taken(monkeypatch):
     """How many steps went through, a list of their numbers of rows."""
-    taken, logits = [], FusedDecode.logits
+    taken, logits = [], FusedStep.logits
 
     def counted(self, tokens, *rest):
         result = logits(self, tokens, *rest)
@@ -32,7 +32,7 @@ def steps_taken(monkeypatch):
             taken.append(len(tokens))
         return result
 
-    monkeypatch.setattr(FusedDecode, "logits", counted)
+    monkeypatch.setattr(FusedStep, "logits", counted)
     return taken
 
 
@@ -40,29 +40,67 @@ def steps_taken(monkeypatch):
 def test_which_families_take_their_steps_in_one_call(name, module_of, steps_taken):
     sampling = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
     engine(module_of(name)).generate(PROMPTS[:3], sampling)
-    assert steps_taken == ([3] * 5 if name in ONE_CALL else [])
+    prefill = sum(map(len, PROMPTS[:3]))
+    assert steps_taken == ([prefill] + [3] * 5 if name in ONE_CALL else [])
 
 
 @pytest.mark.parametrize("name", sorted(ONE_CALL))
 def test_the_same_answers_as_call_by_call(name, module_of, monkeypatch):
     sampling = SamplingParams(max_new_tokens=20, n=2, seed=3)
     one_call = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
-    monkeypatch.setattr(fused_decode, "MAX_PARAMETERS", 0)
+    monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
     many_calls = engine(module_of(name), page_size=8).generate(PROMPTS, sampling)
     assert one_call.token_ids == many_calls.token_ids
     for a, b in zip(one_call.logprobs, many_calls.logprobs, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_threads_share_a_step(module_of, monkeypatch, page_size, chunk):
+    """To the bit: whole prompts and pieces of them, sequences whose rows are several."""
+    options = {"page_size": page_size, "max_num_batched_tokens": chunk, "speculate": "history"}
+    sampling = SamplingParams(max_new_tokens=20, n=2, seed=3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = engine(module_of("llama"), **options)
+    expected = [alone.generate(PROMPTS, sampling) for _ in range(2)]
+    calls, call = [], FusedStep._call
+    monkeypatch.setattr(FusedStep, "_call", lambda *args: calls.append(call(*args)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(fused_step, "_THREAD_WORK", 1)
+    shared = engine(module_of("llama"), **options)
+    assert [shared.generate(PROMPTS, sampling) for _ in range(2)] == expected
+    steps = shared.stats.prefill_steps + shared.stats.decode_steps
+    assert len(calls) > 2 * steps
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([1] * 6, [0, 2, 4, 6]),
+        ([9], [0, 9]),
+        ([1, 9], [0, 10]),
+        ([9, 1], [0, 9, 10]),
+        ([2, 2, 2, 3], [0, 4, 6, 9]),
+    ],
+)
+def test_a_sequence_is_one_threads(module_of, monkeypatch, counts, expected):
+    made = engine(module_of("llama"))
+    made.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(fused_step, "_THREAD_WORK", 1)
+    assert made.step_runner()._fused_step()._bounds(counts) == expected
+
+
 def test_only_small_fp32_models_on_one_cpu():
     spec = model_spec(CONFIGS["llama"]())
-    assert fused_decode.applies(spec, torch.float32, CPU, 1)
-    assert not fused_decode.applies(spec, torch.bfloat16, CPU, 1)
-    assert not fused_decode.applies(spec, torch.float32, torch.device("cuda"), 1)
-    assert not fused_decode.applies(spec, torch.float32, CPU, 2)
+    assert fused_step.applies(spec, torch.float32, CPU, 1)
+    assert not fused_step.applies(spec, torch.bfloat16, CPU, 1)
+    assert not fused_step.applies(spec, torch.float32, torch.device("cuda"), 1)
+    assert not fused_step.applies(spec, torch.float32, CPU, 2)
     config = CONFIGS["llama"]()
     config.hidden_size, config.intermediate_size = 1024, 4096
-    assert not fused_decode.applies(model_spec(config), torch.float32, CPU, 1)
+    assert not fused_step.applies(model_spec(config), torch.float32, CPU, 1)
 
 
 def test_new_weights_are_the_next_answers(steps_taken):
