@@ -1,45 +1,24 @@
 """Episodes with a real engine: tokens, draws, order, limits and faults."""
 
-import random
 import time
 from dataclasses import replace
 
 import pytest
-from families import EOS, VOCAB, empty_engine, engine, stream
-from process_games import Replies
+from episode_runs import (
+    LIMITS,
+    PROMPTS,
+    SAMPLING,
+    STOPS,
+    Slow,
+    Tokenizer,
+    not_appended,
+    run,
+)
+from families import VOCAB, empty_engine, engine, stream
 
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.inference import SamplingParams
-
-STOPS = {EOS, *range(1, VOCAB, 3)}
-SAMPLING = SamplingParams(36, n=2, seed=5, stop_token_ids=tuple(STOPS - {EOS}))
-PROMPTS = [[3, 4, 5], [6], [7, 8], [3, 4, 9, 10, 11, 12]]
-LIMITS = EpisodeLimits(5, 8, 20.0, 4, tells=False)
-
-
-class Tokenizer:
-    """A token's text is its number."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
-
-
-def observation_ids(observation):
-    return [int(word) for word in observation.text.split()]
-
-
-def not_appended(row, text):
-    raise AssertionError(f"nothing is appended to prompt {row}")
-
-
-def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):
-    numbers = list(range(len(prompts))) if numbers is None else numbers
-    runner = EpisodeRunner(
-        made, Tokenizer(), lambda: Environment(environment), observation_ids, limits, not_appended
-    )
-    texts = [" ".join(map(str, ids)) for ids in prompts]
-    return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +77,6 @@ def test_episodes_are_those_alone(sizes, made, module_of):
             assert one.drawn == expected.drawn
             assert one.rewards == expected.rewards
             assert one.finish_reason == expected.finish_reason
-
-
-class Slow(Replies):
-    """Replies after a random time."""
-
-    def step(self, answer):
-        time.sleep(random.random() / 200)
-        return super().step(answer)
 
 
 def test_to_the_bit_whatever_the_environment_takes(made):

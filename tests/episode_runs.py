@@ -1,0 +1,48 @@
+"""Runs episodes of a few prompts with a real engine; a token's text is its number."""
+
+import random
+import time
+
+from families import EOS, VOCAB
+from process_games import Replies
+
+from dschat.environments.contract import Environment
+from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.inference import SamplingParams
+
+STOPS = {EOS, *range(1, VOCAB, 3)}
+SAMPLING = SamplingParams(36, n=2, seed=5, stop_token_ids=tuple(STOPS - {EOS}))
+PROMPTS = [[3, 4, 5], [6], [7, 8], [3, 4, 9, 10, 11, 12]]
+LIMITS = EpisodeLimits(5, 8, 20.0, 4, tells=False)
+
+
+class Tokenizer:
+    """A token's text is its number."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def observation_ids(observation):
+    return [int(word) for word in observation.text.split()]
+
+
+def not_appended(row, text):
+    raise AssertionError(f"nothing is appended to prompt {row}")
+
+
+def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):
+    numbers = list(range(len(prompts))) if numbers is None else numbers
+    runner = EpisodeRunner(
+        made, Tokenizer(), lambda: Environment(environment), observation_ids, limits, not_appended
+    )
+    texts = [" ".join(map(str, ids)) for ids in prompts]
+    return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
+
+
+class Slow(Replies):
+    """Replies after a random time."""
+
+    def step(self, answer):
+        time.sleep(random.random() / 200)
+        return super().step(answer)
