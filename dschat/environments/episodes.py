@@ -3,6 +3,9 @@
 Episodes in different turns decode together. An episode is one token sequence: the tokens that were
 drawn stay as they are, and only the environment's text is tokenized. The pages of what an episode
 has so far are found in the prefix cache, so a turn computes its new tokens.
+
+The ranks of a tensor-parallel group decode the episodes of all of them together. Each rank has the
+environments of its own prompts, and before a step it tells the others which answers it needs next.
 """
 
 import math
@@ -28,7 +31,7 @@ from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.rewards.threads import Pool
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
-_WAIT_S = 0.2  # between two looks at the clock, while no answer decodes
+_WAIT_S = 0.02  # between two looks at the clock and at other ranks, while no answer decodes
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,7 @@ class _Reply:
 
 
 class EpisodeRunner:
-    """Answers prompts in episodes with ``engine``. Not for captured steps, nor for several ranks
-    of tensor parallelism.
+    """Answers prompts in episodes with ``engine``. Not for captured steps.
 
     Args:
         make: a new environment.
@@ -143,9 +145,11 @@ class EpisodeRunner:
         self._tokenizer, self._make = tokenizer, make
         self._observations, self._limits = observations, limits
         self._pool = Pool(limits.num_workers)
+        self._asked: list[tuple[Episode, SamplingParams]] = []  # answers to decode
         self._decoding: dict[inference.Prompt, Episode] = {}
         self._replying: dict[Future, _Reply] = {}  # in the order of asking
         self._steps = 0
+        self._due: set[int] = set()  # steps at which a rank of the group takes a reply to an answer
         self.stats = self._batch.stats
         engine.stats = self.stats
 
@@ -158,11 +162,16 @@ class EpisodeRunner:
         numbers: Sequence[int],
         answered: Callable[[int, list[Episode]], None] | None = None,
     ) -> list[Episode]:
-        """``sampling.n`` episodes for each prompt, prompt-major.
+        """Collective in the tensor-parallel group. ``sampling.n`` episodes for each prompt,
+        prompt-major.
 
         ``sampling.max_new_tokens`` bounds an episode's tokens after the prompt, the environment's
         included. ``numbers``: of the prompts in the rollout. ``answered``: called with the row of
         each prompt and its episodes, as early as all of these are complete.
+
+        Raises:
+            UserError: an episode does not fit into the model or the cache; on all ranks of the
+                group.
         """
         episodes: list[Episode] = []
         self._sampling = replace(sampling, n=1)
@@ -173,8 +182,9 @@ class EpisodeRunner:
                 episodes.append(episode)
                 seed = hash((sampling.seed, number, sample)) & (2**31 - 1)  # of ints: no salt
                 self._ask(episode, episode.environment.reset, texts[row], seed, columns[row])
+        is_open = True
         try:
-            while self._decoding or self._replying:
+            while is_open or self._batch.has_work:
                 if self._batch.has_work:
                     self._steps += 1
                     self._take(self._batch.step())
@@ -186,6 +196,8 @@ class EpisodeRunner:
                     left[row] -= 1
                     if answered is not None and not left[row]:
                         answered(row, episodes[row * sampling.n : (row + 1) * sampling.n])
+                if self._may_share:
+                    is_open = self._share()
         finally:
             self._batch.clear()
             self._pool.close()
@@ -195,20 +207,39 @@ class EpisodeRunner:
     # -- the model's turn --------------------------------------------------------------------------
 
     def _decode(self, episode: Episode) -> None:
-        """Queue the episode's next answer."""
+        """Ask for the episode's next answer."""
         room = self._sampling.max_new_tokens - len(episode.tokens)
         length = min(room, self._limits.max_turn_tokens)
         shortest = min(self._sampling.min_new_tokens, length)
         sampling = replace(self._sampling, max_new_tokens=length, min_new_tokens=shortest)
-        key = *episode.key, len(episode.tokens)
-        request = self._batch.add(episode.prompt + episode.tokens, sampling, key=key)
-        self._decoding[request] = episode
+        self._asked.append((episode, sampling))
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether a rank may have asked for answers, or may be done: the same on all ranks."""
+        return not self._limits.lag or self._steps in self._due or not self._batch.has_work
+
+    def _share(self) -> bool:
+        """Collective in the group. Queue the answers that its ranks asked for; returns whether a
+        rank waits for replies.
+        """
+        episodes = [episode for episode, _ in self._asked]
+        asked = [
+            (e.prompt + e.tokens, sampling, (*e.key, len(e.tokens))) for e, sampling in self._asked
+        ]
+        requests, waits = self._batch.add_all(asked, bool(self._replying))
+        self._decoding |= zip(requests, episodes, strict=True)
+        self._asked.clear()
+        return any(waits)
 
     def _take(self, events: list[tuple[inference.Sequence, int, bool]]) -> None:
         for sequence, _, is_last in events:
             if not is_last:
                 continue
-            episode = self._decoding.pop(sequence.prompt)
+            self._due.add(self._steps + self._limits.lag)
+            episode = self._decoding.pop(sequence.prompt, None)
+            if episode is None:
+                continue  # another rank's
             episode.add_answer(sequence.answer, sequence.logprobs)
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer

@@ -6,6 +6,7 @@ its prompt as the only one, with the same seed.
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from dschat.inference.stats import GenerationStats
 from dschat.observability.device_span import DeviceSpan
 
 _MAX_SAMPLERS = 256
+
+T = TypeVar("T")
+Key = tuple[int, int, int]  # prompt, first sample and first position, on which the draws depend
 
 
 @dataclass(eq=False)
@@ -42,15 +46,16 @@ class Request(Prompt):
 
 
 class OpenBatch:
-    """The requests that ``engine`` answers together. Not for captured steps, nor for several ranks.
+    """The requests that ``engine`` answers together. Not for captured steps.
 
     Between two steps, requests may be added and cancelled; `InferenceEngine.generate` may not run
-    while there are any.
+    while there are any. The ranks of a tensor-parallel group take the same steps, with the requests
+    of all of them: they add with `add_all`.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
-        if engine.captures or engine.group.size > 1:
-            raise UserError("requests of their own sampling need --no_cuda_graphs and one process")
+        if engine.captures:
+            raise UserError("requests of their own sampling need --no_cuda_graphs")
         self._engine = engine
         self.stats = GenerationStats(max_num_seqs=engine.max_num_seqs)
         self.stats.num_pages = engine.cache.num_pages
@@ -65,29 +70,42 @@ class OpenBatch:
         return self._scheduler.has_work
 
     def add(
-        self,
-        ids: list[int],
-        sampling: SamplingParams,
-        num_top: int = 0,
-        key: tuple[int, int, int] = (0, 0, 0),
+        self, ids: list[int], sampling: SamplingParams, num_top: int = 0, key: Key = (0, 0, 0)
     ) -> Request:
         """Queue a request for ``sampling.n`` answers.
-
-        ``key``: prompt, first sample and first position, on which the draws depend.
 
         Raises:
             UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
                 cache or the model.
         """
-        engine, limit = self._engine, sampling.max_new_tokens
-        if (problem := engine.problem([(ids, 0, limit)])) is not None:
+        if (problem := self._engine.problem([(ids, 0, sampling.max_new_tokens)])) is not None:
             raise UserError(problem)
-        ends = sampling.end_ids(engine.stop_ids)
+        return self._queue(ids, sampling, key, num_top)
+
+    def add_all(
+        self, asked: list[tuple[list[int], SamplingParams, Key]], more: T
+    ) -> tuple[list[Request], list[T]]:
+        """Collective in the group. Queue what every rank asks for, in rank order.
+
+        Returns this rank's requests, and what each rank gives as ``more``.
+
+        Raises:
+            UserError: as `add`, on all ranks.
+        """
+        entries = [(ids, number, s.max_new_tokens) for ids, s, (number, *_) in asked]
+        pooled = [value for _, value in self._engine.gathered(entries, (asked, more))]
+        requests = [[self._queue(*request) for request in part] for part, _ in pooled]
+        return requests[self._engine.group.rank], [value for _, value in pooled]
+
+    def _queue(
+        self, ids: list[int], sampling: SamplingParams, key: Key, num_top: int = 0
+    ) -> Request:
         number, first_sample, first_position = key
+        limit = sampling.max_new_tokens
         request = Request(
             *(list(ids), number, sampling.n, limit, first_sample, first_position),
             sampling=sampling,
-            end_ids=ends,
+            end_ids=sampling.end_ids(self._engine.stop_ids),
             num_top=num_top,
         )
         self.stats.prompts += 1
@@ -103,7 +121,9 @@ class OpenBatch:
         self._scheduler.clear()
 
     def step(self) -> list[Event]:
-        """(sequence, token, whether it is the sequence's last one) for every token of a step."""
+        """Collective in the group. (sequence, token, whether it is the sequence's last one) for
+        every token of a step.
+        """
         return self._loop.step(self._scheduler.schedule(), DeviceSpan(self._engine.device))
 
 

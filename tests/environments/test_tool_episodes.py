@@ -33,10 +33,11 @@ class ScriptedBatch:
     def has_work(self):
         return bool(self.requests)
 
-    def add(self, ids, sampling, key):
-        self.requests.append(object())
-        self.engine.seen.append(ids)
-        return self.requests[-1]
+    def add_all(self, asked, more):
+        requests = [object() for _ in asked]
+        self.requests += requests
+        self.engine.seen += [ids for ids, _, _ in asked]
+        return requests, [more]
 
     def step(self):
         answer = self.engine.script.pop(0)
