@@ -68,7 +68,6 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         super().validate_rewards()
         for flag_name, excludes in (
             ("--partial_rollout", self.partial_rollout),
-            ("--inference_tp_size above 1", self.inference_tp_size > 1),
             ("--no_enable_hybrid_engine", not self.enable_hybrid_engine),
         ):
             require(

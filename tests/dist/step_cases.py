@@ -39,7 +39,7 @@ from dschat.supervised import loop, setup, tasks
 
 MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
 MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
-MODELS += ("llama_stops",)  # answers of a few tokens
+MODELS += ("llama_stops",)  # answers of a few tokens; two ranks can share its heads
 GLOBAL_BATCH = 8
 
 
@@ -126,6 +126,7 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
     import balance_cases  # NOTE: these import this module
     import collective_cases
+    import episode_cases
     import preference_cases
     import rollout_cases
     import soak_cases
@@ -137,6 +138,7 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         | preference_cases.RUNNERS
         | balance_cases.RUNNERS
         | collective_cases.RUNNERS
+        | episode_cases.RUNNERS
         | {
             "sft": _run_supervised,
             "reward": _run_supervised,

@@ -38,12 +38,13 @@ def _report(name, value, expected):
 
 def reference(case):
     """The same case in one process, ZeRO 0, whole batches."""
-    options = tuple(option for option in case.options if option not in BUDGET + AUTO)
+    options = tuple(option for option in case.options if option not in BUDGET + AUTO + TP)
     return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
 
 
 BUDGET = (("max_tokens_per_micro_batch", 38),)
 AUTO = (("max_tokens_per_micro_batch", "auto"),)
+TP = (("inference_tp_size", 2),)
 LORA = (("lora_dim", 4),)
 # Estimators without a critic, whose groups lie on one rank or another.
 GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3), ("loss_aggregation", "sequence"))

@@ -71,7 +71,9 @@ _GPT2 = _IDS | {
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**_LLAMA),
-    "llama_stops": lambda: LlamaConfig(**_LLAMA | {"eos_token_id": [EOS, *range(20, 40)]}),
+    "llama_stops": lambda: LlamaConfig(
+        **_LLAMA | {"num_key_value_heads": 2, "eos_token_id": [EOS, *range(20, 40)]}
+    ),
     "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "opt": lambda: OPTConfig(**_OPT),
     "opt_350m": lambda: OPTConfig(
