@@ -214,7 +214,11 @@ def _observation(result: Any) -> Observation:
     text, reward, done = result
     if not isinstance(text, str | None):
         raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}")
-    return Observation(text or "", _finite(reward, "step returned"), bool(done), is_raw=is_raw)
+    try:
+        done = bool(done)
+    except Exception:  # such as an array of several
+        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}") from None
+    return Observation(text or "", _finite(reward, "step returned"), done, is_raw=is_raw)
 
 
 def _finite(value: Any, what: str) -> float:

@@ -1,5 +1,6 @@
 """Classes and functions as environments, and what they return."""
 
+import numpy as np
 import pytest
 
 from dschat.config import UserError
@@ -66,6 +67,7 @@ def test_coroutines():
         ((b"a", 1, True), "step returned tuple"),
         (("a", "1", True), "step returned the reward str '1'"),
         (("a", float("nan"), True), "the reward nan"),
+        (("a", 1.0, np.zeros(2)), "step returned tuple"),
         ("x" * 10**6, "step returned str"),
     ],
 )
