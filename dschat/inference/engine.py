@@ -2,10 +2,11 @@
 
 An `InferenceEngine` is made from a transformers config and a stream of weights, without DeepSpeed
 and without a transformers module. A prompt is computed once for all its samples, and an answer does
-not depend on the other sequences of its batches.
+not depend on the other sequences of its batches. Threads may share an engine: they take turns.
 """
 
 import copy
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
+from dschat.inference.locked_steps import locked
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.checkpoint_reader import (
     checkpoint_stream,
@@ -78,6 +80,7 @@ class InferenceEngine:
     ) -> None:
         limit_spinning_late()
         self.config, self.dtype, self.device = config, dtype, device
+        self._lock = threading.RLock()  # held by `generate`, and for each step of a stream
         self.spec = model_spec(config)
         self.group = group or Group()
         panels = fused_step.applies(self.spec, dtype, device, self.group.size)
@@ -198,21 +201,21 @@ class InferenceEngine:
 
     def allocate_cache(self) -> KVCache:
         """Collective in the group. Allocate the KV cache, unless there is one."""
-        if self._cache is None:
-            spec = self.spec
-            self._cache_pages = self._cache_pages or self._num_pages()
-            self._cache = KVCache(
-                spec.num_layers,
-                self._cache_pages,
-                self.page_size,
-                self.weights.num_kv_heads,
-                spec.head_size,
-                self.dtype,
-                self.device,
-                keeps_prefixes=self.page_size < self.max_seq_len,
-            )
-            self._cached_loads = self.weights.loads
-        return self._cache
+        with self._lock:
+            if self._cache is None:
+                self._cache_pages = self._cache_pages or self._num_pages()
+                self._cache = KVCache(
+                    self.spec.num_layers,
+                    self._cache_pages,
+                    self.page_size,
+                    self.weights.num_kv_heads,
+                    self.spec.head_size,
+                    self.dtype,
+                    self.device,
+                    keeps_prefixes=self.page_size < self.max_seq_len,
+                )
+                self._cached_loads = self.weights.loads
+            return self._cache
 
     def forget_prefixes(self) -> None:
         """Reuse no keys and values of earlier calls: the weights have changed in place."""
@@ -264,7 +267,7 @@ class InferenceEngine:
 
         Raises:
             UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
-                cache or the model, by its number.
+                cache or the model, by its number; or open streams hold the cache.
         """
         indices = list(range(len(prompts))) if indices is None else indices
         default = [sampling.max_new_tokens] * len(prompts)
@@ -278,11 +281,12 @@ class InferenceEngine:
         queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
         first = sum(map(len, pooled[: self.group.rank]))
         done = FinishedAnswers(queue[first : first + len(local)], answered)
-        for sequence, _, finished in self.steps(queue, sampling):
-            if finished:
-                done.add(sequence)
-        if self._history is not None:
-            self._history.add((s.prompt.ids, s.answer) for s in done.sequences)
+        with self._lock:
+            for sequence, _, finished in self.steps(queue, sampling):
+                if finished:
+                    done.add(sequence)
+            if self._history is not None:
+                self._history.add((s.prompt.ids, s.answer) for s in done.sequences)
         return done.rollout()
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
@@ -344,7 +348,16 @@ class InferenceEngine:
         ``begun``: sequences with tokens, to be continued. ``until``: asked between two steps
         whether to stop before all sequences have ended.
         """
-        begun = list(begun)
+        yield from locked(self._steps(queue, sampling, streaming, list(begun), until), self._lock)
+
+    def _steps(
+        self,
+        queue: list[Prompt],
+        sampling: SamplingParams,
+        streaming: bool,
+        begun: list[Sequence],
+        until: Callable[[], bool],
+    ) -> Generator[Event, None, None]:
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
         if not queue and not begun:
             return

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+from dschat.config import UserError
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.sequence import Prompt, Sequence, StepSchedule
 
@@ -86,7 +87,11 @@ class Scheduler:
             if budget > 0 and not self._decodes(sequence):
                 chunks.append((sequence, min(len(sequence) - sequence.computed, budget)))
                 budget -= chunks[-1][1]
-        assert decodes or chunks, "nothing can run: the cache is too small for any sequence"
+        if not decodes and not chunks:
+            raise UserError(
+                "the KV cache has no room: other answers of this engine are not finished; read or "
+                "close their streams, or raise kv_cache_gib"
+            )
         # Whole prompts first, longest first; then by prefix: they attend as padded batches.
         chunks.sort(key=lambda item: (item[0].computed, -item[1]))
         return StepSchedule(decodes, chunks)

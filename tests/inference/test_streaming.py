@@ -1,8 +1,12 @@
 """Streamed tokens, and the ways an answer can end."""
 
-import pytest
-from families import EOS, POSITIONS, PROMPTS, VOCAB, engine, logprob_gap
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+from families import EOS, POSITIONS, PROMPTS, VOCAB, cache_gib, engine, logprob_gap
+
+from dschat.config import UserError
 from dschat.inference import SamplingParams
 from dschat.inference.protocol import Rollout
 
@@ -65,6 +69,38 @@ def test_a_rollout_may_run_beside_an_open_stream(made, free):
     assert made.generate(PROMPTS, FREE) == free
     assert got + list(stream) == whole
     assert made.cache.num_free == made.cache.num_pages
+
+
+def test_open_streams_that_hold_the_cache_are_an_error(made, module_of):
+    gib = cache_gib(made, num_tokens=40)
+    made = engine(module_of("llama"), page_size=4, kv_cache_gib=gib)
+    stream = made.stream([5] * 24, with_options(n=1, max_new_tokens=8))
+    first = next(stream)
+    with pytest.raises(UserError, match="no room.*close their streams"):
+        made.generate([[6] * 16], with_options(n=1, max_new_tokens=8))
+    assert len([first, *stream]) == 8
+    assert len(made.generate([[6] * 16], with_options(n=1, max_new_tokens=8)).token_ids[0]) == 8
+
+
+@pytest.mark.parametrize("speculate", ["off", "history"])
+def test_threads_may_share_an_engine(speculate, module_of):
+    """The first calls of all threads also allocate its cache."""
+    sampling = with_options(seed=9)
+    expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, sampling).token_ids
+    shared = engine(module_of("llama"), page_size=4, speculate=speculate)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(shared.generate, PROMPTS, sampling) for _ in range(8)]
+            calls.append(pool.submit(lambda: list(shared.stream(PROMPTS[0], with_options(n=1)))))
+            answers = [call.result() for call in calls]
+    finally:
+        sys.setswitchinterval(interval)
+    assert [rollout.token_ids for rollout in answers[:8]] == [expected] * 8
+    (streamed,) = shared.generate(PROMPTS[:1], with_options(n=1)).token_ids
+    assert answers[8] == streamed
+    assert shared.cache.num_free == shared.cache.num_pages
 
 
 # Ends
