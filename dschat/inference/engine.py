@@ -278,7 +278,7 @@ class InferenceEngine:
         local = list(zip(prompts, indices, limits, strict=True))
         pooled = [part for part, _ in self.gathered(local, None)]
         entries = [entry for part in pooled for entry in part]
-        queue = [Prompt(ids, number, sampling.n, limit) for ids, number, limit in entries]
+        queue = [Prompt(list(ids), number, sampling.n, limit) for ids, number, limit in entries]
         first = sum(map(len, pooled[: self.group.rank]))
         done = FinishedAnswers(queue[first : first + len(local)], answered)
         with self._lock:

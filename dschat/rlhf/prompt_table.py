@@ -1,8 +1,8 @@
 """Prompts of a rank by column, from any form in which a caller may give them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from dschat.config import UserError
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import prompt_problem
 
-PromptBatch = list[list[int]] | Mapping[str, Tensor]
+PromptBatch = list[list[int]] | Mapping[str, Tensor | list[list[int]]]
 
 
 @dataclass
@@ -67,13 +67,20 @@ class PromptTable:
 def prompt_lists(batch: PromptBatch) -> list[list[int]]:
     """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
     if not isinstance(batch, Mapping):
-        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in batch]
-        for problem in filter(None, map(prompt_problem, count(), prompts)):
-            raise UserError(problem)
-        return [list(map(int, prompt)) for prompt in prompts]
+        return _checked(batch)
     if "input_ids" not in batch:
         raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if mask is None:
-        return ids.tolist()
-    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+    rows = _checked(batch["input_ids"])
+    if (mask := batch.get("attention_mask")) is None:
+        return rows
+    masks = _checked(mask)
+    if list(map(len, masks)) != list(map(len, rows)):
+        raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
+    return _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
+
+
+def _checked(rows: Iterable[Any]) -> list[list[int]]:
+    prompts = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in rows]
+    for problem in filter(None, map(prompt_problem, count(), prompts)):
+        raise UserError(problem)
+    return [list(map(int, prompt)) for prompt in prompts]

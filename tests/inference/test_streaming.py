@@ -40,6 +40,11 @@ def test_a_stream_is_the_answer_of_generate(temperature, made):
         assert made.cache.num_free == made.cache.num_pages
 
 
+def test_prompts_may_be_tuples(made):
+    sampling = with_options(n=1)
+    assert made.generate(list(map(tuple, PROMPTS)), sampling) == made.generate(PROMPTS, sampling)
+
+
 def test_each_token_comes_with_a_step_of_its_own(made):
     """A stream that decoded the answer first and handed it out afterwards would not be one."""
     stream = made.stream([5, 6, 7], with_options(n=1))

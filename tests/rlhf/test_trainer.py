@@ -241,8 +241,10 @@ def test_prompts_in_a_padded_dict_are_the_same_prompts(models_folder):
         for row, prompt in enumerate(prompts):
             place = slice(3 - len(prompt), 3) if left else slice(0, len(prompt))
             ids[row, place], mask[row, place] = torch.tensor(prompt), 1
-        got = trainer.generate_experience({"input_ids": ids, "attention_mask": mask})
-        assert torch.equal(got.input_ids, expected.input_ids)
+        batch = {"input_ids": ids, "attention_mask": mask}
+        for form in (batch, {name: values.tolist() for name, values in batch.items()}):
+            got = trainer.generate_experience(form)
+            assert torch.equal(got.input_ids, expected.input_ids)
 
 
 def weights(engine):
