@@ -120,11 +120,11 @@ def check_step_size(checkpoint: CheckpointInfo, config: CommonConfig, num_proces
 
 def check_weights(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
     """``UserError`` where the checkpoint holds other trained weights: LoRA adapters of another
-    rank or on other modules, or none.
+    rank or on other modules, or none; a critic or none.
     """
     before = _config_of(checkpoint, type(config))
     for model in config.deepspeed_models:
-        then, now = _adapters(before, model), _adapters(config, model)
+        then, now = _trained_by(before, model), _trained_by(config, model)
         for flag in now | then:
             if then.get(flag) != now.get(flag):
                 raise UserError(
@@ -134,13 +134,16 @@ def check_weights(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
                 )
 
 
-def _adapters(config: CommonConfig, model: str) -> dict[str, Any]:
-    """The flags that say which weights of ``model`` are trained."""
+def _trained_by(config: CommonConfig, model: str) -> dict[str, Any]:
+    """The flags that say which weights of ``model`` are trained, and what they choose."""
+    chosen: dict[str, Any] = {}
+    if model == "critic" and isinstance(config, RLHFConfig):
+        chosen["advantage_estimator"] = config.has_critic
+        if not config.has_critic:
+            return chosen
     rank, modules = (f"{model}_lora_{of}".removeprefix("_") for of in ("dim", "modules"))
-    if model == "critic" and not getattr(config, "has_critic", True):
-        return {}
     names = [rank, modules, "only_optimize_lora"] if getattr(config, rank) else [rank]
-    return {name: getattr(config, name) for name in names}
+    return chosen | {name: getattr(config, name) for name in names}
 
 
 def _config_of(checkpoint: CheckpointInfo, config_class: type[CommonConfig]) -> CommonConfig:

@@ -277,7 +277,8 @@ class CheckpointManager:
         if missing:
             raise UserError(
                 f"--resume {checkpoint.folder}: it has no {' and no '.join(missing)}; resume with "
-                "the settings that it was saved with, or restart with --restart"
+                "the settings that it was saved with, or restart with --overwrite_output_dir "
+                "(train.py: --restart)"
             )
 
 

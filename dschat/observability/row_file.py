@@ -43,7 +43,7 @@ class RowFile:
         if position["bytes"] > self._initial_size:
             raise UserError(
                 f"{self.path} is shorter than when the checkpoint of step {step} was saved; "
-                "restore it, or start over with --restart"
+                "restore it, or restart with --overwrite_output_dir (train.py: --restart)"
             )
         self._truncate(position["bytes"], position["rows"].encode())
 

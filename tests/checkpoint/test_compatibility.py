@@ -112,6 +112,17 @@ LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4}
             RLHFConfig(**LORA, advantage_estimator="reinforce"),
             "",
         ),
+        (RLHFConfig(advantage_estimator="rloo"), RLHFConfig(advantage_estimator="reinforce"), ""),
+        (
+            RLHFConfig(advantage_estimator="rloo"),
+            RLHFConfig(),
+            "^--advantage_estimator gae: .*--advantage_estimator rloo",
+        ),
+        (
+            RLHFConfig(),
+            RLHFConfig(advantage_estimator="rloo"),
+            "^--advantage_estimator rloo: .*--advantage_estimator gae",
+        ),
     ],
 )
 def test_other_weights_than_were_trained_are_refused(before, now, message, tmp_path):

@@ -97,7 +97,7 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
     checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(1, RunState({"actor": FakeEngine()}))
     checkpoints.wait()
-    with pytest.raises(UserError, match=r"step_000001: it has no critic and no ema; .*--restart"):
+    with pytest.raises(UserError, match=r"step_000001: it has no critic and no ema; .*--overwrite"):
         checkpoints.load(checkpoints.latest(), state_at(1))
 
 
