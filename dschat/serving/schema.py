@@ -3,8 +3,9 @@
 import secrets
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from dschat.data.sources.turns import storable
 from dschat.inference.protocol import SamplingParams
 
 # Fields that would change the answer and that the engine does not implement, with the values that
@@ -21,6 +22,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
 }
 
+# Clients that cut text within an emoji send half of it: as data sets are read, it becomes a "?".
+Text = Annotated[str, AfterValidator(storable)]
 Stops = Union[None, str, Annotated[list[str], Field(max_length=16)]]
 
 
@@ -35,7 +38,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")  # clients send fields that change nothing: user, store
 
-    model: str | None = None
+    model: Text | None = None
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = None
     top_p: float | None = None
@@ -88,14 +91,14 @@ class TextPart(BaseModel):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
     """One turn of a conversation."""
 
-    role: str = Field(max_length=64)
-    content: str | list[TextPart]
+    role: Text = Field(max_length=64)
+    content: Text | list[TextPart]
 
     def as_dict(self) -> dict[str, str]:
         text = self.content
@@ -126,7 +129,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``: text, or token ids."""
 
-    prompt: Union[str, list[int], list[str], list[list[int]]]
+    prompt: Union[Text, list[int], list[Text], list[list[int]]]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -152,14 +155,14 @@ class ScoreRequest(BaseModel):
     """Body of ``/api/score``: a conversation and answers to it."""
 
     messages: list[Message] = Field(min_length=1)
-    answers: list[str] = Field(min_length=1, max_length=64)
+    answers: list[Text] = Field(min_length=1, max_length=64)
 
 
 class Preference(BaseModel):
     """Body of ``/api/preference``: a conversation, and which of two answers is better."""
 
     messages: list[Message] = Field(min_length=1)
-    chosen: str = Field(min_length=1)
-    rejected: str = Field(min_length=1)
-    chosen_model: str = ""
-    rejected_model: str = ""
+    chosen: Text = Field(min_length=1)
+    rejected: Text = Field(min_length=1)
+    chosen_model: Text = ""
+    rejected_model: Text = ""

@@ -67,6 +67,36 @@ def test_wrong_requests(path, body, status, said, served):
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "meant"),
+    [
+        ("/v1/completions", {"prompt": "half \ud83d"}, {"prompt": "half ?"}),
+        ("/v1/completions", {"prompt": ["half \ude00"]}, {"prompt": ["half ?"]}),
+        *(
+            (
+                "/v1/chat/completions",
+                *({"messages": [{"role": "user", "content": c}]} for c in both),
+            )
+            for both in (
+                ("half \ud83d", "half ?"),
+                ([{"type": "text", "text": "half \ud83d"}], "half ?"),
+            )
+        ),
+    ],
+)
+def test_half_an_emoji_is_a_question_mark(path, sent, meant, served):
+    answers = []
+    for body in (sent, meant):
+        status, _, text = ask(served, path, body | {"max_tokens": 8, "seed": 3})
+        assert status == 200, text
+        answers.append(json.loads(text)["choices"])
+    assert answers[0] == answers[1]
+
+
+def test_half_an_emoji_as_a_model(served):
+    assert ask(served, "/v1/completions", {"prompt": "a", "model": "\ud83d"})[0] == 404
+
+
 def test_a_body_too_large(served):
     body = json.dumps({"prompt": "a" * 10 * 2**20}).encode()
     status, _, text = ask(served, "/v1/completions", body)
