@@ -3,6 +3,7 @@
 Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
 """
 
+import logging
 import math
 from typing import Any
 
@@ -15,6 +16,8 @@ from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+
+logger = logging.getLogger("dschat")
 
 
 class DynamicSampler:
@@ -55,6 +58,13 @@ class DynamicSampler:
             _accumulate(sums, rollout.metrics, weight=total)
             sampled, rounds = sampled + total, rounds + 1
         kept = kept[:wanted]
+        if not kept:
+            logger.warning(
+                "none of %d sampled prompts (%d rounds) has answers of different scores: this "
+                "iteration trains nothing",
+                sampled,
+                rounds,
+            )
         every = joined(parts)
         score, num_scored = dist.sum_floats(
             [float(every.scores.double().sum()), float(every.scored.sum())]

@@ -41,7 +41,7 @@ def experience_metrics(
     engine: DeepSpeedRLHFEngine,
     clip: float | None,
 ) -> dict[str, float]:
-    """Collective. Means over all sequences or all actions of a rollout.
+    """Collective. Means over all sequences or all actions of a rollout; NaN over none.
 
     Means of scores, rewards and returns leave out answers without a score. KL, values and entropy
     are reported where their model ran.
@@ -79,8 +79,7 @@ def experience_metrics(
         **corrected,
     }
     totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
-    n, tokens = max(totals["sequences"], 1.0), max(totals["tokens"], 1.0)
-    scored = max(totals["scored"], 1.0)
+    n, tokens, scored = (totals[name] or math.nan for name in ("sequences", "tokens", "scored"))
     mean_score = totals["scores"] / scored
     metrics = {
         "objective/scores": mean_score,
@@ -100,9 +99,9 @@ def experience_metrics(
         metrics["objective/teacher_kl"] = totals["teacher_kl"] / n
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens
-        metrics["val/returns"] = totals["returns"] / max(totals["scored_tokens"], 1.0)
+        metrics["val/returns"] = totals["returns"] / (totals["scored_tokens"] or math.nan)
     if args.old_logprobs != "rollout":  # else the training passes measure the gap
-        recomputed = max(totals["recomputed"], 1.0)
+        recomputed = totals["recomputed"] or math.nan
         metrics["objective/entropy"] = totals["entropy"] / recomputed
         metrics["rollout/logprob_gap"] = totals["gap"] / recomputed
         metrics["rollout/mismatch_kl"] = totals["mismatch_kl"] / recomputed
@@ -247,7 +246,8 @@ def throughput(
         [float(flops[name]) for name in ("generate", "train", "effective")]
     )
     sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
-    trained = epochs * (answer_tokens + sequences * metrics["rollout/prompt_length"])
+    prompt_tokens = sequences * metrics["rollout/prompt_length"] if sequences else 0.0
+    trained = epochs * (answer_tokens + prompt_tokens)
     devices = dist.world_size()
     return {
         "time/iteration_s": iteration_s,

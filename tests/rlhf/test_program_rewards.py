@@ -1,5 +1,7 @@
 """Rollouts with reward functions: their arguments, dynamic sampling, dropped samples."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -142,7 +144,7 @@ def test_groups_of_equal_scores_are_replaced(models_folder):
     assert all(np.isfinite(value) for value in trainer.metrics.values())
 
 
-def test_dynamic_sampling_ends(models_folder):
+def test_dynamic_sampling_ends(models_folder, caplog):
     trainer = trainer_of(
         models_folder, [lambda answers: [1.0] * len(answers)], dynamic_sampling=True
     )
@@ -153,6 +155,15 @@ def test_dynamic_sampling_ends(models_folder):
     assert trainer.metrics["sampling/waste"] == 1
     trainer.train_rlhf(e)  # nothing to learn
     assert all(map(torch.equal, before, trainer.engine.actor.module.parameters()))
+    assert caplog.text.count("none of 80 sampled prompts (10 rounds) has") == 1
+    # Means over no answers are not 0, which would be a fall of the score, KL and entropy.
+    nothing = {name for name, value in trainer.metrics.items() if math.isnan(value)}
+    assert {"objective/scores", "objective/kl", "objective/entropy", "rollout/answer_length"} <= (
+        nothing
+    )
+    assert trainer.metrics["sampling/scores"] == 1
+    assert trainer.metrics["rollout/sequences"] == trainer.metrics["rollout/tokens"] == 0
+    assert not any(name.startswith(("time/", "throughput/", "train/")) for name in nothing)
 
 
 def test_samples_that_failed_to_score_are_dropped(models_folder):
