@@ -97,7 +97,7 @@ def sources_of(
             rest = [c for c in (*GIVEN, *columns) if c not in chosen and c not in bound]
             chosen |= {c: c for c in rest}
             continue
-        candidates = [name, *(REFERENCE if name == "reference" else ())]
+        candidates = list(REFERENCE) if name == "reference" else [name]
         if name in mapped:
             candidates = [mapped[name]]
         source = next((c for c in candidates if c in columns or c in GIVEN), None)

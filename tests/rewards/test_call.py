@@ -58,7 +58,7 @@ def test_the_reference_is_the_first_of_its_columns():
         (["ground_truth"], "ground_truth"),
     ]:
         assert sources_of(parameters(by_reference), {}, {}, columns)["reference"] == expected
-    with pytest.raises(UserError, match=r"needs the column reference or .*\(it has: a, b\)"):
+    with pytest.raises(UserError, match=r"column reference or solution .*\(it has: a, b\)"):
         sources_of(parameters(by_reference), {}, {}, ["b", "a"])
 
 
