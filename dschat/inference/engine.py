@@ -21,7 +21,7 @@ from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop, Event
-from dschat.inference.engine_config import EngineConfig
+from dschat.inference.engine_config import EngineConfig, device_named
 from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_step
@@ -125,7 +125,7 @@ class InferenceEngine:
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
-        torch_device = _device(device)
+        torch_device = device_named(device)
         try:
             config = read_config(str(path), "path")
             generation = read_generation_config(str(path), "path")
@@ -394,13 +394,3 @@ class InferenceEngine:
                 self._decoder, self.cache, *sizes, *options, guesses=self.speculates
             )
         return self._runner
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device {name} is unknown; use cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: this machine has no CUDA device; use cpu")
-    return device

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from dschat.config import RLHFConfig, UserError
 
 # Tokens per page where a page is not a whole sequence. On average, half a page per sequence is
@@ -105,3 +107,14 @@ class EngineConfig:
     def cache_bytes(self, free_bytes: int) -> int:
         """Bytes that the KV cache may take of ``free_bytes``."""
         return free_bytes // 2 if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
+
+
+def device_named(name: str) -> torch.device:
+    """Raises ``UserError`` where torch does not know the device, or the machine has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name} is unknown; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name}: this machine has no CUDA device; use cpu")
+    return device
