@@ -298,8 +298,11 @@ class DeepSpeedPPOTrainer:
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
-            step = steps["critic"] = OptimizerStep(self.engine.critic, len(batches), all_actions)
-            parts += [self._critic_micro_batch(step, batch) for batch in batches]
+            sums["value_loss"] = 0.0
+            if all_actions > 0:  # else moments of earlier steps alone would move it
+                step = OptimizerStep(self.engine.critic, len(batches), all_actions)
+                steps["critic"] = step
+                parts += [self._critic_micro_batch(step, batch) for batch in batches]
             finish_together([step for step in steps.values() if step.outcome is None])
         _add(sums, sum_parts(parts))
         for name, step in steps.items():

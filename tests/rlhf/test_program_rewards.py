@@ -166,6 +166,30 @@ def test_dynamic_sampling_ends(models_folder, caplog):
     assert not any(name.startswith(("time/", "throughput/", "train/")) for name in nothing)
 
 
+@pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {}])
+@pytest.mark.parametrize("align_overflow", [False, True])
+def test_a_critic_rests_where_nothing_has_a_score(models_folder, options, align_overflow):
+    """Adam's moments of the first iteration would move it."""
+    declines = []
+
+    def score(answer_ids):
+        return [None if declines else float(sum(ids) % 2) for ids in answer_ids]
+
+    options = options | {"advantage_estimator": "gae", "align_overflow": align_overflow}
+    trainer = trainer_of(models_folder, [score], **options)
+    critic = trainer.engine.critic.module
+    weights = [[p.detach().clone() for p in critic.parameters()]]
+    for _ in range(2):
+        e = trainer.generate_experience(PROMPTS[:8])
+        trainer.train_rlhf(e)
+        weights.append([p.detach().clone() for p in critic.parameters()])
+        declines.append(True)
+    assert not e.scored.any()
+    assert not all(map(torch.equal, *weights[:2]))
+    assert all(map(torch.equal, *weights[1:]))
+    assert trainer.metrics["loss/value_avg"] == trainer.metrics["val/grad_norm"] == 0
+
+
 def test_samples_that_failed_to_score_are_dropped(models_folder):
     def moody(answer_ids):
         if len(answer_ids) != 1:
