@@ -27,7 +27,7 @@ from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.locked_steps import locked
-from dschat.inference.model.architectures import model_spec
+from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.checkpoint_reader import (
     checkpoint_stream,
     has_own_head,
@@ -132,10 +132,14 @@ class InferenceEngine:
         except OSError as error:
             checkpoint_stream(path)  # raises the better error for a missing folder
             raise UserError(f"{path}: {first_line(error)}") from None
+        except UserError as error:
+            if "trust_remote_code" not in str(error.__cause__):
+                raise
+            why = "needs its own Python code, which the inference engine does not run"
+            raise UnsupportedModel(f"{path} {why}") from None
         if "ForSequenceClassification" in str(config.architectures):
             raise UserError(
-                f"{path} is a reward model, which scores and does not generate text; name a causal "
-                "LM"
+                f"{path} is a reward model, which does not generate text; name a causal LM"
             )
         config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(path)
         stops = config.eos_token_id

@@ -248,3 +248,13 @@ def test_a_device_that_is_not_there(device, tmp_path):
 def test_a_stream_is_one_answer(module_of):
     with pytest.raises(UserError, match="n 2: a stream is one answer"):
         next(engine(module_of("llama")).stream([3], SamplingParams(n=2)))
+
+
+def test_a_checkpoint_with_code_of_its_own(tmp_path):
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"}
+    config = CONFIGS["llama"]().to_dict() | {"model_type": "own_thing", "auto_map": auto}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise AssertionError('it ran')")
+    with pytest.raises(UnsupportedModel, match="needs its own Python code") as error:
+        InferenceEngine.from_pretrained(tmp_path)
+    assert_one_line(error)
