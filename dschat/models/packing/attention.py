@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dschat.models.packing.kernels import CPU, CPU_DTYPES, META, PLAIN, Kernel
+from dschat.models.packing.kernels import CPU, CPU_DTYPES, META, PLAIN, Kernel, Saved
 from dschat.models.packing.segments import Segments
 from dschat.models.packing.varlen import VarlenKernel
 
@@ -90,10 +90,8 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        grads = _kernel(query).backward(
-            grad, query, key, value, output, logsumexp, ctx.segments, ctx.scale
-        )
+        saved = Saved(*ctx.saved_tensors)
+        grads = _kernel(saved.q).backward(grad, saved, ctx.segments, ctx.scale)
         return (*grads, None, None)
 
 

@@ -5,8 +5,7 @@ those of the same segment up to the query (causal), and all of the segment's pre
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +13,21 @@ from torch import Tensor
 from dschat.models.packing.segments import Segments
 
 Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Saved(NamedTuple):
+    """What a forward saves for its backward."""
+
+    q: Tensor  # (1, H, N, D), as `k`, `v` and `output`
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    logsumexp: Tensor  # (1, H, N) fp32
+
+    def part(self, queries: slice, keys: slice) -> "Saved":
+        """The tokens ``queries`` and ``keys`` alone."""
+        q, output, logsumexp = (x[:, :, queries] for x in (self.q, self.output, self.logsumexp))
+        return Saved(q, self.k[:, :, keys], self.v[:, :, keys], output, logsumexp)
 
 
 class Kernel(Protocol):
@@ -25,17 +39,7 @@ class Kernel(Protocol):
         """Output (1, H, N, D) in the dtype of ``q``; log-sum-exp of the scores (1, H, N) fp32."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
         """Gradients of ``q``, ``k`` and ``v``."""
         ...
 
@@ -57,7 +61,7 @@ class SegmentKernel:
 
     Args:
         forward: (q, k, v, is_causal, scale) -> output (1, H, Q, D), log-sum-exp (1, H, Q).
-        backward: (grad, q, k, v, output, log-sum-exp, is_causal, scale) -> gradients.
+        backward: (grad, saved, is_causal, scale) -> gradients.
     """
 
     def __init__(
@@ -83,48 +87,24 @@ class SegmentKernel:
             output[answers], logsumexp[answers] = join(output[answers], logsumexp[answers], *other)
         return output, logsumexp
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        run = partial(_over, self._backward, grad, q, k, v, output, logsumexp, scale)
+    def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
+        grads = _empty_grads(saved)
         for start, end in segments.pieces:
-            for total, part in zip(grads, run((start, end), (start, end), True), strict=True):
-                total[:, :, start:end] = part
-        for prefix, answers in segments.shared:
-            parts = run(answers, prefix, False)
-            for total, part, (start, end) in zip(
-                grads, parts, (answers, prefix, prefix), strict=True
-            ):
-                total[:, :, start:end] += part
+            piece = slice(start, end)
+            own = self._backward(grad[:, :, piece], saved.part(piece, piece), True, scale)
+            for total, part in zip(grads, own, strict=True):
+                total[:, :, piece] = part
+        for bounds in segments.shared:
+            prefix, answers = (slice(*each) for each in bounds)
+            shared = saved.part(answers, prefix)
+            more = self._backward(grad[:, :, answers], shared, False, scale)
+            for total, part, where in zip(grads, more, (answers, prefix, prefix), strict=True):
+                total[:, :, where] += part
         return grads
 
 
-def _over(
-    backward: Callable[..., Grads],
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    is_causal: bool,
-) -> Grads:
-    """``backward`` of the queries and keys in these bounds."""
-    grad, q, output, logsumexp = (x[:, :, slice(*queries)] for x in (grad, q, output, logsumexp))
-    k, v = (x[:, :, slice(*keys)] for x in (k, v))
-    return backward(grad, q, k, v, output, logsumexp, is_causal, scale)
+def _empty_grads(saved: Saved) -> Grads:
+    return torch.empty_like(saved.q), torch.empty_like(saved.k), torch.empty_like(saved.v)
 
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,18 +118,9 @@ def _cpu_forward(
     )
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> Grads:
+def _cpu_backward(grad: Tensor, saved: Saved, is_causal: bool, scale: float) -> Grads:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, output, logsumexp, 0.0, is_causal, scale=scale
+        grad, *saved, 0.0, is_causal, scale=scale
     )
 
 
@@ -169,16 +140,8 @@ def _plain_forward(
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
-def _plain_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> Grads:
+def _plain_backward(grad: Tensor, saved: Saved, is_causal: bool, scale: float) -> Grads:
+    q, k, v, output, logsumexp = saved
     grad, output = grad.float(), output.float()
     probs = (_scores(q, k, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
     delta = (grad * output).sum(-1, keepdim=True)
@@ -203,18 +166,8 @@ class MetaKernel:
         output = q.new_empty(num_rows, seq_len, num_heads, v.shape[-1]).transpose(1, 2)
         return output, q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
+        return _empty_grads(saved)
 
 
 CPU = SegmentKernel(_cpu_forward, _cpu_backward)

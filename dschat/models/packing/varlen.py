@@ -6,7 +6,7 @@ One call for all pieces, one for the answers and prefixes of all groups.
 import torch
 from torch import Tensor
 
-from dschat.models.packing.kernels import Grads, join
+from dschat.models.packing.kernels import Grads, Saved, join
 from dschat.models.packing.segments import Lengths, Segments
 
 
@@ -35,33 +35,15 @@ class VarlenKernel:
             logsumexp[:, queries] = total.T
         return output.transpose(0, 1)[None], logsumexp[None]
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, q, k, v, output))
+    def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
+        grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, *saved[:4]))
+        logsumexp = saved.logsumexp[0]
         pieces, shared = segments.table.pieces, segments.table.shared
-        grads = _backward(grad, q, k, v, output, logsumexp[0], pieces, True, scale)
+        grads = _backward(grad, Saved(q, k, v, output, logsumexp), pieces, True, scale)
         if shared is not None:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
-            parts = _backward(
-                grad[queries],
-                q[queries],
-                k[keys],
-                v[keys],
-                output[queries],
-                logsumexp[0][:, queries],
-                lengths,
-                False,
-                scale,
-            )
+            of_answers = Saved(q[queries], k[keys], v[keys], output[queries], logsumexp[:, queries])
+            parts = _backward(grad[queries], of_answers, lengths, False, scale)
             for total, part, rows in zip(grads, parts, (queries, keys, keys), strict=True):
                 total[rows] += part
         grad_q, grad_k, grad_v = (x.transpose(0, 1)[None] for x in grads)
@@ -77,30 +59,14 @@ def _forward(
     return output, logsumexp
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-) -> Grads:
+def _backward(grad: Tensor, saved: Saved, lengths: Lengths, is_causal: bool, scale: float) -> Grads:
+    """``saved`` has tokens first, as FlashAttention takes them: (N, H, D), and (H, N)."""
+    q, k, v, output, logsumexp = saved
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        output,
-        logsumexp.contiguous(),
+        *(grad.contiguous(), q, k, v, output, logsumexp.contiguous()),
         *_arguments(lengths),
-        0.0,
-        is_causal,
-        unused,
-        unused[:0],
+        *(0.0, is_causal, unused, unused[:0]),
         scale=scale,
     )
 
