@@ -72,17 +72,9 @@ def load_causal_lm(
     if config.get_text_config().tie_word_embeddings and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-    model = _from_pretrained(
-        AutoModelForCausalLM,
-        name_or_path,
-        flag,
-        config,
-        dtype,
-        dropout,
-        attn_implementation,
-        trust_remote_code,
-    )
-    model = _checked(model, name_or_path, flag, may_be_missing=(), may_be_unused=())
+    options = dtype, dropout, attn_implementation, trust_remote_code
+    model, info = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, config, *options)
+    _check(model, info, name_or_path, flag)
     grow_embeddings(model, num_tokens)
     if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
         model.config.pad_token_id = pad_token_id
@@ -117,23 +109,15 @@ def load_score_backbone(
     if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
         config.pad_token_id = pad_token_id
     _drop_invalid_pad(config)
-    model = _from_pretrained(
-        AutoModelForSequenceClassification,
-        name_or_path,
-        flag,
-        config,
-        dtype,
-        dropout,
-        attn_implementation,
-        trust_remote_code,
-        legacy=form == "v_head",
-    )
+    options = dtype, dropout, attn_implementation, trust_remote_code, form == "v_head"
+    auto_class = AutoModelForSequenceClassification
+    model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
     if not hasattr(model, "score"):
         raise no_score_head(name_or_path, flag, type(model).__name__)
-    is_new = form == "base"
-    may_be_missing = ("score.",) if is_new else ()
-    may_be_unused = ("lm_head.", "embed_out.") if is_new else ()
-    model = _checked(model, name_or_path, flag, may_be_missing, may_be_unused)
+    if form == "base":
+        _check(model, info, name_or_path, flag, ("score.",), ("lm_head.", "embed_out."))
+    else:
+        _check(model, info, name_or_path, flag)
     grow_embeddings(model, num_tokens)
     model.config.pad_token_id = pad_token_id
     return model
@@ -169,29 +153,25 @@ def _from_pretrained(
     attn_implementation: str | None,
     trust_remote_code: bool,
     legacy: bool = False,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and transformers' report of missing, unexpected and reshaped weights."""
     if dropout is not None:
         set_dropout(config, dropout)
+    source: str | None = name_or_path
+    loader: Any = auto_class
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if legacy:
+        source, loader = None, score_class(config)
+        options = {"state_dict": legacy_state_dict(name_or_path, flag, loader.base_model_prefix)}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
-    source: str | None = name_or_path
-    loader: type[PreTrainedModel] = auto_class
-    state = None
-    if legacy:
-        classifier = score_class(config)
-        assert classifier is not None
-        loader = classifier
-        state = legacy_state_dict(name_or_path, flag, loader.base_model_prefix)
-        options = {k: v for k, v in options.items() if k != "trust_remote_code"}
-        options["state_dict"], source = state, None
     try:
         model, info = loader.from_pretrained(
             source,
             config=config,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_checked` reports them in one line
+            ignore_mismatched_sizes=True,  # `_check` reports them in one line
             **options,
         )
     except (OSError, SafetensorError) as error:
@@ -209,29 +189,26 @@ def _from_pretrained(
     # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
     model.get_input_embeddings().padding_idx = None
     if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys under ZeRO-3
-        keys = set(state) if state is not None else checkpoint_keys(name_or_path, flag)
-        info["unexpected_keys"] = _unexpected_keys(model, keys)
-    model.dschat_loading_info = info
-    return model
+        keys = options.get("state_dict") or checkpoint_keys(name_or_path, flag)
+        info["unexpected_keys"] = _unexpected_keys(model, set(keys))
+    return model, info
 
 
-def _checked(
+def _check(
     model: PreTrainedModel,
+    info: dict[str, Any],
     name_or_path: str,
     flag: str,
-    may_be_missing: tuple[str, ...],
-    may_be_unused: tuple[str, ...],
-) -> PreTrainedModel:
-    """Collective under ZeRO-3. ``model``; ``UserError`` if weights do not match or are not finite.
+    may_be_missing: tuple[str, ...] = (),
+    may_be_unused: tuple[str, ...] = (),
+) -> None:
+    """Collective under ZeRO-3. Raise ``UserError`` if weights do not match or are not finite.
 
     ``may_be_missing`` and ``may_be_unused`` are prefixes of keys.
     """
-    info = model.__dict__.pop("dschat_loading_info")
-    missing = {k for k in info["missing_keys"] if not k.startswith(may_be_missing or ("\0",))}
+    missing = {k for k in info["missing_keys"] if not k.startswith(may_be_missing)}
     unexpected = {
-        k
-        for k in info["unexpected_keys"]
-        if not (is_constant(k) or k.startswith(may_be_unused or ("\0",)))
+        k for k in info["unexpected_keys"] if not (is_constant(k) or k.startswith(may_be_unused))
     }
     reshaped = {f"{name} {tuple(on_disk)}" for name, on_disk, _ in info["mismatched_keys"]}
     faults = (("lacks", missing), ("has unexpected", unexpected), ("has of other shapes", reshaped))
@@ -252,7 +229,6 @@ def _checked(
             f"{len(names)} weights, such as {names[0]}; copy it again, or name a model from before "
             "it diverged"
         )
-    return model
 
 
 def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
