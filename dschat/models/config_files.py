@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,39 @@ _ROPE = {"rope_theta": math.inf, "factor": math.inf, "partial_rotary_factor": 1}
 _MAX_LABELS = 10_000  # transformers builds a table of their names
 
 
+@dataclass(frozen=True)
+class _File:
+    """A JSON file of the checkpoint that ``flag`` named, and the errors about it."""
+
+    checkpoint: str
+    name: str
+    flag: str
+
+    def fault(self, problem: str) -> UserError:
+        return UserError(
+            f"{self.flag} {self.checkpoint}: its {self.name} {problem}; correct it, or copy or "
+            "download it again"
+        )
+
+    def wrong_field(self, field: str, value: Any, reason: str) -> UserError:
+        shown = json.dumps(value, default=str)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return self.fault(f"cannot be used: {field} is {shown} ({reason})")
+
+    def attempt(self, action: Callable[[Mapping[str, Any]], T], fields: Mapping[str, Any]) -> T:
+        """``action(fields)``; a failure is a ``UserError`` with the field that `culprit` finds."""
+        with muted(logging.ERROR):  # the error raised here says it in one line
+            try:
+                return action(fields)
+            except UserError:
+                raise
+            except Exception as error:
+                field, reason = culprit(action, fields), _reason(error)
+                if field is None:
+                    raise self.fault(f"cannot be used ({reason})") from error
+                raise self.wrong_field(field, fields[field], reason) from error
+
+
 def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | None:
     """The object in a JSON file of a checkpoint; None if the file does not exist.
 
@@ -47,16 +81,16 @@ def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | N
         OSError: neither a folder nor a model on the hub.
         UserError: the file is not valid JSON, or not an object.
     """
-    file = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
-    if file is None:
+    path = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
+    if path is None:
         return None
+    file = _File(name_or_path, filename, flag)
     try:
-        content = json.loads(Path(file).read_text("utf-8"))
+        content = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _fault(name_or_path, filename, flag, f"is not JSON ({_reason(error)})") from error
+        raise file.fault(f"is not JSON ({_reason(error)})") from error
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise _fault(name_or_path, filename, flag, f"holds a {kind}, not an object with fields")
+        raise file.fault(f"holds a {type(content).__name__}, not an object with fields")
     return content
 
 
@@ -70,24 +104,24 @@ def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
     raw = read_json(name_or_path, CONFIG, flag)
     if raw is None:
         raise FileNotFoundError(f"{name_or_path} has no {CONFIG}")
+    file = _File(name_or_path, CONFIG, flag)
     for fault in _raw_faults(raw):
-        raise _wrong_field(name_or_path, CONFIG, flag, fault)
+        raise file.wrong_field(*fault)
 
     def read(fields: Mapping[str, Any]) -> PretrainedConfig:
         if fields is raw:
             return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
         return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
 
-    config = _attempt(read, raw, name_or_path, CONFIG, flag)
+    config = file.attempt(read, raw)
     try:
         text = config.get_text_config()
     except ValueError as error:  # several text configs: not a text-only model
-        raise _fault(name_or_path, CONFIG, flag, f"cannot be used ({_reason(error)})") from error
+        raise file.fault(f"cannot be used ({_reason(error)})") from error
     if not isinstance(text, PretrainedConfig):
-        fault = ("text_config", text, f"not of a {type(config).__name__}")
-        raise _wrong_field(name_or_path, CONFIG, flag, fault)
+        raise file.wrong_field("text_config", text, f"not of a {type(config).__name__}")
     for fault in _config_faults(text):
-        raise _wrong_field(name_or_path, CONFIG, flag, fault)
+        raise file.wrong_field(*fault)
     return config
 
 
@@ -103,7 +137,7 @@ def build_from(
         return build(config if fields is complete else type(config).from_dict(dict(fields)))
 
     complete = config.to_dict()
-    return _attempt(build_with, complete, name_or_path, CONFIG, flag)
+    return _File(name_or_path, CONFIG, flag).attempt(build_with, complete)
 
 
 def read_generation_config(name_or_path: str, flag: str) -> GenerationConfig | None:
@@ -116,38 +150,10 @@ def read_generation_config(name_or_path: str, flag: str) -> GenerationConfig | N
     raw = read_json(name_or_path, GENERATION_CONFIG, flag)
     if raw is None:
         return None
-    ids = raw.get("eos_token_id")
+    file, ids = _File(name_or_path, GENERATION_CONFIG, flag), raw.get("eos_token_id")
     if any(type(i) is not int for i in (ids if isinstance(ids, list) else [ids]) if i is not None):
-        fault = ("eos_token_id", ids, "not a token id or a list of them")
-        raise _wrong_field(name_or_path, GENERATION_CONFIG, flag, fault)
-    return _attempt(
-        lambda fields: GenerationConfig.from_dict(dict(fields)),
-        raw,
-        name_or_path,
-        GENERATION_CONFIG,
-        flag,
-    )
-
-
-def _attempt(
-    action: Callable[[Mapping[str, Any]], T],
-    fields: Mapping[str, Any],
-    name_or_path: str,
-    filename: str,
-    flag: str,
-) -> T:
-    """``action(fields)``; a failure is a ``UserError`` naming the field that `culprit` finds."""
-    with muted(logging.ERROR):  # the error raised here says it in one line
-        try:
-            return action(fields)
-        except UserError:
-            raise
-        except Exception as error:
-            field, reason = culprit(action, fields), _reason(error)
-            if field is None:
-                raise _fault(name_or_path, filename, flag, f"cannot be used ({reason})") from error
-            fault = (field, fields[field], reason)
-            raise _wrong_field(name_or_path, filename, flag, fault) from error
+        raise file.wrong_field("eos_token_id", ids, "not a token id or a list of them")
+    return file.attempt(lambda fields: GenerationConfig.from_dict(dict(fields)), raw)
 
 
 def culprit(action: Callable[[Mapping[str, Any]], Any], fields: Mapping[str, Any]) -> str | None:
@@ -234,19 +240,6 @@ def _of_all_layers(config: PretrainedConfig, name: str) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _wrong_field(name_or_path: str, filename: str, flag: str, fault: Fault) -> UserError:
-    field, value, reason = fault
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return _fault(name_or_path, filename, flag, f"cannot be used: {field} is {shown} ({reason})")
-
-
-def _fault(name_or_path: str, filename: str, flag: str, problem: str) -> UserError:
-    return UserError(
-        f"{flag} {name_or_path}: its {filename} {problem}; correct it, or copy or download it again"
-    )
 
 
 def _reason(error: BaseException) -> str:
