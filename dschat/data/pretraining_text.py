@@ -21,6 +21,7 @@ from dschat.data.sources.turns import storable
 
 logger = logging.getLogger("dschat")
 
+_FLAG = "--unsupervised_dataset_name"
 _DOCUMENTS = 1000  # joined at a time
 
 
@@ -30,7 +31,6 @@ def text_dataset(
     column: str,
     tokenizer: PreTrainedTokenizerBase,
     block_len: int,
-    flag: str = "--unsupervised_dataset_name",
     config: Optional[DataConfig] = None,
 ) -> Union[Dataset, RowStream]:
     """Plain text for ptx: ``input_ids`` of ``block_len`` tokens, documents joined by EOS.
@@ -45,13 +45,13 @@ def text_dataset(
     config = config or DataConfig()
     source = f"{name}:{config_name}" if config_name else name
     skip = config.on_bad_row == "skip"
-    rows = read_source(source, flag, True, config.streaming, skip_broken=skip).train
+    rows = read_source(source, _FLAG, True, config.streaming, skip_broken=skip).train
     if column not in rows.columns:
         raise UserError(
             f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"
         )
-    texts = partial(_texts, rows, column, flag, skip)
-    no_text = UserError(f"{flag}: {name} has no text in its column {column!r}")
+    texts = partial(_texts, rows, column, skip)
+    no_text = UserError(f"{_FLAG}: {name} has no text in its column {column!r}")
     if config.streaming:
         blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
         if next(texts(), None) is None:
@@ -73,11 +73,11 @@ def text_dataset(
     return blocks
 
 
-def _texts(rows: RawRows, column: str, flag: str, skip: bool) -> Iterator[dict[str, str]]:
+def _texts(rows: RawRows, column: str, skip: bool) -> Iterator[dict[str, str]]:
     """The non-blank documents in a column."""
     for line in rows:
         if line.row is None and not skip:
-            raise broken_line(flag, line.where, line.fault)
+            raise broken_line(_FLAG, line.where, line.fault)
         text = (line.row or {}).get(column)
         if isinstance(text, str) and text.strip():
             yield {"text": storable(text)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar, Union, cast, overload
+from typing import Any, Literal, Union
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -29,46 +29,15 @@ from dschat.data.truncation import fit
 
 logger = logging.getLogger("dschat")
 
-OneSplit = Literal["train", "eval"]
-Split = Union[OneSplit, Literal["both"]]
-Table = Union[Dataset, RowStream]
-Tables = Union[Table, tuple[Table, Dataset]]
+Split = Literal["train", "eval", "both"]
+# A Dataset or a RowStream; for "both" the pair of training and held-out rows
+Tables = Any
 # Examples and their numbers -> a row of each, with its `problem` and what was `cut`
 MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
-C = TypeVar("C", contravariant=True)
-
-
-class _Tokenizes(Protocol[C]):
-    """The types of a function that makes one split, or both."""
-
-    @overload
-    def __call__(
-        self,
-        config: C,
-        tokenizer: PreTrainedTokenizerBase,
-        split: Literal["both"],
-        **options: Any,
-    ) -> tuple[Table, Dataset]: ...
-
-    @overload
-    def __call__(
-        self,
-        config: C,
-        tokenizer: PreTrainedTokenizerBase,
-        split: OneSplit = "train",
-        **options: Any,
-    ) -> Table: ...
-
-
-def _typed(make: Callable[[C, PreTrainedTokenizerBase, Split], Tables]) -> _Tokenizes[C]:
-    return cast(_Tokenizes[C], make)
-
-
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
 
-@_typed
 def sft_dataset(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -95,7 +64,6 @@ def sft_dataset(
     return _tables(config, "sft", split, make, {"input_ids": _IDS, "loss_mask": _MASK})
 
 
-@_typed
 def preference_dataset(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
@@ -132,7 +100,6 @@ def preference_dataset(
     return shuffled_labels(tables, config.seed)
 
 
-@_typed
 def prompt_dataset(
     config: RLHFConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -163,7 +130,7 @@ def _tables(
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
     train: Union[Dataset, ExampleStream]
     if config.streaming:
-        make: Callable[..., Table] = _stream
+        make: Callable[..., Union[Dataset, RowStream]] = _stream
         train = ExampleStream(config, purpose, config.seed)
         held_out = train.held_out()
     else:
@@ -291,11 +258,7 @@ def _prompt_rows(
     tools: Tools,
 ) -> Iterator[dict[str, Any]]:
     if tools:
-        chats = [_as_chat(example.prompt) for example in examples]
-        examples = [
-            replace(example, prompt=chat, tools=list(tools))
-            for example, chat in zip(examples, chats, strict=True)
-        ]
+        examples = [replace(e, prompt=_as_chat(e.prompt), tools=list(tools)) for e in examples]
     encoded_examples = encode_examples(tokenizer, examples, ())
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         too_long = len(encoded.prompt_ids) > max_len
