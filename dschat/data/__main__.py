@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the other imports, which take a second
 
     exit_on_interrupt()
 
-import os
 import sys
 
 from dschat.config import parser
@@ -28,11 +27,7 @@ def main() -> None:
     console.setup("error")
     tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
     report = "\n".join(show(config, tokenizer))  # raises before any output
-    try:
-        sys.stdout.write(report + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    console.write_output(report + "\n")
 
 
 def _with_flag(argv: list[str]) -> list[str]:

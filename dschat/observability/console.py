@@ -99,6 +99,15 @@ def progress(total: int, description: str, disable: bool = False, done: int = 0)
     return bar
 
 
+def write_output(text: str) -> None:
+    """Writes to standard output, whose reader may close it early, as in ``| head``."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def format_line(step: int, total: int, metrics: dict[str, float], columns: Iterable[str]) -> str:
     """One fixed-width line: the step and those of ``columns`` that ``metrics`` has.
 

@@ -1,8 +1,6 @@
 """``dschat eval``: evaluates models on local data, with confidence intervals and differences."""
 
 import logging
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from dschat.config import parser
@@ -24,11 +22,7 @@ def main() -> None:
     results = evaluate(config)
     if config.out is not None:
         results.write(config.out)
-    try:
-        sys.stdout.write(results.text())
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    console.write_output(results.text())
 
 
 def evaluate(config: EvalConfig) -> "Results":
