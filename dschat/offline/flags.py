@@ -4,7 +4,7 @@ Neither torch nor transformers here: ``--help`` and mistyped flags must answer a
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args
+from typing import Literal, Optional
 
 from dschat.config.data import DataConfig
 from dschat.config.errors import UserError, require
@@ -12,17 +12,8 @@ from dschat.config.fields import flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
 from dschat.inference.protocol import SamplingParams
 
-Task = Literal["exact_match", "numeric", "f1", "choice", "perplexity", "win_rate", "score", "gold"]
-TASKS: tuple[Task, ...] = get_args(Task)
-GENERATING = (
-    "exact_match",
-    "numeric",
-    "f1",
-    "win_rate",
-    "score",
-    "gold",
-)  # tasks that need answers
-LIKELIHOOD = ("choice", "perplexity")
+TASKS = ("exact_match", "numeric", "f1", "choice", "perplexity", "win_rate", "score", "gold")
+LIKELIHOOD = ("choice", "perplexity")  # the others need answers
 NEED_REWARD = ("win_rate", "score")
 
 
@@ -200,7 +191,7 @@ class EvalConfig(PromptsConfig):
     @property
     def generates(self) -> bool:
         """Whether a task needs answers."""
-        return any(task in GENERATING for task in self.task or ())
+        return any(task not in LIKELIHOOD for task in self.task or ())
 
     def validate(self) -> None:
         """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
@@ -217,7 +208,7 @@ class EvalConfig(PromptsConfig):
                 f"--task {task} needs a score; name --reward_model or --reward_fn",
             )
             require(
-                task in GENERATING or not self.answers,
+                task not in LIKELIHOOD or not self.answers,
                 f"--task {task} reads a model's probabilities, which --answers files lack; leave "
                 "one of them out",
             )

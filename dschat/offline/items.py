@@ -58,7 +58,7 @@ def read_items(config: EvalConfig, rows: Rows, models: Sequence[Model]) -> list[
         return problem
 
     dropped = Dropped()
-    kept = sum(1 for _ in rows.read(dropped, check))
+    kept = sum(1 for _ in rows.read(check, dropped))
     dropped.report(kept)
     return items[:kept]
 

@@ -78,30 +78,32 @@ class Rows:
         self.columns = [*dict.fromkeys(c for s in self._sources for c in s.splits.train.columns)]
         self.prompt_columns = {s.adapter.prompt for s in self._sources if s.adapter.prompt}
 
-    def read(
-        self, dropped: Dropped | None = None, check: Callable[[Row], str] = lambda _: ""
-    ) -> Iterator[Row]:
+    def read(self, check: Callable[[Row], str], dropped: Dropped) -> Iterator[Row]:
         """Yields the rows for which ``check`` finds no problem; counts the others."""
-        rows = (row for source in self._sources for row in self._read_source(source, dropped))
-        return islice((row for row in rows if not _problem(check(row), dropped)), self._max_rows)
+        rows = (row for source in self._sources for row in self._usable(source, check, dropped))
+        return islice(rows, self._max_rows)
 
-    def _read_source(self, source: DataSource, dropped: Dropped | None) -> Iterator[Row]:
-        rows = source.splits.train
-        if self._split == "eval" and source.splits.eval is not None:
-            rows = source.splits.eval
-        for line in rows:
-            problem = BROKEN
-            if line.row is not None:
+    def _usable(
+        self, source: DataSource, check: Callable[[Row], str], dropped: Dropped
+    ) -> Iterator[Row]:
+        held_out = source.splits.eval if self._split == "eval" else None
+        for line in held_out or source.splits.train:
+            if line.row is None:
+                problem = BROKEN
+            else:
                 parts = normalize(line.row, source.adapter, "rlhf")
                 problem = parts["problem"]
             if problem:
                 bad = {"where": line.where, "fault": line.fault, "problem": problem}
                 check_allowed(bad, self._policy, FLAG)
-                _problem(problem, dropped)
-                continue
-            assert line.row is not None
-            example = Example.from_row(parts)
-            yield Row(line.where, line.row, example.prompt, example.chosen)
+            else:
+                example = Example.from_row(parts)
+                row = Row(line.where, line.row or {}, example.prompt, example.chosen)
+                problem = check(row)
+            if problem:
+                dropped[problem] += 1
+            else:
+                yield row
 
 
 class Prompts:
@@ -120,13 +122,13 @@ class Prompts:
         self._encode = encoder(tokenizer, max_len)
         dropped = Dropped()
         self.total = self.longest = 0
-        for row in rows.read(dropped, self._encode):
+        for row in rows.read(self._encode, dropped):
             self.total += 1
             self.longest = max(self.longest, len(row.ids))
         dropped.report(self.total)
 
     def __iter__(self) -> Iterator[Row]:
-        return self.rows.read(check=self._encode)
+        return self.rows.read(self._encode, Dropped())
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, max_len: int) -> Callable[[Row], str]:
@@ -144,10 +146,3 @@ def encoder(tokenizer: PreTrainedTokenizerBase, max_len: int) -> Callable[[Row],
         return f"a prompt of more than {max_len} tokens" if len(row.ids) > max_len else ""
 
     return encode
-
-
-def _problem(problem: str, dropped: Dropped | None) -> str:
-    """``problem``, after counting it."""
-    if problem and dropped is not None:
-        dropped[problem] += 1
-    return problem
