@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat.chat.load import load_generator
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.data.segments import encode_examples, prompt_text_ids
@@ -32,14 +31,7 @@ class Answers:
 def generated(config: EvalConfig, model: Model, items: Sequence[Item], label: str) -> Answers:
     """The answers of ``model``. Item i has the random numbers of prompt i."""
     ids = [prompt_text_ids(model.tokenizer, item.row.prompt) for item in items]
-    generator, _ = load_generator(
-        model.name,
-        model.dtype,
-        model.tokenizer,
-        config.trust_remote_code,
-        config.max_num_seqs,
-        max(map(len, ids)) + config.max_new_tokens,
-    )
+    generator = model.generator(config, max(map(len, ids)))
     rollout, size = Rollout(), config.prompts_per_chunk(1)
     progress = Progress(len(items), 0, label)
     for start in range(0, len(items), size):

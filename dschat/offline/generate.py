@@ -50,7 +50,7 @@ def generate(config: GenerateConfig) -> None:
     lines = AnswerLines(config, rows, model.tokenizer)
     scorer = None
     if config.has_rewards:
-        scorer = AnswerScorer(config, model.tokenizer, model.stop_ids, rows.columns)
+        scorer = AnswerScorer(config, model, rows.columns)
     try:
         bound = None if scorer is None else scorer.max_len
         max_len = model.longest_prompt(config.max_new_tokens, bound)
@@ -74,20 +74,12 @@ def _write(
     file: "AnswerFile",
 ) -> None:
     """Write the lines that ``file`` lacks, and complete it."""
-    from dschat.chat.load import load_generator
     from dschat.observability import console
     from dschat.offline.progress import Progress
 
     if scorer is not None:
-        scorer.load(model.dtype)
-    generator, _ = load_generator(
-        model.name,
-        model.dtype,
-        model.tokenizer,
-        config.trust_remote_code,
-        config.max_num_seqs,
-        prompts.longest + config.max_new_tokens,
-    )
+        scorer.load()
+    generator = model.generator(config, prompts.longest)
     console.release()
     size, sampling = config.prompts_per_chunk(config.n), config.sampling(config.n)
     first = file.num_lines // size * size

@@ -1,12 +1,11 @@
 """Has models answer the items, and compares answers with references and with each other."""
 
 from dschat.config.errors import require
-from dschat.inference.protocol import Rollout
 from dschat.offline.entrants import Answers, encoded, from_file, generated
 from dschat.offline.flags import NEED_REWARD, EvalConfig
 from dschat.offline.items import Item
 from dschat.offline.model import Model
-from dschat.offline.rows import Row, encoder
+from dschat.offline.rows import encoder
 from dschat.offline.scoring import AnswerScorer
 from dschat.offline.statistics import Values
 from dschat.offline.tasks import Metrics, answer_metrics, wins
@@ -34,7 +33,6 @@ class Judge:
         self._tasks = config.task or []
         self._first: Scores | None = None
         self._scorers: dict[str, AnswerScorer] = {}  # by the model's path
-        self._is_loaded: set[str] = set()
         is_scored = bool({*NEED_REWARD} & {*self._tasks})
         tokenizer = models[0].tokenizer if models and is_scored else None
         self._files = {path: from_file(path, items, tokenizer) for path in config.answers or ()}
@@ -44,10 +42,7 @@ class Judge:
             bool(models),
             "--task score and win_rate read tokens: name a model with --path beside --answers",
         )
-        for model in models:
-            self._scorers[model.path] = AnswerScorer(
-                config, model.tokenizer, model.stop_ids, columns
-            )
+        self._scorers = {model.path: AnswerScorer(config, model, columns) for model in models}
 
     def metrics(self, entrant: Model | str, label: str) -> Metrics:
         """The metrics of a model's answers, or of those in a file."""
@@ -70,7 +65,9 @@ class Judge:
         encode = encoder(model.tokenizer, model.positions)
         for row in rows:
             encode(row)
-        scores = self._scores(model, rows, answers.rollout)
+        scorer = self._scorers[model.path]
+        scorer.load()
+        scores = scorer.score(rows, answers.rollout)
         metrics: Metrics = {}
         if "score" in self._tasks:
             known = [float(score is not None) for score in scores]
@@ -80,16 +77,8 @@ class Judge:
             if all(item.references for item in self._items):
                 texts = [item.references[0] for item in self._items]
                 references = encoded(self._items, texts, model.tokenizer)
-                others = self._scores(model, rows, references)
-                metrics["win_rate/reference"] = wins(scores, others)
+                metrics["win_rate/reference"] = wins(scores, scorer.score(rows, references))
             if self._first is not None:
                 metrics["win_rate/first"] = wins(scores, self._first)
         self._first = self._first or scores
         return metrics
-
-    def _scores(self, model: Model, rows: list[Row], answers: Rollout) -> Scores:
-        scorer = self._scorers[model.path]
-        if model.path not in self._is_loaded:
-            scorer.load(model.dtype)
-            self._is_loaded.add(model.path)
-        return scorer.score(rows, answers)

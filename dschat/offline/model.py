@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat.chat.load import causal_lm, resolve_dtype
+from dschat.chat.load import causal_lm, load_generator, resolve_dtype
 from dschat.config import UserError
+from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.fit import check_fit
 from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.offline.flags import PromptsConfig
 
 FLAG = "--path"
 _MAX_SEQ_LEN = 32_768  # tokens of prompt + answer, even if the model has more positions
@@ -68,3 +70,9 @@ class Model:
                 "prompt and answer together; lower it"
             )
         return positions - max_new_tokens
+
+    def generator(self, config: PromptsConfig, longest_prompt: int) -> Generator:
+        """Load the weights, for prompts of at most ``longest_prompt`` tokens."""
+        max_len = longest_prompt + config.max_new_tokens
+        options = config.trust_remote_code, config.max_num_seqs, max_len
+        return load_generator(self.name, self.dtype, self.tokenizer, *options)[0]

@@ -4,10 +4,8 @@ A reward model with another tokenizer gets prompts and answers re-tokenized.
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
@@ -18,15 +16,13 @@ from dschat.models.load import load_config, load_score_backbone
 from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 from dschat.offline.flags import PromptsConfig
+from dschat.offline.model import Model
 from dschat.offline.rows import Row
 from dschat.rewards.combine import any_applies, combine
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_reward
 from dschat.rlhf.retokenize import Retokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 logger = logging.getLogger("dschat")
 
@@ -38,46 +34,41 @@ class RewardModel:
     """A reward model, and how it reads the sequences of another model.
 
     Args:
-        tokenizer: of the model that answers.
-        stop_ids: its tokens that end an answer.
+        answering: the model that answers.
 
     Attributes:
         max_len: longest prompt + answer in the model's tokens; None: not bounded, or re-tokenized.
 
     Raises:
-        UserError: missing, not a reward model, or unusable with ``tokenizer``.
+        UserError: missing, not a reward model, or unusable with the answering model's tokenizer.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: "Sequence[int]",
-        trust_remote_code: bool = False,
-    ) -> None:
-        found = InitialCheckpoints("")
+    def __init__(self, path: str, answering: Model, trust_remote_code: bool) -> None:
+        found, tokenizer = InitialCheckpoints(""), answering.tokenizer
         find_reward(found, resolve_model(path), FLAG, tokenizer, trust_remote_code)
         for note in found.notes:
             logger.warning("%s", note)
         assert found.reward is not None
         self._name, self._path, self._trust = found.reward, path, trust_remote_code
-        self._pad_id = tokenizer.pad_token_id
+        self._pad_id, self._dtype = tokenizer.pad_token_id, answering.dtype
         self._retokenizer = None
         self.max_len = found.reward_max_len
         if found.reward_tokenizer is not None:
             self._retokenizer = Retokenizer(
-                tokenizer, found.reward_tokenizer, stop_ids, found.reward_max_len
+                tokenizer, found.reward_tokenizer, answering.stop_ids, found.reward_max_len
             )
             self.max_len = None
         self._model: ScoreModel | None = None
 
-    def load(self, dtype: torch.dtype) -> None:
-        """Load the weights."""
+    def load(self) -> None:
+        """Load the weights, unless they are there."""
+        if self._model is not None:
+            return
         pad_id = load_config(self._name, FLAG, self._trust).pad_token_id
         model = load_score_backbone(
             self._name,
             FLAG,
-            dtype,
+            self._dtype,
             from_base=False,
             pad_token_id=self._pad_id if pad_id is None else pad_id,
             num_tokens=0,
@@ -135,29 +126,23 @@ class AnswerScorer:
         UserError: a reward source that cannot be found, or needs a column that the data lacks.
     """
 
-    def __init__(
-        self,
-        config: PromptsConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: "Sequence[int]",
-        columns: list[str],
-    ) -> None:
-        self._config, self._tokenizer, self._columns = config, tokenizer, columns
+    def __init__(self, config: PromptsConfig, answering: Model, columns: list[str]) -> None:
+        self._config, self._tokenizer, self._columns = config, answering.tokenizer, columns
         self._programs = RewardPrograms.of(config)
         self._programs.check_columns(columns)
         self._model = None
         if path := config.reward_model_name_or_path:
-            self._model = RewardModel(path, tokenizer, stop_ids, config.trust_remote_code)
+            self._model = RewardModel(path, answering, config.trust_remote_code)
 
     @property
     def max_len(self) -> int | None:
         """Longest prompt + answer that can be scored; None: any."""
         return None if self._model is None else self._model.max_len
 
-    def load(self, dtype: torch.dtype) -> None:
+    def load(self) -> None:
         """Load the reward model, if there is one."""
         if self._model is not None:
-            self._model.load(dtype)
+            self._model.load()
 
     def score(self, rows: list[Row], answers: Rollout) -> list[float | None]:
         """One score per answer, (S,); None where no source gives one."""
