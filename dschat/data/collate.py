@@ -57,20 +57,6 @@ class PreferenceBatch(PackedBatch):
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
 
-def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad to the longest sequence.
-
-    Returns:
-        ids (B, T) int64, and mask (B, T) bool, True on the tokens of the sequences.
-    """
-    width = max(map(len, sequences))
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
-    for row, sequence in zip(ids, sequences, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
-    return ids, torch.arange(width) < lengths[:, None]
-
-
 def collate_sft(rows: Sequence[dict[str, Any]]) -> PackedBatch:
     """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target."""
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from dschat.data.collate import pad_right
 from dschat.data.micro_batches import RowTokens
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
@@ -201,7 +201,7 @@ def from_rollout(
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
         return _dummy().pick([])
-    ids, _ = pad_right(sequences, pad_id)
+    ids = pad_sequence([torch.tensor(row) for row in sequences], True, pad_id)
     num_actions = torch.tensor([len(a) for a in rollout.token_ids])
     width = int(num_actions.max())
     places = torch.arange(width) < num_actions.unsqueeze(1)

@@ -1,12 +1,11 @@
 """Optimizer steps over ranks, and collating their rows."""
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.data.batches import PromptBatches, StepBatches, endless
-from dschat.data.collate import collate_pairs, collate_sft, pad_right
+from dschat.data.collate import collate_pairs, collate_sft
 from dschat.data.micro_batches import MicroBatchSize
 
 ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
@@ -78,20 +77,6 @@ def test_without_shuffling_the_order_stays():
 def test_an_epoch_resumes_at_any_step():
     steps = StepBatches(list(range(31)), 4, ROWS, 1, 2, seed=5)
     assert list(steps.epoch(2, first_step=3)) == list(steps.epoch(2))[3:]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=5))
-def test_padding_masks_by_length_even_where_pad_is_a_real_token(sequences):
-    ids, mask = pad_right(sequences, pad_id=3)
-    width = max(map(len, sequences))
-    assert ids.dtype == torch.int64
-    assert mask.dtype == torch.bool
-    assert ids.shape == mask.shape == (len(sequences), width)
-    for row, row_mask, sequence in zip(ids, mask, sequences, strict=True):
-        assert row[row_mask].tolist() == sequence
-        assert row_mask.tolist() == [i < len(sequence) for i in range(len(row))]
-        assert set(row[~row_mask].tolist()) <= {3}
 
 
 def test_sft_batch_reads_the_column_before_each_target():

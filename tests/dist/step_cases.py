@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_rows import NUM_ITERATIONS, PROBES, PROMPTS, rows_of, sequences, sft_rows
+from step_rows import (
+    NUM_ITERATIONS,
+    PROBES,
+    PROMPTS,
+    padded_probes,
+    rows_of,
+    sequences,
+    sft_rows,
+)
 from tiny_models import EOS, causal_lm
 from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.batches import StepBatches, endless
-from dschat.data.collate import pad_right
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
@@ -110,7 +117,7 @@ def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
         rows = pack(PROBES, [range(len(row) - 1) for row in PROBES])
         values = model(rows)[0]
         return [values[rows.row_of == i].tolist() for i in range(len(PROBES))]
-    ids, mask = pad_right(PROBES, EOS)
+    ids, mask = padded_probes(EOS)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     values = token_logprobs(logits, ids[:, 1:])
     return [row[keep].tolist() for row, keep in zip(values, mask[:, 1:], strict=True)]

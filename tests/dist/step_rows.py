@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from tiny_models import EOS, VOCAB
+from torch.nn.utils.rnn import pad_sequence
 
 NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
@@ -22,6 +23,15 @@ def sequences(seed: int, count: int, low: int = 1, high: int = 12) -> list[list[
 PROBES = [
     ids + [EOS] * (i % 2) for i, ids in enumerate(sequences(seed=99, count=6, low=2))
 ]  # every other one ends
+
+
+def padded_probes(pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids (B, T), and the mask of those that are no padding."""
+    rows = [torch.tensor(row) for row in PROBES]
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
+    return pad_sequence(rows, True, pad_id), mask
+
+
 PROMPTS = sequences(seed=7, count=4 * NUM_ITERATIONS, low=1, high=6)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from step_cases import Case, probe_logprobs
-from step_rows import PROBES
+from step_rows import padded_probes
 from tiny_models import EOS
 from transformers import (
     AutoModelForCausalLM,
@@ -18,8 +18,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-
-from dschat.data.collate import pad_right
 
 LORA = (("lora_dim", 4),)
 LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
@@ -80,7 +78,7 @@ def pooled_scores(folder, model):
     pad_id = AutoTokenizer.from_pretrained(folder).pad_token_id
     assert pad_id not in (None, EOS)
     assert pad_id == model.config.pad_token_id
-    ids, mask = pad_right(PROBES, pad_id)
+    ids, mask = padded_probes(pad_id)
     return model(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1).tolist()
 
 
@@ -96,7 +94,7 @@ def check_saved(case, result, folder):
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor_ema"), result["ema_probe"])
         critic = whole(AutoModelForSequenceClassification, folder / "critic")
         assert critic.config.num_labels == 1
-        ids, mask = pad_right(PROBES, critic.config.pad_token_id)
+        ids, mask = padded_probes(critic.config.pad_token_id)
         with torch.no_grad():
             logits = critic(input_ids=ids, attention_mask=mask.long()).logits
         assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
@@ -117,7 +115,7 @@ def check_adapters(case, result, folder, models):
             assert_logprobs(with_adapter, result["ref_probe"])
         base = AutoModelForSequenceClassification.from_pretrained(models / case.reward)
         critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
-        ids, mask = pad_right(PROBES, base.config.pad_token_id)
+        ids, mask = padded_probes(base.config.pad_token_id)
         with torch.no_grad():
             logits = critic(input_ids=ids, attention_mask=mask.long()).logits
         assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])

@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from step_cases import probe_logprobs, probe_scores
-from step_rows import PROBES
+from step_rows import PROBES, padded_probes
 from tiny_models import EOS, PAD, VOCAB, causal_lm, score_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import UserError
-from dschat.data.collate import pad_right
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import SamplingParams
 from dschat.models.fit import check_fit
@@ -256,7 +255,7 @@ def test_step_2_reports_other_missing_weights(stage, tiny, tmp_path):
 def test_scores_are_those_that_transformers_pools(name, stage, tiny):
     model = initialize_frozen(ScoreModel(load_score(tiny(name), stage)), ZeroSettings(stage, FP32))
     plain = AutoModelForSequenceClassification.from_pretrained(tiny(name)).eval()
-    ids, mask = pad_right(PROBES, PAD)
+    ids, mask = padded_probes(PAD)
     with torch.no_grad():
         expected = plain(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1)
     assert probe_scores(model) == pytest.approx(expected.tolist(), abs=1e-5)
