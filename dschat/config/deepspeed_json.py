@@ -11,7 +11,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dschat.config.errors import UserError, did_you_mean
@@ -92,22 +92,15 @@ def accepted(settings: Mapping[str, Any], where: str, decided: Decided) -> dict[
     Raises:
         UserError: a setting is unknown, unused, or contradicts ``decided``.
     """
-    result: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in _THE_FILES | _OURS | _UNUSED:
             hint = did_you_mean(key, _THE_FILES | _OURS)
             raise UserError(f"{where}: DeepSpeed has no setting {key}{hint}")
         if key in _UNUSED and not _is_off(value):
             raise UserError(f"{where}: dschat does not use {key}; take it out of the file")
-    for path, value in _leaves({k: v for k, v in settings.items() if k not in _UNUSED}):
-        name = ".".join(path)
-        if value == "auto" or (value is None and name in _OBJECTS):
-            continue
-        if name in _OBJECTS:
-            raise UserError(f"{where}: {name} must be an object, as {{...}}")
-        _check(name, value, where, decided)
-        if path[0] not in _OURS and name != "zero_optimization.stage":
-            result = merged(result, _nested(path, value))
+    used = {key: value for key, value in settings.items() if key not in _UNUSED}
+    checked = _checked(used, "", where, decided)
+    result = {key: value for key, value in checked.items() if key not in _OURS}
     if all(result.get(name, {}).get("enabled") for name in ("fp16", "bf16")):
         raise UserError(f"{where}: fp16 and bf16 are both enabled; choose one")
     zero = result.get("zero_optimization", {})
@@ -132,6 +125,25 @@ def precision(settings: Mapping[str, Any]) -> str | None:
     if fp16 or bf16:
         return "fp16" if fp16 else "bf16"
     return "fp32" if bf16 is False else None
+
+
+def _checked(
+    settings: Mapping[str, Any], prefix: str, where: str, decided: Decided
+) -> dict[str, Any]:
+    """``settings`` below ``prefix`` without "auto", empty objects and the ZeRO stage."""
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            if below := _checked(value, f"{name}.", where, decided):
+                result[key] = below
+        elif name in _OBJECTS and value not in ("auto", None):
+            raise UserError(f"{where}: {name} must be an object, as {{...}}")
+        elif value != "auto" and name not in _OBJECTS:
+            _check(name, value, where, decided)
+            if name != "zero_optimization.stage":
+                result[key] = value
+    return result
 
 
 def _check(name: str, value: Any, where: str, decided: Decided) -> None:
@@ -160,20 +172,6 @@ def _same(value: Any, expected: Any) -> bool:
         isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, expected)
     )
     return math.isclose(value, expected, rel_tol=1e-9) if numbers else value == expected
-
-
-def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
-
-
-def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    return value
 
 
 def _is_off(value: Any) -> bool:
