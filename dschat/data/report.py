@@ -4,7 +4,7 @@ The columns ``problem`` and ``cut`` of the table say what happened to each row.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow
@@ -18,12 +18,12 @@ class DataReport:
 
     name: str
     rows: int
-    dropped: Counter[str] = field(default_factory=Counter)
-    cut: Counter[str] = field(default_factory=Counter)
-    mean_len: float = 0.0
-    max_len: int = 0
-    p50_len: int = 0
-    p95_len: int = 0
+    dropped: Counter[str]
+    cut: Counter[str]
+    mean_len: float
+    max_len: int
+    p50_len: int
+    p95_len: int
 
     def __str__(self) -> str:
         parts = [
@@ -49,15 +49,11 @@ def read_report(name: str, table: Dataset, ids_column: str) -> tuple[DataReport,
         dropped.update(dict(_counts(rows["problem"])))
         for parts, count in _counts(rows["cut"].filter(is_kept)):
             cut.update(dict.fromkeys(parts.split("; "), count))
-    lengths = pc.list_value_length(rows[ids_column]).to_numpy()[is_kept]
-    report = DataReport(name, len(lengths), dropped, cut)
-    if len(lengths):
-        report.mean_len = float(lengths.mean())
-        report.max_len = int(lengths.max())
-        report.p50_len, report.p95_len = (
-            int(n) for n in np.percentile(lengths, [50, 95], method="inverted_cdf")
-        )
-    return report, np.flatnonzero(is_kept)
+    kept = np.flatnonzero(is_kept)
+    lengths = pc.list_value_length(rows[ids_column]).to_numpy()[kept] if len(kept) else np.zeros(1)
+    p50, p95 = np.percentile(lengths, [50, 95], method="inverted_cdf")
+    figures = float(lengths.mean()), int(lengths.max()), int(p50), int(p95)
+    return DataReport(name, len(kept), dropped, cut, *figures), kept
 
 
 def _counts(texts: pyarrow.ChunkedArray) -> list[tuple[str, int]]:

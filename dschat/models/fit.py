@@ -25,6 +25,7 @@ from dschat.models.config_files import build_from, muted, read_generation_config
 from dschat.models.lora import check_rank
 from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
+from dschat.models.vocabulary import drop_invalid_pad
 
 Kind = Literal["lm", "score"]
 
@@ -108,9 +109,7 @@ def _meta_model(
         auto_class = AutoModelForCausalLM
         if kind == "score":
             config.num_labels, auto_class = 1, AutoModelForSequenceClassification
-        text = config.get_text_config()
-        if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
-            text.pad_token_id = config.pad_token_id = None
+        drop_invalid_pad(config)
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
 

@@ -35,7 +35,7 @@ from dschat.models.model_kind import (
     reward_form,
     score_class,
 )
-from dschat.models.vocabulary import embedding_rows, grow_embeddings
+from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
@@ -68,7 +68,7 @@ def load_causal_lm(
     """
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
-    pad_token_id = _drop_invalid_pad(config)
+    pad_token_id = drop_invalid_pad(config)
     if config.get_text_config().tie_word_embeddings and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
@@ -108,7 +108,7 @@ def load_score_backbone(
     config.num_labels = 1
     if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
         config.pad_token_id = pad_token_id
-    _drop_invalid_pad(config)
+    drop_invalid_pad(config)
     options = dtype, dropout, attn_implementation, trust_remote_code, form == "v_head"
     auto_class = AutoModelForSequenceClassification
     model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
@@ -129,18 +129,6 @@ def not_a_reward_model(name_or_path: str, flag: str, config: PretrainedConfig) -
         f"{flag} {name_or_path} is not a reward model (its config.json says "
         f"{config.architectures}); train one with step 2 first"
     )
-
-
-def _drop_invalid_pad(config: PretrainedConfig) -> int | None:
-    """Remove a pad id outside the embedding from ``config``; returns the original pad id.
-
-    ``nn.Embedding`` rejects such an id as padding_idx, and takes -1 as its last row.
-    """
-    text = config.get_text_config()
-    pad_token_id = getattr(text, "pad_token_id", None)
-    if pad_token_id is not None and not 0 <= pad_token_id < text.vocab_size:
-        text.pad_token_id = config.pad_token_id = None
-    return pad_token_id
 
 
 def _from_pretrained(

@@ -171,10 +171,10 @@ def unwrapped_name(name: str) -> str | None:
     return name.replace("base_model.model.", "").replace(".base_layer.", ".")
 
 
-def adapters(module: nn.Module, prefix: str = "") -> dict[str, LoraAdapter]:
+def adapters(module: nn.Module) -> dict[str, LoraAdapter]:
     """Every LoRA layer below ``module``: checkpoint name of its weight -> its adapter."""
     layers: dict[str, LoraAdapter] = {}
-    for name, layer in module.named_modules(prefix=prefix):
+    for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
             (key,) = layer.active_adapters
             weight_name = unwrapped_name(f"{name}.base_layer.weight")

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.config.text_file import read_text
 from dschat.models.chat_template import default_template, failure
 from dschat.models.config_files import culprit, read_json
@@ -82,9 +83,8 @@ def read_tokenizer(
                 f"base model ({source}) cannot be loaded; copy that one's files into the folder"
             )
         elif any(Path(name_or_path).glob("tokenizer*")):
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             where = _damaged_file(name_or_path, flag)
-            reason = f"its {where} cannot be read ({first}); copy or download it again"
+            reason = f"its {where} cannot be read ({first_line(error)}); copy or download it again"
         else:
             reason = (
                 "no tokenizer in this folder or on the hub; save one with the model "
@@ -159,16 +159,14 @@ def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return template
 
 
-def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Give the tokenizer a pad token other than EOS; True if one was added.
+def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a pad token other than EOS.
 
     transformers takes a sequence's score at its last non-pad token. If pad is EOS, that is one
     token before the one that training used.
     """
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return False
-    tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
-    return True
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
 
 
 def stop_ids(

@@ -26,8 +26,8 @@ def embedding_rows(config: PretrainedConfig) -> int:
     return config.get_text_config().vocab_size
 
 
-def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> bool:
-    """Grow embedding and head to ``num_tokens`` rows if they have fewer; True if they grew.
+def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> None:
+    """Grow embedding and head to ``num_tokens`` rows if they have fewer.
 
     New rows are the mean of the old ones (Hewitt 2021, "Initializing new word embeddings for
     pretrained language models"), so a new token is about as likely as the average one. Without
@@ -36,7 +36,7 @@ def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> bool:
     """
     old = embedding_rows(model.config)
     if num_tokens <= old:
-        return False
+        return
     # NOTE: transformers' mean_resizing samples the rows from a covariance, which takes minutes for
     # a large model.
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
@@ -46,7 +46,18 @@ def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> bool:
         if (bias := getattr(layer, "bias", None)) is not None:
             _set_to_mean(bias.data, old)
     logger.info("embedding grown from %d to %d rows to match the tokenizer", old, num_tokens)
-    return True
+
+
+def drop_invalid_pad(config: PretrainedConfig) -> int | None:
+    """Remove a pad id outside the embedding from ``config``; returns the original pad id.
+
+    ``nn.Embedding`` rejects such an id as padding_idx, and takes -1 as its last row.
+    """
+    text = config.get_text_config()
+    pad_token_id = getattr(text, "pad_token_id", None)
+    if pad_token_id is not None and not 0 <= pad_token_id < text.vocab_size:
+        text.pad_token_id = config.pad_token_id = None
+    return pad_token_id
 
 
 def match_vocabulary(

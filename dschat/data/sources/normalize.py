@@ -13,12 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config import UserError
-from dschat.data.sources.adapters import (
-    CONTENT_FIELDS,
-    Example,
-    Purpose,
-    normalize,
-)
+from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.packed import pack, packed_names
 from dschat.data.sources.resolve import RawRows, broken_line
@@ -102,12 +97,10 @@ def check_allowed(row: Mapping[str, str], on_bad_row: str, flag: str) -> None:
         raise broken_line(flag, row["where"], row["fault"] or row["problem"])
 
 
-def iterate(
-    rows: Dataset, columns: tuple[str, ...], batch_size: int = 1000
-) -> Iterator[dict[str, Any]]:
+def iterate(rows: Dataset, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The rows' values in ``columns``, decoded one batch at a time to bound memory."""
     table = rows.select_columns(list(columns)).with_format("arrow")
-    for batch in table.iter(batch_size) if len(rows) else ():
+    for batch in table.iter(1000) if len(rows) else ():
         yield from batch.to_pylist()
 
 

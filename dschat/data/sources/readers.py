@@ -18,6 +18,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from dschat.config.errors import first_line
+
 JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
@@ -273,6 +275,5 @@ def _parquet(path: str) -> Iterator[Line]:
                     row += 1
                     yield Line(f"{path}, row {row}", values)
         except (pyarrow.ArrowException, ValueError, OSError) as error:
-            message = (str(error).strip() or type(error).__name__).splitlines()[0]
-            fault = f"damaged Parquet data ({message}); write it again"
+            fault = f"damaged Parquet data ({first_line(error)}); write it again"
             yield Line(f"{path}, row {row + 1}", None, fault)

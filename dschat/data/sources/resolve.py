@@ -19,6 +19,7 @@ import datasets
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
 
 AnySplits = Union[DatasetDict, IterableDatasetDict]
@@ -145,7 +146,7 @@ def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> 
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{flag}: {name} is neither a local file nor a data set that the hub can load "
-            f"({_first_line(error)}); check the name"
+            f"({first_line(error).rstrip('.')}); check the name"
         ) from error
 
 
@@ -163,7 +164,7 @@ def _load_saved(name: str, path: str, flag: str) -> DatasetDict:
     except Exception as error:  # a damaged folder may raise anything
         raise UserError(
             f"{flag}: {name} looks like a folder of datasets.save_to_disk, but cannot be read "
-            f"({_first_line(error)}); save it again"
+            f"({first_line(error).rstrip('.')}); save it again"
         ) from error
     return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
 
@@ -268,7 +269,3 @@ def _has_rows(table: Union[Dataset, IterableDataset]) -> bool:
 
 def _eval_names(eval_split: Optional[str]) -> tuple[str, ...]:
     return (eval_split, *EVAL_SPLITS) if eval_split else EVAL_SPLITS
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
