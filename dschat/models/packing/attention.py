@@ -128,30 +128,22 @@ def _sequence_by_sequence(
 ) -> Tensor:
     """With dropout or a local window, which log-sum-exps cannot join: row after row."""
     parts, start = [], 0
-
-    def rows(x: Tensor, first: int, last: int) -> Tensor:
-        return x[:, :, first:last]
-
     for prefix, answers in segments.groups:
-        bounds = [(start, start + prefix, 0)]
-        end = start + prefix
-        for length in answers:
-            bounds.append((end, end + length, prefix))
-            end += length
-        for first, last, shared in bounds:
+        end = start
+        for shared, length in ((0, prefix), *((prefix, length) for length in answers)):
+            of_prefix, own = slice(start, start + shared), slice(end, end + length)
             keys, values = (
-                torch.cat([rows(x, start, start + shared), rows(x, first, last)], dim=2)
-                for x in (key, value)
+                torch.cat([x[:, :, of_prefix], x[:, :, own]], dim=2) for x in (key, value)
             )
-            distance = torch.arange(shared, shared + last - first)[:, None]
-            distance = (distance - torch.arange(shared + last - first)).to(query.device)
+            positions = torch.arange(shared + length, device=query.device)
+            distance = positions[shared:, None] - positions
             mask = distance >= 0
             if window is not None:
                 mask &= distance < window
+            queries = query[:, :, own]
             parts.append(
-                F.scaled_dot_product_attention(
-                    rows(query, first, last), keys, values, mask, dropout, scale=scale
-                )
+                F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scale)
             )
+            end += length
         start = end
     return torch.cat(parts, dim=2)
