@@ -70,11 +70,10 @@ def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
                 for source in batches
                 for row in (source.token_scores or [[] for _ in source.scores])
             ]
-        fields: dict[str, Any] = {"token_scores": by_token, "applies": None}
-        for name in ("scores", "applies"):
-            if getattr(batches[0], name) is not None:
-                fields[name] = torch.cat([getattr(source, name) for source in batches])
-        joined.append(replace(batches[0], **fields))
+        scores = torch.cat([source.scores for source in batches])
+        masks = [source.applies for source in batches if source.applies is not None]
+        applies = torch.cat(masks) if masks else None
+        joined.append(replace(batches[0], scores=scores, token_scores=by_token, applies=applies))
     return joined
 
 

@@ -143,12 +143,17 @@ class Judge:
         ]
         return self._ask(asked, read_rating)
 
-    def _compared(self, prompt: str, a: str, b: str) -> list[Request]:
-        """Two answers in both orders."""
-        return [
+    def _compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[list[float | None]]:
+        """The shares that the first answer wins of each (prompt, answer, answer): in both orders of
+        the two.
+        """
+        asked = [
             self._request(_COMPARE, question=prompt, answer_A=first, answer_B=second)
+            for prompt, a, b in pairs
             for first, second in ((a, b), (b, a))
         ]
+        verdicts = iter(self._ask(asked, read_verdict))
+        return [[next(verdicts), _other(next(verdicts))] for _ in pairs]
 
     def _request(self, task: str, **texts: str) -> Request:
         """The system message, and the user's: each text between tags of its name, which no text
@@ -263,19 +268,15 @@ class JudgeGroup(Judge):
     ) -> list[float | None]:
         groups = itertools.groupby(range(len(answers)), key=lambda i: prompt_ids[i])
         pairs = [pair for _, group in groups for pair in itertools.combinations(group, 2)]
-        asked = [
-            request
-            for i, j in pairs
-            if answers[i] != answers[j]
-            for request in self._compared(prompts[i], answers[i], answers[j])
+        differ = [
+            (prompts[i], answers[i], answers[j]) for i, j in pairs if answers[i] != answers[j]
         ]
-        verdicts = iter(self._ask(asked, read_verdict))
+        compared = iter(self._compare(differ))
         wins: list[list[float | None]] = [[] for _ in answers]
         for i, j in pairs:
-            alike = answers[i] == answers[j]
-            first, second = (0.5, 0.5) if alike else (next(verdicts), next(verdicts))
-            wins[i] += [first, _other(second)]
-            wins[j] += [_other(first), second]
+            shares = [0.5, 0.5] if answers[i] == answers[j] else next(compared)
+            wins[i] += shares
+            wins[j] += map(_other, shares)
         return [_mean(shares) for shares in wins]
 
 
@@ -290,17 +291,9 @@ class JudgeReference(Judge):
     ) -> list[float | None]:
         texts = [r[0] if isinstance(r, (list, tuple)) and r else r for r in reference]
         has = [text is not None and text != [] for text in texts]
-        asked = [
-            request
-            for prompt, answer, text, is_there in zip(prompts, answers, texts, has, strict=True)
-            if is_there
-            for request in self._compared(prompt, answer, str(text))
-        ]
-        verdicts = iter(self._ask(asked, read_verdict))
-        return [
-            _mean([next(verdicts), _other(next(verdicts))]) if is_there else None
-            for is_there in has
-        ]
+        rows = zip(prompts, answers, map(str, texts), strict=True)
+        compared = iter(self._compare(list(itertools.compress(rows, has))))
+        return [_mean(next(compared)) if is_there else None for is_there in has]
 
 
 def _other(share: float | None) -> float | None:
