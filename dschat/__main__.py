@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "scripts"
 ROOT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 
-# Command: the script or module that has its main(), and a line of help.
+# Command: the script or module that has its main() (or MODULE:FUNCTION), and a line of help.
 COMMANDS = {
     "train": ("train.py", "any of the three steps, on any number of devices; without flags a demo"),
     "sft": ("step1_sft/main.py", "step 1 alone: supervised fine-tuning"),
@@ -25,8 +25,11 @@ COMMANDS = {
     "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
     "chat": ("chat.py", "talk to a trained model"),
     "serve": ("dschat.serving.__main__", "OpenAI-compatible server and web chat"),
-    "generate": ("dschat.offline.generate", "answer the prompts of a data set, into a file"),
-    "eval": ("dschat.offline.evaluate", "evaluate or compare models on local data"),
+    "generate": (
+        "dschat.offline.commands:run_generate",
+        "answer the prompts of a data set, into a file",
+    ),
+    "eval": ("dschat.offline.commands:run_eval", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__", "show data files as the model will see them"),
     "report": ("dschat.reporting.__main__", "write a page of curves and samples of runs"),
 }
@@ -64,11 +67,12 @@ def main() -> int:
 
 
 def main_of(command: str) -> Callable[[], int | None]:
-    """The ``main`` of the command's script or module."""
+    """The function of the command's script or module."""
     target, _ = COMMANDS[command]
     if target.endswith(".py"):
         return runpy.run_path(str(ROOT / target))["main"]
-    return import_module(target).main
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name or "main")
 
 
 if __name__ == "__main__":

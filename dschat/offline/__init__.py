@@ -1,8 +1,9 @@
 """Batch generation and evaluation over local files.
 
 flags        `GenerateConfig`, `EvalConfig`
-generate     ``dschat generate``: a data set -> its rows with answers
-evaluate     ``dschat eval``: models and answer files -> metrics
+commands     ``dschat generate`` and ``dschat eval``: flags, then one of the next two
+generate     a data set -> its rows with answers
+evaluate     models and answer files -> metrics
 rows         --data_path -> rows with tokenized prompts, one by one
 model        --path -> configuration, tokenizer, positions
 scoring      answers -> scores by reward models, functions and endpoints

@@ -32,17 +32,14 @@ def generated(config: EvalConfig, model: Model, items: Sequence[Item], label: st
     """The answers of ``model``. Item i has the random numbers of prompt i."""
     ids = [prompt_text_ids(model.tokenizer, item.row.prompt) for item in items]
     generator = model.generator(config, max(map(len, ids)))
-    rollout, size = Rollout(), config.prompts_per_chunk(1)
+    size, parts = config.prompts_per_chunk(1), []
     progress = Progress(len(items), 0, label)
     for start in range(0, len(items), size):
-        part = ids[start : start + size]
-        indices = list(range(start, start + len(part)))
-        new = generator.generate(part, config.sampling(1), indices)
-        rollout.token_ids += new.token_ids
-        rollout.logprobs += new.logprobs
-        rollout.finish_reasons += new.finish_reasons
-        progress.advance(len(part), new.num_tokens)
+        indices = [*range(len(items))][start : start + size]
+        parts.append(generator.generate([ids[i] for i in indices], config.sampling(1), indices))
+        progress.advance(len(indices), parts[-1].num_tokens)
     progress.close()
+    rollout = Rollout.joined(parts)
     texts = model.tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
     return Answers([text.strip() for text in texts], rollout)
 

@@ -1,44 +1,25 @@
 """``dschat eval``: evaluates models on local data, with confidence intervals and differences."""
 
 import logging
-from typing import TYPE_CHECKING
 
-from dschat.config import parser
+from dschat.observability import console
 from dschat.offline.flags import LIKELIHOOD, EvalConfig
-
-if TYPE_CHECKING:
-    from dschat.offline.results import Results
+from dschat.offline.items import read_items
+from dschat.offline.judge import Judge
+from dschat.offline.model import Model
+from dschat.offline.results import Results, check_out, labels_of
+from dschat.offline.rows import Rows
+from dschat.offline.tasks import Metrics, likelihood_metrics
 
 logger = logging.getLogger("dschat")
 
 
-def main() -> None:
-    # Parse before torch loads: --help and mistyped flags answer at once.
-    config = parser.parse(EvalConfig)
-
-    from dschat.observability import console
-
-    console.setup(hold=True)
-    results = evaluate(config)
-    if config.out is not None:
-        results.write(config.out)
-    console.write_output(results.text())
-
-
-def evaluate(config: EvalConfig) -> "Results":
+def evaluate(config: EvalConfig) -> Results:
     """The metrics of every model and answer file of ``config``.
 
     Raises:
         UserError: a wrong flag, model, reward source or data, before weights load.
     """
-    from dschat.observability import console
-    from dschat.offline.items import read_items
-    from dschat.offline.judge import Judge
-    from dschat.offline.model import Model
-    from dschat.offline.results import Results, check_out, labels_of
-    from dschat.offline.rows import Rows
-    from dschat.offline.tasks import Metrics, likelihood_metrics
-
     check_out(config.out)
     trust = config.trust_remote_code
     models = [Model.find(path, config.dtype, trust) for path in config.path or ()]

@@ -6,29 +6,18 @@ the chunk that it was killed in as a whole, so scores are rounded as in an undis
 
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from dschat.config import parser
+from dschat.observability import console
+from dschat.offline.answer_file import AnswerFile
+from dschat.offline.answer_lines import AnswerLines
 from dschat.offline.flags import GenerateConfig
-
-if TYPE_CHECKING:
-    from dschat.offline.answer_file import AnswerFile
-    from dschat.offline.answer_lines import AnswerLines
-    from dschat.offline.model import Model
-    from dschat.offline.rows import Prompts
-    from dschat.offline.scoring import AnswerScorer
+from dschat.offline.model import Model
+from dschat.offline.progress import Progress
+from dschat.offline.rows import Prompts, Rows
+from dschat.offline.scoring import AnswerScorer
+from dschat.offline.settings import check_out, settings_of
 
 logger = logging.getLogger("dschat")
-
-
-def main() -> None:
-    # Parse before torch loads: --help and mistyped flags answer at once.
-    config = parser.parse(GenerateConfig)
-
-    from dschat.observability import console
-
-    console.setup(hold=True)
-    generate(config)
 
 
 def generate(config: GenerateConfig) -> None:
@@ -37,13 +26,6 @@ def generate(config: GenerateConfig) -> None:
     Raises:
         UserError: a wrong flag, model, reward source, data or output file, before weights load.
     """
-    from dschat.offline.answer_file import AnswerFile
-    from dschat.offline.answer_lines import AnswerLines
-    from dschat.offline.model import Model
-    from dschat.offline.rows import Prompts, Rows
-    from dschat.offline.scoring import AnswerScorer
-    from dschat.offline.settings import check_out, settings_of
-
     check_out(config)
     model = Model.find(config.path, config.dtype, config.trust_remote_code)
     rows = Rows(config)
@@ -67,16 +49,13 @@ def generate(config: GenerateConfig) -> None:
 
 def _write(
     config: GenerateConfig,
-    model: "Model",
-    prompts: "Prompts",
-    lines: "AnswerLines",
-    scorer: "AnswerScorer | None",
-    file: "AnswerFile",
+    model: Model,
+    prompts: Prompts,
+    lines: AnswerLines,
+    scorer: AnswerScorer | None,
+    file: AnswerFile,
 ) -> None:
     """Write the lines that ``file`` lacks, and complete it."""
-    from dschat.observability import console
-    from dschat.offline.progress import Progress
-
     if scorer is not None:
         scorer.load()
     generator = model.generator(config, prompts.longest)

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.config import UserError, parser
-from dschat.offline.evaluate import evaluate, main
+from dschat.offline.commands import run_eval
+from dschat.offline.evaluate import evaluate
 from dschat.offline.flags import EvalConfig, GenerateConfig
 from dschat.offline.generate import generate
 from dschat.offline.results import labels_of
@@ -207,7 +208,7 @@ def test_table_and_json(models, rows, write, tmp_path, monkeypatch, capsys):
     argv += ["--task", "perplexity", "--out", str(out), "--confidence", "0.9"]
     monkeypatch.setattr("sys.argv", ["dschat eval", *argv])
     for _ in range(2):  # its own output may be replaced
-        main()
+        run_eval()
     printed = capsys.readouterr().out
     assert "90% interval" in printed
     assert "24 rows; differences from llama, paired" in printed
