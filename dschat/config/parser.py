@@ -47,18 +47,24 @@ _TRUTHS |= dict.fromkeys(("no", "false", "f", "n", "0"), False)
 
 
 def parse(
-    config_class: type[Config], argv: Sequence[str] | None = None, takes_file: bool = True
+    config_class: type[Config],
+    argv: Sequence[str] | None = None,
+    takes_file: bool = True,
+    first: str | None = None,
 ) -> Config:
     """The validated ``config_class`` from ``argv`` (default: the command line).
 
     Flags override the YAML file of ``--config``, which overrides defaults. ``takes_file``: whether
-    to accept ``--config``.
+    to accept ``--config``. ``first``: the flag of values that come before any flag.
 
     Raises:
         UserError: an unknown flag or key (with the closest name), a wrong type or choice, or an
             error from ``validate()``.
     """
-    config = config_class(**given(config_class, argv, takes_file))
+    words = sys.argv[1:] if argv is None else argv
+    if first is not None and words and not words[0].startswith("-"):
+        words = [f"--{first}", *words]
+    config = config_class(**given(config_class, words, takes_file))
     config.validate()
     return config
 

@@ -8,8 +8,6 @@ if __name__ == "__main__":  # before the other imports, which take a second
 
     exit_on_interrupt()
 
-import sys
-
 from dschat.config import parser
 from dschat.config.data import ShowConfig
 from dschat.distributed import entrypoint
@@ -17,7 +15,7 @@ from dschat.distributed import entrypoint
 
 def main() -> None:
     # Parse before torch loads: --help and mistyped flags answer at once.
-    config = parser.parse(ShowConfig, _with_flag(sys.argv[1:]), takes_file=False)
+    config = parser.parse(ShowConfig, takes_file=False, first="data_path")
 
     from dschat.builtin.tiny_model import resolve_model
     from dschat.data.inspect import show
@@ -28,11 +26,6 @@ def main() -> None:
     tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
     report = "\n".join(show(config, tokenizer))  # raises before any output
     console.write_output(report + "\n")
-
-
-def _with_flag(argv: list[str]) -> list[str]:
-    """Adds ``--data_path`` if paths come first without it."""
-    return ["--data_path", *argv] if argv and not argv[0].startswith("-") else argv
 
 
 if __name__ == "__main__":

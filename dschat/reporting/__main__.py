@@ -13,16 +13,11 @@ from dschat.distributed import entrypoint
 
 
 def main() -> None:
-    config = parser.parse(ReportConfig, _with_flag(sys.argv[1:]), takes_file=False)
+    config = parser.parse(ReportConfig, takes_file=False, first="runs")
 
     from dschat.reporting.report import write_report
 
     sys.stdout.write(write_report(config) + "\n")
-
-
-def _with_flag(argv: list[str]) -> list[str]:
-    """Adds ``--runs`` if folders come first without it."""
-    return ["--runs", *argv] if argv and not argv[0].startswith("-") else argv
 
 
 if __name__ == "__main__":
