@@ -17,8 +17,8 @@ from dschat.data.sources.turns import (
     Content,
     Turn,
     Unusable,
+    from_cell,
     read_content,
-    read_dialogue,
     read_tools,
     split_text,
 )
@@ -250,7 +250,7 @@ def _read_row(
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        prompt, answer = _split_answer(read_dialogue(look_up(row, adapter.messages)))
+        prompt, answer = _split_answer(read_content(from_cell(look_up(row, adapter.messages))))
         return prompt, [answer, None, None]
     columns = (adapter.chosen, adapter.rejected, adapter.sft)
     found = [look_up(row, column) for column in columns]

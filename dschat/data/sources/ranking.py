@@ -3,12 +3,11 @@
 All functions are pure.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Union
 
-from dschat.data.sources.turns import Unusable
+from dschat.data.sources.turns import Unusable, from_cell
 
 Ranked = tuple[list[Any], list[int]]  # answers, best first, and their ranks from 0
 
@@ -20,9 +19,10 @@ def read_ranked(answers: Any, values: Any, higher_is_better: bool) -> Union[Rank
         answers, values: the row's lists, or their JSON, as in a CSV cell.
         higher_is_better: ``values`` are scores, not ranks.
     """
-    answers, values = _as_list(answers), _as_list(values)
-    if answers is None or values is None:
-        return Unusable(f"no list of {'answers' if answers is None else 'ranks or scores'}")
+    answers, values = from_cell(answers), from_cell(values)
+    for name, cell in (("answers", answers), ("ranks or scores", values)):
+        if not isinstance(cell, list):
+            return Unusable(f"no list of {name}")
     if len(answers) != len(values):
         return Unusable(f"{len(values)} ranks or scores for {len(answers)} answers")
     if len(answers) < 2:
@@ -42,16 +42,6 @@ def ranked_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """(better, worse) indices of all answers that do not tie."""
     k = len(ranks)
     return [(i, j) for i in range(k) for j in range(k) if ranks[i] < ranks[j]]
-
-
-def _as_list(value: Any) -> Any:
-    """A list, also from its JSON text; None for anything else."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, list) else None
 
 
 def _number(value: Any) -> float:

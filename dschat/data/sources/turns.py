@@ -6,6 +6,7 @@ ShareGPT, or a whole dialogue as text. All functions are pure.
 
 import json
 import re
+from contextlib import suppress
 from typing import Any, Optional, Union
 
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's turn may have
@@ -46,14 +47,12 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         return unusable
 
 
-def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
-    """Like ``read_content``, for a whole dialogue; it may be a text of JSON, as in a CSV cell."""
+def from_cell(value: Any) -> Any:
+    """The list in a text of JSON, as in a CSV cell; other values unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return read_content(value)
-    return read_content(value)
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def split_text(dialogue: str) -> Optional[tuple[str, str]]:
