@@ -7,7 +7,6 @@ ZeRO-3, `grow_embeddings` runs inside the loading context.
 import logging
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("dschat")
@@ -40,8 +39,8 @@ def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> None:
     # NOTE: transformers' mean_resizing samples the rows from a covariance, which takes minutes for
     # a large model.
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
-    layers = {id(layer.weight): layer for layer in _token_layers(model)}
-    for layer in layers.values():
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    for layer in {id(layer.weight): layer for layer in layers if layer is not None}.values():
         _set_to_mean(layer.weight.data, old)
         if (bias := getattr(layer, "bias", None)) is not None:
             _set_to_mean(bias.data, old)
@@ -74,11 +73,6 @@ def match_vocabulary(
         )
     config.get_text_config().vocab_size = embedding_rows(model_config)
     config.pad_token_id = model_config.pad_token_id
-
-
-def _token_layers(model: PreTrainedModel) -> list[nn.Embedding | nn.Linear]:
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [layer for layer in layers if layer is not None]
 
 
 @torch.no_grad()

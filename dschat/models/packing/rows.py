@@ -71,19 +71,16 @@ def pack(
     columns: list[np.ndarray] = [np.zeros(0, np.int64)] * len(arrays)
     start = 0
     for members in groups.values():
-        prefix = lengths[members[0]] if len(members) > 1 else len(arrays[members[0]])
-        answers = [len(arrays[i]) - prefix for i in members] if len(members) > 1 else []
-        ids.append(arrays[members[0]][:prefix])
-        positions.append(np.arange(prefix))
+        first = arrays[members[0]]
+        prefix = lengths[members[0]] if len(members) > 1 else len(first)
+        answers = [arrays[i][prefix:] for i in members]  # a row that shares nothing: empty
+        ids += [first[:prefix], *answers]
+        positions += [np.arange(prefix), *(np.arange(prefix, len(arrays[i])) for i in members)]
         end = start + prefix
-        for i in members:
-            column = where[i]
-            columns[i] = column + np.where(column < prefix, start, end - prefix)
-            if len(members) > 1:
-                ids.append(arrays[i][prefix:])
-                positions.append(np.arange(prefix, len(arrays[i])))
-                end += len(arrays[i]) - prefix
-        segments.append((prefix, tuple(answers)))
+        for i, answer in zip(members, answers, strict=True):
+            columns[i] = where[i] + np.where(where[i] < prefix, start, end - prefix)
+            end += len(answer)
+        segments.append((prefix, tuple(map(len, answers)) if len(members) > 1 else ()))
         start = end
     targets = [
         np.where(c + 1 < len(row), row[np.minimum(c + 1, len(row) - 1)], 0)
