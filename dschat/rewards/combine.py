@@ -27,16 +27,16 @@ def combine(
         (S,) of (A,), if a weighted source gave any. The scores include the token scores: the
         difference belongs to the answer as a whole.
     """
-    scales = {source.name: (0.0, 1.0) for source in sources}
-    if config.normalize_reward and scale is not None:
+    if not config.normalize_reward:
+        scale = None
+    if scale is not None:
         scale.update({source.name: source.scores[_scored(source)] for source in sources})
-        scales = {source.name: scale.mean_and_std(source.name) for source in sources}
     total = torch.zeros(len(sources[0].scores), dtype=torch.float64)
     by_token: list[list[float]] | None = None
     for source in sources:
         if not source.weight:
             continue
-        mean, std = scales[source.name]
+        mean, std = (0.0, 1.0) if scale is None else scale.mean_and_std(source.name)
         normal = (source.scores.double() - mean) / std
         if source.applies is not None:
             normal = torch.where(source.applies, normal, 0.0)

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -187,12 +188,8 @@ class Judge:
         with self._lock:
             pool = self._pool = self._pool or Pool(self.workers)
         futures = {request: pool.submit(job, request) for request in dict.fromkeys(requests)}
-        # NOTE all of them before the first failure is raised: none is left behind
-        done = {request: (future.exception(), future) for request, future in futures.items()}
-        for error, _ in done.values():
-            if error is not None:
-                raise error
-        return [done[request][1].result() for request in requests]
+        wait(futures.values())  # NOTE before the first failure is raised: none is left behind
+        return [futures[request].result() for request in requests]
 
     def _verdict(self, request: Request, read: Read) -> float | None:
         system, user = request
