@@ -30,7 +30,7 @@ from dschat.config import UserError
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.models.config_files import CONFIG, build_from, read_config, read_json
 
-_WEIGHT_FILES = (
+WEIGHT_FILES = (  # in the order of transformers' from_pretrained
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -188,7 +188,7 @@ def is_legacy_reward(name_or_path: str, flag: str) -> bool:
 
 def weight_files(name_or_path: str) -> tuple[list[Path], dict[str, str]]:
     """The weight files, and the index (weight name -> file name) of a sharded checkpoint."""
-    for name in _WEIGHT_FILES:
+    for name in WEIGHT_FILES:
         file = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
         if file is None:
             continue

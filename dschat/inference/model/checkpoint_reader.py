@@ -22,14 +22,8 @@ from transformers.utils import cached_file
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
+from dschat.models.model_kind import WEIGHT_FILES
 
-# In the order of transformers' from_pretrained.
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 _ADAPTER_CONFIG = "adapter_config.json"
 
 # Prefixes of training wrappers: DataParallel and DeepSpeed, torch.compile.
@@ -197,7 +191,7 @@ def _weight_files(path: str) -> list[Path]:
     """Weight files of ``path``, shards in the order of their names."""
     if Path(path).is_file():
         raise UserError(f"{path} is a file; name the checkpoint's folder")
-    for filename in _WEIGHT_FILES:
+    for filename in WEIGHT_FILES:
         file = _locate(path, filename)
         if file is not None:
             return _shards(path, file) if filename.endswith(".json") else [file]
@@ -209,7 +203,7 @@ def _weight_files(path: str) -> list[Path]:
         )
     if Path(path).is_dir():
         raise UserError(
-            f"{path} has no weights (none of {', '.join(_WEIGHT_FILES)}); name another folder, or "
+            f"{path} has no weights (none of {', '.join(WEIGHT_FILES)}); name another folder, or "
             f"save the model with save_pretrained"
         )
     raise UserError(
