@@ -12,6 +12,7 @@ from dschat.offline.metrics import last_number
 from dschat.offline.model import Model
 from dschat.offline.rows import Dropped, Row, Rows, encoder
 from dschat.rewards.call import REFERENCE
+from dschat.rewards.library import as_text
 
 _NEED_REFERENCE = ("exact_match", "numeric", "f1")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -97,7 +98,7 @@ def _read(item: Item, config: EvalConfig, column: str | None) -> str:
         if problem:
             return problem
     values = value if isinstance(value, list) else [value]
-    item.references = [_text(v) for v in values if v is not None and not isinstance(v, dict)]
+    item.references = [as_text(v) for v in values if v is not None and not isinstance(v, dict)]
     item.answer = row.chosen
     if item.references and not (isinstance(row.chosen, list) and column == "chosen"):
         item.answer = item.references[0]
@@ -128,11 +129,11 @@ def _read_choices(item: Item, choices: Any, right: Any) -> str:
             right = labels.index(right)
     if not isinstance(choices, list) or len(choices) < 2:
         return "fewer than two choices"
-    item.choices = [_text(choice) for choice in choices]
+    item.choices = [as_text(choice) for choice in choices]
     if right in choices:
         item.right = choices.index(right)
         return ""
-    text = _text(right).strip()
+    text = as_text(right).strip()
     if text in item.choices:
         item.right = item.choices.index(text)
     elif text.isdecimal():
@@ -140,8 +141,3 @@ def _read_choices(item: Item, choices: Any, right: Any) -> str:
     else:
         item.right = _LETTERS.find(text.upper()) if len(text) == 1 else -1
     return "" if 0 <= item.right < len(choices) else "no right choice"
-
-
-def _text(value: Any) -> str:
-    """A value of the data as text: 72.0, from a column of floats, is 72."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

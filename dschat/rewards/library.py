@@ -61,7 +61,7 @@ class ExactMatch:
         selected = self._select(answer)
         if selected is None:
             return 0.0
-        texts = [_text(alternative) for alternative in alternatives]
+        texts = [as_text(alternative) for alternative in alternatives]
         return float(any(self._same(selected, self._select(text) or text) for text in texts))
 
     def _select(self, text: str) -> str | None:
@@ -111,7 +111,7 @@ class MathEqual:
     def _score(self, answer: str, reference: Any) -> float | None:
         if reference is None:
             return None
-        return float(are_equal(_text(reference), answer, self.limit_s))
+        return float(are_equal(as_text(reference), answer, self.limit_s))
 
 
 @dataclass
@@ -302,8 +302,8 @@ def _compiled(pattern: str, name: str) -> regex.Pattern | None:
         ) from None
 
 
-def _text(value: Any) -> str:
-    """A reference as text: 72.0, from a column of floats, is 72."""
+def as_text(value: Any) -> str:
+    """A value of the data as text: 72.0, from a column of floats, is 72."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)

@@ -4,7 +4,7 @@ No torch here: worker processes import this module and should start fast.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -25,18 +25,11 @@ class Samples:
     @classmethod
     def joined(cls, parts: "Sequence[Samples]") -> "Samples":
         """The samples of all ``parts``, at least one, which have the same columns."""
-
-        def chained(name: str) -> list[Any]:
-            return [value for part in parts for value in getattr(part, name)]
-
-        return cls(
-            chained("prompts"),
-            chained("answers"),
-            chained("prompt_ids"),
-            chained("answer_ids"),
-            chained("finish_reasons"),
-            {name: [v for p in parts for v in p.columns[name]] for name in parts[0].columns},
-        )
+        names = [f.name for f in fields(cls) if f.name != "columns"]
+        lists = {name: [v for part in parts for v in getattr(part, name)] for name in names}
+        given = parts[0].columns
+        columns = {name: [v for part in parts for v in part.columns[name]] for name in given}
+        return cls(**lists, columns=columns)
 
     def pick(self, rows: Sequence[int]) -> "Samples":
         """A copy of samples ``rows``."""

@@ -65,46 +65,36 @@ class RewardSource(Protocol):
         """Start scoring a few prompts; a function in one call."""
 
 
+@dataclass
 class FunctionSource:
     """A reward function: where its calls run, and how they are retried."""
 
-    def __init__(
-        self,
-        program: Program,
-        run: Callable[[dict[str, Any], list[int], float], Values],
-        submit: Callable[..., "Future[Values]"] = at_once,
-        num_parts: int = 1,
-        retries: bool = False,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``run(kwargs, lengths, limit_s)`` calls the function; ``submit`` starts such calls.
+    program: Program
+    run: Callable[[dict[str, Any], list[int], float], Values]  # (arguments, lengths, limit_s)
+    submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
+    num_parts: int = 1
+    retries: bool = False  # after a failed call, call again sample by sample
+    prepare: Callable[[], None] = lambda: None  # before each of these, outside its time limit
 
-        ``retries``: after a failed call, call again sample by sample. ``prepare`` runs before each
-        of these calls, outside their time limit.
-        """
+    def __post_init__(self) -> None:
+        program = self.program
         self.name, self.label, self.weight = program.name, program.label, program.weight
-        self.overlaps = submit is not at_once
-        self.takes_parts = num_parts > 1
-        self._program = program
-        self._run = run
-        self._submit = submit
-        self._num_parts = num_parts
-        self._retries = retries
-        self._prepare = prepare
+        self.overlaps = self.submit is not at_once
+        self.takes_parts = self.num_parts > 1
 
     def score(self, samples: Samples, timeout_s: float) -> Parts:
         """One call per part of the samples, each within ``timeout_s``."""
-        parts = [samples.part(*cut) for cut in samples.cuts(self._num_parts)]
-        return Parts([self._submit(self._values, part, timeout_s) for part in parts])
+        parts = [samples.part(*cut) for cut in samples.cuts(self.num_parts)]
+        return Parts([self.submit(self._values, part, timeout_s) for part in parts])
 
     def score_part(self, samples: Samples, timeout_s: float) -> Parts:
-        return Parts([self._submit(self._values, samples, timeout_s)])
+        return Parts([self.submit(self._values, samples, timeout_s)])
 
     def _values(self, samples: Samples, limit_s: float) -> Values:
         try:
             return self.call(samples, limit_s)
         except Fault as fault:
-            if not self._retries or isinstance(fault, MissingColumn) or len(samples) == 1:
+            if not self.retries or isinstance(fault, MissingColumn) or len(samples) == 1:
                 return [fault] * len(samples)
             return self._one_by_one(samples, limit_s, fault)
 
@@ -113,7 +103,7 @@ class FunctionSource:
         values: Values = [fault] * len(samples)
         left_s = limit_s
         for row in range(len(samples)):
-            self._prepare()
+            self.prepare()
             started = time.monotonic()
             try:
                 (values[row],) = self.call(samples.part(row, row + 1), left_s)
@@ -135,11 +125,11 @@ class FunctionSource:
             Fault: it failed as a whole.
         """
         try:
-            sources = self._program.sources(samples.columns)
+            sources = self.program.sources(samples.columns)
         except UserError as error:
             raise MissingColumn(str(error)) from None
         # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self._program.bound | arguments(sources, samples.part(0, len(samples)))
-        own_limit_s = min(len(samples) * self._program.limit_per_answer_s, LONGEST_CALL_S)
+        kwargs = self.program.bound | arguments(sources, samples.part(0, len(samples)))
+        own_limit_s = min(len(samples) * self.program.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
-        return self._run(kwargs, lengths, max(limit_s, own_limit_s))
+        return self.run(kwargs, lengths, max(limit_s, own_limit_s))
