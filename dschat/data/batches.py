@@ -200,7 +200,7 @@ class Endless(Iterator[Any]):
         return item
 
 
-class PromptBatches:
+class PromptBatches(StepBatches):
     """Step 3's data loader: yields this rank's prompts of each rollout as `TokenizedPrompts`.
 
     Each pass is the next epoch; a stream continues where the last pass stopped. A last rollout that
@@ -229,32 +229,24 @@ class PromptBatches:
         else:
             drop_last = len(dataset) >= rollout_prompts
         size = MicroBatchSize(rollout_prompts)
-        self._batches = StepBatches(
+        super().__init__(
             dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
         )
         self._epoch, self._rollouts = 0, self.endless()
-
-    def __len__(self) -> int:
-        """Rollouts in an epoch."""
-        return len(self._batches)
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the data set; None for a stream."""
-        return self._batches.num_rows
 
     def __iter__(self) -> Iterator[TokenizedPrompts]:
         if self.num_rows is None:
             yield from self._rollouts
         epoch, self._epoch = self._epoch, self._epoch + 1
-        for rows in self._batches.epoch(epoch):
+        yield from self.epoch(epoch)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[TokenizedPrompts]:
+        for rows in super().epoch(epoch, first_step):
             yield prompts_of(rows, self._columns)
 
     def endless(self) -> Endless:
         """The rollouts of all epochs, one after the other."""
-        return Endless(
-            lambda taken: (prompts_of(r, self._columns) for r in _steps(self._batches, taken))
-        )
+        return endless(self)
 
 
 def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
