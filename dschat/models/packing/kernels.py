@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dschat.models.packing.segments import Segments
 
-Grads = tuple[Tensor, Tensor, Tensor]
+Output = tuple[Tensor, Tensor]  # (1, H, N, D), and the log-sum-exp of the scores, (1, H, N) fp32
+Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class Saved(NamedTuple):
@@ -33,9 +34,7 @@ class Saved(NamedTuple):
 class Kernel(Protocol):
     """Attention over segments on one kind of device."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         """Output (1, H, N, D) in the dtype of ``q``; log-sum-exp of the scores (1, H, N) fp32."""
         ...
 
@@ -44,9 +43,7 @@ class Kernel(Protocol):
         ...
 
 
-def join(
-    output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor
-) -> tuple[Tensor, Tensor]:
+def join(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Output:
     """Attention over two sets of keys from the attention over each: outputs (..., D) weighed by
     their shares of exp(log-sum-exp), in fp32, and the log-sum-exp (...) of both.
     """
@@ -64,14 +61,10 @@ class SegmentKernel:
         backward: (grad, saved, is_causal, scale) -> gradients.
     """
 
-    def __init__(
-        self, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., Grads]
-    ) -> None:
+    def __init__(self, forward: Callable[..., Output], backward: Callable[..., Grads]) -> None:
         self._forward, self._backward = forward, backward
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         # Heads of one token stand together, as the projection after attention reads them.
         output = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         output = output.transpose(1, 2)
@@ -110,9 +103,7 @@ def _empty_grads(saved: Saved) -> Grads:
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Output:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, scale=scale
     )
@@ -132,9 +123,7 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
     return scores
 
 
-def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Output:
     """In plain torch, in fp32, for devices and dtypes without a kernel of their own."""
     scores = _scores(q, k, is_causal, scale)
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
@@ -158,9 +147,7 @@ class MetaKernel:
     (B, H, T, D).
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         num_rows, num_heads, seq_len, _ = q.shape
         # Heads of one token stand together: merging them copies nothing.
         output = q.new_empty(num_rows, seq_len, num_heads, v.shape[-1]).transpose(1, 2)

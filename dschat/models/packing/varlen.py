@@ -6,7 +6,7 @@ One call for all pieces, one for the answers and prefixes of all groups.
 import torch
 from torch import Tensor
 
-from dschat.models.packing.kernels import Grads, Saved, join
+from dschat.models.packing.kernels import Grads, Output, Saved, join
 from dschat.models.packing.segments import Lengths, Segments
 
 
@@ -21,9 +21,7 @@ class VarlenKernel:
         fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
         return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
         pieces, shared = segments.table.pieces, segments.table.shared
         output, logsumexp = _forward(q, k, v, pieces, True, scale)  # (N, H, D), (H, N)
@@ -52,7 +50,7 @@ class VarlenKernel:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Output:
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale
     )
