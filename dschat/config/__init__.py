@@ -1,5 +1,8 @@
 """Every flag of every command: dataclasses, their validation, and the command-line parser.
 
+Every ``validate`` raises `UserError` for the first invalid flag: one line with the flag and the
+remedy.
+
 Imports the standard library only, except ``parser``: yaml.
 """
 

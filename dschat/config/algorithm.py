@@ -176,7 +176,6 @@ class AlgorithmConfig:
         return (self.rollout_is_min if self.rollout_is == "icepop" else 0.0, high)
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require(
             self.cliprange is None or self.policy_loss == "ppo",
             f"--cliprange {self.cliprange} is for --policy_loss ppo; with {self.policy_loss} "

@@ -76,7 +76,6 @@ class DataConfig:
         return parts  # type: ignore[return-value]
 
     def validate_data(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require(
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
@@ -154,7 +153,6 @@ class ShowConfig(DataConfig):
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
         require_bounds(self)
         self.validate_data()

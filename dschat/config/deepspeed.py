@@ -127,7 +127,6 @@ class DeepSpeedConfig:
         )
 
     def validate_deepspeed(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         stages = [f"--{m}_zero_stage".replace("--_", "--") for m in self.deepspeed_models]
         sharded = [m for m in self.deepspeed_models if self._flag(m, "zero_stage") == 3]
         require(

@@ -41,7 +41,6 @@ class DistillationConfig:
         return bool(self.teacher_model_name_or_path)
 
     def validate_distillation(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require(
             self.distill_top_k == 0 or self.has_teacher,
             f"--distill_top_k {self.distill_top_k} needs --teacher_model_name_or_path",

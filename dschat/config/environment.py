@@ -64,7 +64,6 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         return self.environment is not None or super().has_reward_programs
 
     def validate_rewards(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         super().validate_rewards()
         for flag_name, excludes in (
             ("--partial_rollout", self.partial_rollout),

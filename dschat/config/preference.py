@@ -79,7 +79,6 @@ class PreferenceConfig:
         return tuple(1.0 if weight is None else weight for weight in given)  # type: ignore[return-value]
 
     def validate_preferences(self, streaming: bool) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         for name, losses in _LOSSES.items():
             require(
                 getattr(self, name) in (None, False) or self.loss in losses,

@@ -25,7 +25,6 @@ class ReportConfig:
     max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag."""
         require(bool(self.runs), "name a folder: dschat report OUT [OTHER...]")
         require_types(self)
         require_bounds(self)

@@ -61,7 +61,6 @@ class RewardSourcesConfig:
         return bool(self.reward_fn or self.reward_url)
 
     def validate_rewards(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         url = self.reward_url
         require(
             url is None or url.startswith(("http://", "https://")),

@@ -129,7 +129,6 @@ class RolloutConfig:
         return math.ceil((1 + extra) * self.rollout_prompts(1)) * self.num_samples_per_prompt
 
     def validate_rollout(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         problem = temperature_problem(self.temperature)
         require(not problem, f"--{problem}")
         require(

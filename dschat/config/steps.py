@@ -90,7 +90,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
     local_rank: int = flag(-1, "Set by the launcher; ignored.")
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
         require_bounds(self)
         self.validate_data()

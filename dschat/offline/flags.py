@@ -97,7 +97,6 @@ class PromptsConfig(RewardSourcesConfig):
         return self.chunk_size or max(1, 8 * self.max_num_seqs // n)
 
     def validate_prompts(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         require_types(self)
         require_bounds(self)
         self.validate_rewards()
@@ -136,7 +135,6 @@ class GenerateConfig(PromptsConfig):
     overwrite: bool = flag(False, "Replace --out, whatever wrote it.")
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         self.validate_prompts()
         require(bool(self.path), "--path is missing; name a model's folder")
         require(bool(self.out), "--out is missing; name a file for the answers, such as out.jsonl")
@@ -194,7 +192,6 @@ class EvalConfig(PromptsConfig):
         return any(task not in LIKELIHOOD for task in self.task or ())
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag: one line with the flag and the remedy."""
         self.validate_prompts()
         require(
             bool(self.path or self.answers),
