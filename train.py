@@ -23,7 +23,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dschat.checkpoint import newest
+from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import CostRequest, Request, tables

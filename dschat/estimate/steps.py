@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
-from dschat.checkpoint import MAX_FILE_BYTES
+from dschat.checkpoint.hf_export import MAX_FILE_BYTES
 from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
 from dschat.config.fields import AUTO
 from dschat.estimate.activations import Batch, Work

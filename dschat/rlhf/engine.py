@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint import export_adapter, export_hf
+from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.config import RLHFConfig, UserError
 from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away

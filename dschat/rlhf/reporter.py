@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint import RunState
+from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.micro_batches import MicroBatchSize

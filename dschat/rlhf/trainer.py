@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import dschat.distributed as dist
-from dschat.checkpoint import RunState
+from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.data.micro_batches import row_tokens

@@ -6,8 +6,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.checkpoint import CheckpointManager, RunState, read_generators, step_name
 from dschat.checkpoint.compatibility import changes, check_step_size, describe, settings_of
+from dschat.checkpoint.manager import CheckpointManager, RunState
+from dschat.checkpoint.manifest import step_name
+from dschat.checkpoint.rng_state import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.reward_functions import RewardError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import dschat.distributed as dist
-from dschat.checkpoint import RunState
+from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.micro_batches import MicroBatchSize, row_tokens

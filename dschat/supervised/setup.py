@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
-from dschat.checkpoint import export_adapter, export_hf
+from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dschat.checkpoint import CheckpointManager, RunState
+from dschat.checkpoint.manager import CheckpointManager, RunState
 
 FILE = "mp_rank_00_model_states.pt"
 

@@ -19,7 +19,7 @@ from tiny_models import VOCAB, causal_lm
 from transformers import AutoModelForCausalLM, set_seed
 
 import dschat.distributed as dist
-from dschat.checkpoint import CheckpointManager, RunState
+from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.models.lora import prepare_for_training
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading

@@ -22,7 +22,7 @@ from small_run import (
 )
 from transformers import AutoModelForCausalLM
 
-from dschat.checkpoint import CheckpointManager
+from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
 from dschat.runtime.optimizer_step import learning_rate, loss_scale
 

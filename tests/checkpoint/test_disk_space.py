@@ -14,7 +14,9 @@ from tiny_models import causal_lm, tokenizer
 from transformers import AutoModelForCausalLM
 
 from dschat.builtin import tiny_model
-from dschat.checkpoint import CheckpointManager, export_hf, hf_export
+from dschat.checkpoint import hf_export
+from dschat.checkpoint.hf_export import export_hf
+from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
 from dschat.distributed.disk_space import free_bytes, is_full, needed_and_free
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream

@@ -9,7 +9,7 @@ from step_cases import probe_logprobs
 from tiny_models import EOS, causal_lm, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dschat.checkpoint import export_hf
+from dschat.checkpoint.hf_export import export_hf
 from dschat.hybrid.weight_stream import weight_stream
 
 CPU = torch.device("cpu")

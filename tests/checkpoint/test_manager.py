@@ -6,7 +6,8 @@ import sys
 import pytest
 from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
 
-from dschat.checkpoint import CheckpointManager, newest
+from dschat.checkpoint.manager import CheckpointManager
+from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 
 BF16 = "bfloat16"
@@ -96,7 +97,7 @@ def test_nvme_is_refused_for_other_processes(here):
 def test_looking_for_a_checkpoint_imports_no_torch(here):
     folder, _ = here(Spec(0))
     source = (
-        "import sys; from dschat.checkpoint import newest, changed_settings\n"
+        "import sys; from dschat.checkpoint.manifest import newest, changed_settings\n"
         f"found = newest({str(folder / 'llama_z0_float32_1')!r})\n"
         "assert changed_settings(found, {'seed': 8}) == [('seed', 7, 8)]\n"
         "sys.exit(' '.join({'torch', 'deepspeed'} & set(sys.modules)) or 0)"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fakes import names, save, step_loaded
 
-from dschat.checkpoint import CheckpointManager, changed_settings, newest
-from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, sha256_of
+from dschat.checkpoint.manager import CheckpointManager
+from dschat.checkpoint.manifest import MANIFEST, changed_settings, manifest_bytes, newest, sha256_of
 from dschat.config import UserError
 
 

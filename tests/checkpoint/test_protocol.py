@@ -10,8 +10,9 @@ import forked
 import pytest
 from fakes import names, save, state_at, step_loaded
 
-from dschat.checkpoint import CheckpointManager, atomic_files, newest
-from dschat.checkpoint.manifest import MANIFEST
+from dschat.checkpoint import atomic_files
+from dschat.checkpoint.manager import CheckpointManager
+from dschat.checkpoint.manifest import MANIFEST, newest
 
 OWN_PROCESS = "DSCHAT_TESTS_MAY_FORK"
 

@@ -8,15 +8,9 @@ import pytest
 import torch
 from fakes import FakeEngine, save, state_at, step_loaded
 
-from dschat.checkpoint import (
-    CheckpointManager,
-    RunState,
-    atomic_files,
-    read_tensors,
-    rng_state,
-    snapshot,
-)
+from dschat.checkpoint import atomic_files, rng_state, snapshot
 from dschat.checkpoint import manager as run_module
+from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors
 from dschat.checkpoint.manifest import CheckpointInfo
 from dschat.config import UserError
 

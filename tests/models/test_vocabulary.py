@@ -10,7 +10,7 @@ from step_cases import probe_logprobs
 from tiny_models import EOS, VOCAB, causal_lm, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat.checkpoint import export_hf
+from dschat.checkpoint.hf_export import export_hf
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
