@@ -1,22 +1,12 @@
 """Ranks, collectives, failure detection and stop signals.
 
-Callers write ``import dschat.distributed as dist``. Importing it does not load torch.
+Callers write ``import dschat.distributed as dist``. Importing it does not load torch; the modules
+that need it load on the first use of one of their names.
 """
 
-from dschat.distributed.collectives import (
-    Group,
-    all_gather_shards,
-    all_reduce_sum,
-    barrier,
-    exchange_objects,
-    gather_objects,
-    gather_on_host,
-    main_process_first,
-    max_int,
-    my_share,
-    shared_bytes,
-    sum_floats,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dschat.distributed.env import (
     device,
     first_host,
@@ -25,14 +15,24 @@ from dschat.distributed.env import (
     rank,
     world_size,
 )
-from dschat.distributed.process_group import (
-    announce_exit,
-    exit_process,
-    first_failure,
-    init,
-    is_watched,
-    shutdown,
-)
+from dschat.distributed.exits import announce_exit, exit_process, first_failure, is_watched
+
+if TYPE_CHECKING:
+    from dschat.distributed.collectives import (
+        Group,
+        all_gather_shards,
+        all_reduce_sum,
+        barrier,
+        exchange_objects,
+        gather_objects,
+        gather_on_host,
+        main_process_first,
+        max_int,
+        my_share,
+        shared_bytes,
+        sum_floats,
+    )
+    from dschat.distributed.process_group import init, shutdown
 
 __all__ = [
     "Group",
@@ -60,3 +60,11 @@ __all__ = [
     "sum_floats",
     "world_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module in ("collectives", "process_group") if name in __all__ else ():
+        names = vars(import_module(f"{__name__}.{module}"))
+        if name in names:
+            return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

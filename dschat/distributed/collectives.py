@@ -1,34 +1,27 @@
-"""Collectives with one code path for one process and for many.
-
-Loads torch on first use.
-"""
+"""Collectives with one code path for one process and for many."""
 
 import functools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
 
 from dschat.distributed.env import is_main_process, rank, world_size
 from dschat.distributed.shared_memory import AlternatingBuffers
 
-if TYPE_CHECKING:
-    import torch
-
 
 def barrier() -> None:
     """Collective. Wait until every process has called it."""
-    import torch
-    import torch.distributed as torch_dist
-
     if torch_dist.is_initialized():
         torch_dist.all_reduce(torch.zeros(1))
 
 
-def all_reduce_sum(tensor: "torch.Tensor") -> "torch.Tensor":
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Collective. Sum over processes, in place; same shape, dtype and device."""
-    import torch.distributed as torch_dist
-
     if torch_dist.is_initialized():
         torch_dist.all_reduce(tensor)
     return tensor
@@ -36,34 +29,27 @@ def all_reduce_sum(tensor: "torch.Tensor") -> "torch.Tensor":
 
 def sum_floats(values: list[float]) -> list[float]:
     """Collective. Sum each entry over processes, in float64; all pass equally many."""
-    import torch
-
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def max_int(value: int) -> int:
     """Collective. The largest ``value`` of any process."""
-    import torch
-    import torch.distributed as torch_dist
-
     tensor = torch.tensor([value], dtype=torch.int64)
     if torch_dist.is_initialized():
         torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
     return int(tensor.item())
 
 
-def _all_gather(gathered: "torch.Tensor", shard: "torch.Tensor", group: Any = None) -> None:
+def _all_gather(gathered: Tensor, shard: Tensor, group: Any = None) -> None:
     """Collective. Flat ``shard`` (n,) of every rank of the group into ``gathered`` (ranks * n,)."""
-    import torch.distributed as torch_dist
-
     # torch 2.13 deprecates the older name
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
     gather(gathered, shard, group=group)
 
 
 def all_gather_shards(
-    sizes: list[int], parts: "list[torch.Tensor]", device: "torch.device"
-) -> "Iterator[torch.Tensor]":
+    sizes: list[int], parts: list[Tensor], device: torch.device
+) -> Iterator[Tensor]:
     """Collective. Gathers the shards of several flat tensors in one collective.
 
     ``parts[i]`` (sizes[i],) is this process's shard of tensor i, on any device, all of one dtype;
@@ -72,9 +58,6 @@ def all_gather_shards(
     tensors twice, shared by its processes. The result is valid until the second call after this
     one.
     """
-    import torch
-    import torch.distributed as torch_dist
-
     world, total = world_size(), sum(sizes)
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     if device.type == "cuda":
@@ -99,14 +82,11 @@ def all_gather_shards(
 _PIECE_BYTES = 16 * 2**20  # of all ranks; two buffers fit into the 64 MiB that a container may have
 
 
-def gather_on_host(output: "torch.Tensor", shard: "torch.Tensor", group: Any = None) -> bool:
+def gather_on_host(output: Tensor, shard: Tensor, group: Any = None) -> bool:
     """Collective. Flat ``shard`` (n,) of every rank into ``output`` (ranks * n,), both on the CPU,
     through memory that all processes share; False, and nothing done, where they have none or
     ``group`` has only some of them.
     """
-    import torch
-    import torch.distributed as torch_dist
-
     if world_size() == 1 or torch_dist.get_world_size(group) < world_size():
         return False
     world, size = world_size(), shard.element_size()
@@ -140,12 +120,14 @@ def _pieces() -> AlternatingBuffers:
 
 def gather_objects(value: Any) -> list[Any]:
     """Collective. Every process's ``value`` (picklable, small), in rank order, on every process."""
-    import torch.distributed as torch_dist
+    return _gather_objects(value, world_size())
 
-    if world_size() == 1:
+
+def _gather_objects(value: Any, size: int, group: Any = None) -> list[Any]:
+    if size == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(values, value)
+    values: list[Any] = [None] * size
+    torch_dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -153,9 +135,6 @@ def exchange_objects(values: list[Any]) -> list[Any]:
     """Collective. ``values[r]`` (picklable) goes to rank r; returns what each rank sent to this
     one, in rank order.
     """
-    import torch
-    import torch.distributed as torch_dist
-
     if world_size() == 1:
         return values
     sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
@@ -209,8 +188,6 @@ class Group:
         if size == 1:
             return
         if size not in _handles:  # one for each size: it holds threads and sockets
-            import torch.distributed as torch_dist
-
             from dschat.distributed.process_group import init
 
             init()
@@ -221,40 +198,29 @@ class Group:
             _handles[size] = groups[rank() // size]
         self._handle = _handles[size]
 
-    def all_reduce_sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Collective. Sum over the group, in place."""
         if self.size > 1:
-            import torch.distributed as torch_dist
-
             torch_dist.all_reduce(tensor, group=self._handle)
         return tensor
 
-    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Collective. Every member's ``tensor`` (...) in rank order: (size, ...)."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-
         gathered = tensor.new_empty(self.size, *tensor.shape)
         _all_gather(gathered.view(-1), tensor.reshape(-1), self._handle)
         return gathered
 
-    def broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Collective. Copy the first member's values to all members, in place."""
         if self.size > 1:
-            import torch.distributed as torch_dist
-
             torch_dist.broadcast(tensor, src=self._first, group=self._handle)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Collective. Every member's ``value`` (picklable, small), in rank order."""
-        if self.size == 1:
-            return [value]
-        import torch.distributed as torch_dist
-
-        values: list[Any] = [None] * self.size
-        torch_dist.all_gather_object(values, value, group=self._handle)
-        return values
+        return _gather_objects(value, self.size, self._handle)
 
 
 def forget_group() -> None:

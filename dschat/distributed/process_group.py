@@ -1,21 +1,19 @@
 """Joins and leaves the process group; starts the failure detector."""
 
-import atexit
 import os
 import re
 import sys
-from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as torch_dist
 
 from dschat.config import UserError
 from dschat.distributed import collectives
 from dschat.distributed.collectives import gather_objects
 from dschat.distributed.env import complete_environment, is_launched, local_rank, rank, world_size
-from dschat.distributed.failure_detector import FailureDetector, RankFailure
-
-if TYPE_CHECKING:
-    import torch
+from dschat.distributed.exits import announce_exit, watch
+from dschat.distributed.failure_detector import FailureDetector
 
 JOIN_MINUTES = 10.0  # timeout of the rendezvous
 
@@ -29,9 +27,6 @@ def init(timeout_minutes: float = 60.0) -> None:
         UserError: not all processes joined within ``JOIN_MINUTES``, they were started with
             different flags, or a node has more of them than GPUs.
     """
-    import torch
-    import torch.distributed as torch_dist
-
     if torch_dist.is_initialized():
         return
     launched = is_launched()  # NOTE: before `complete_environment` sets MASTER_ADDR
@@ -52,18 +47,15 @@ def init(timeout_minutes: float = 60.0) -> None:
         )
         _check_same_flags()
         if world_size() > 1:
-            _detectors[:] = [
-                FailureDetector(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects)
-            ]
+            address = os.environ["MASTER_ADDR"]
+            watch(FailureDetector(rank(), world_size(), address, gather_objects))
     else:
         store = torch_dist.HashStore()
         torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _meet() -> "torch.distributed.Store":
+def _meet() -> torch_dist.Store:
     """Wait for all processes at MASTER_ADDR; the timeout is shorter than that of collectives."""
-    import torch.distributed as torch_dist
-
     try:
         store, _, _ = next(
             torch_dist.rendezvous(
@@ -101,8 +93,6 @@ def _check_same_flags() -> None:
 
 
 def _check_device() -> None:
-    import torch
-
     if local_rank() >= torch.cuda.device_count():
         raise UserError(
             f"process {local_rank()} of this machine sees {torch.cuda.device_count()} GPUs; start "
@@ -113,48 +103,7 @@ def _check_device() -> None:
 
 def shutdown() -> None:
     """Leave the process group; a rank that does not sometimes aborts at exit."""
-    import torch.distributed as torch_dist
-
     announce_exit(0)
     if torch_dist.is_initialized():
         collectives.forget_group()
         torch_dist.destroy_process_group()
-
-
-def exit_process(code: int) -> NoReturn:
-    """Exit; one of several ranks without tearing down its interpreter.
-
-    NOTE: a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
-    the interpreter is being torn down by then, the thread aborts the process (SIGABRT), even after
-    `shutdown` where something still refers to the group. So the exit handlers run and the output
-    is flushed, but the teardown is skipped.
-    """
-    if world_size() == 1 or "torch.distributed" not in sys.modules:
-        sys.exit(code)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, full, or none
-            stream.flush()
-    os._exit(code)
-
-
-_detectors: list[FailureDetector] = []  # one, where the world size is above 1
-
-
-def announce_exit(code: int) -> None:
-    """Tell the other ranks that this one exits, and with which code.
-
-    They exit too where it is not 0, or where a rank ends without this call (SIGKILL).
-    """
-    for detector in _detectors:
-        detector.announce_exit(code)
-
-
-def is_watched() -> bool:
-    """Whether a failure detector runs."""
-    return bool(_detectors)
-
-
-def first_failure(wait_s: float = 0.0) -> RankFailure | None:
-    """The first failure of another rank that is known within ``wait_s``."""
-    return _detectors[0].first_failure(wait_s) if _detectors else None

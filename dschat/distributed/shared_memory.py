@@ -8,10 +8,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor
 
 logger = logging.getLogger("dschat")
 
@@ -30,10 +30,10 @@ class AlternatingBuffers:
         self._is_first, self._gather = is_first, gather
         self._buffer_bytes = 0  # of one
         self._turn = 0
-        self._region: torch.Tensor | None = None
+        self._region: Tensor | None = None
         self._works = True
 
-    def next(self, num_bytes: int) -> "torch.Tensor | None":
+    def next(self, num_bytes: int) -> Tensor | None:
         """The next buffer, (num_bytes,) uint8; None on all ranks without shared memory.
 
         Collective where the buffers must grow. The other buffer stays readable.
@@ -84,9 +84,7 @@ def _created(size: int) -> str | None:
         os.close(handle)
 
 
-def _attached(path: str | None, size: int) -> "torch.Tensor | None":
-    import torch
-
+def _attached(path: str | None, size: int) -> Tensor | None:
     if path is None:
         return None
     try:

@@ -102,7 +102,7 @@ def test_first_host(machines, first):
 JOIN = """
 import sys
 import dschat.distributed as dist
-from dschat.distributed import entrypoint
+from dschat.distributed import entrypoint, process_group
 
 class Teardown:
     def __del__(self):
@@ -112,7 +112,7 @@ if "--seed" in sys.argv:  # the processes that refuse each other
     teardown = Teardown()
 
 def main():
-    dist.process_group.JOIN_MINUTES = float(sys.argv[1])
+    process_group.JOIN_MINUTES = float(sys.argv[1])
     dist.init()
     print(dist.rank(), dist.sum_floats([float(dist.rank() + 1)]), flush=True)
     dist.shutdown()
