@@ -163,27 +163,7 @@ _PER_ACTION = (
 
 def _dummy() -> Experience:
     """One sequence without actions: a rank without rows must run as many forwards as the others."""
-    long, flat = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-    row = flat.unsqueeze(1)
-    none = row.new_zeros(1, 1, 0)
-    per_action: dict[str, Any] = dict.fromkeys(_PER_ACTION, row)
-    return Experience(
-        input_ids=long.new_zeros(1, 2),
-        lengths=long + 2,
-        prompt_lengths=long + 1,
-        numbers=long,
-        answer_mask=row.bool(),
-        loss_mask=row.bool(),
-        finished=flat.bool(),
-        recomputed=flat.bool(),
-        rollout_logprobs=row,
-        candidates=none.long(),
-        teacher_candidates=none,
-        scores=flat,
-        scored=flat.bool(),
-        weights=row,
-        **per_action,
-    )
+    return from_rollout([[0]], Rollout([[0]], [[0.0]], ["length"], drawn=[[False]]), pad_id=0)
 
 
 def from_rollout(
