@@ -5,7 +5,6 @@ Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
 
 import logging
 import math
-from typing import Any
 
 import torch
 
@@ -15,12 +14,12 @@ from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector, RolloutSource
 
 logger = logging.getLogger("dschat")
 
 
-class DynamicSampler:
+class DynamicSampler(RolloutSource):
     """Fills rollouts with prompts of ``more``."""
 
     def __init__(
@@ -28,12 +27,6 @@ class DynamicSampler:
     ) -> None:
         self._collector, self._max_rounds = collector, max_rounds
         self._more = more or PromptQueue()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._collector.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._collector.load_state_dict(state)
 
     def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
         """Collective. Sample in rounds until enough prompts have answers of different scores; the

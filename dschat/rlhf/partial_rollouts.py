@@ -21,10 +21,10 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector, RolloutSource
 
 
-class PartialRollouts:
+class PartialRollouts(RolloutSource):
     """Holds this rank's prompts that are under way, the oldest first.
 
     Args:
@@ -53,11 +53,10 @@ class PartialRollouts:
             "open": [asdict(prompt) for prompt in self._open],
             "ages": list(self._ages),  # NOTE: the next iteration changes the list in place
         }
-        return self._collector.state_dict() | {"under_way": dist.gather_objects(mine)}
+        return {"under_way": dist.gather_objects(mine)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Ranks take their own prompts, or equal shares where their number has changed."""
-        self._collector.load_state_dict(state)
         self._table, self._open, self._ages = PromptTable(), [], []
         parts = state.get("under_way", [])
         is_own = len(parts) == dist.world_size()

@@ -85,18 +85,27 @@ class PendingRollout:
         return sources + of_programs
 
 
-class RolloutCollector:
+class RolloutSource:
+    """Where an iteration gets its answers from."""
+
+    def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
+        """Collective. The answers of an iteration that takes ``prompts`` of this rank."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`."""
+
+
+class RolloutCollector(RolloutSource):
     """Generates the answers of a rollout."""
 
     def __init__(self, engine: DeepSpeedRLHFEngine, scorer: RolloutScorer) -> None:
         self.scorer = scorer
         self._engine, self._programs = engine, scorer.programs
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scorer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scorer.load_state_dict(state)
 
     def generate(
         self,

@@ -1,30 +1,18 @@
 """Chooses how an iteration gets its answers: one rollout, dynamic sampling or partial rollouts."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from dschat.config import RLHFConfig
 from dschat.environments.sources import EnvironmentSource, load_environment
-from dschat.inference.protocol import SamplingParams
 from dschat.rewards.reward_functions import RewardPrograms
 from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episode_collector import ENVIRONMENT, EpisodeCollector
 from dschat.rlhf.partial_rollouts import PartialRollouts
 from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector
+from dschat.rlhf.rollout_collector import RolloutCollector, RolloutSource
 from dschat.rlhf.rollout_scorer import RolloutScorer
-
-
-class RolloutSource(Protocol):
-    def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
-        """Collective. The answers of an iteration that takes ``prompts`` of this rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def rollout_collector(

@@ -119,6 +119,9 @@ class DeepSpeedPPOTrainer:
         """
         engine = self.engine
         engines = {"actor": engine.actor, "critic": engine.critic}
+        state: dict[str, Any] = {}
+        for part in (self.collector.scorer, self._source, self._more):
+            state |= part.state_dict()
         values = {
             "iteration": self.iteration,
             "version": engine.version,
@@ -126,7 +129,7 @@ class DeepSpeedPPOTrainer:
             "kl_began_at": self.args.kl_coef,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
-            "rollouts": self._source.state_dict() | self._more.state_dict(),
+            "rollouts": state,
         }
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
@@ -146,8 +149,8 @@ class DeepSpeedPPOTrainer:
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
         seek(self._unsupervised, values["unsupervised"])
-        self._source.load_state_dict(values["rollouts"])
-        self._more.load_state_dict(values["rollouts"])
+        for part in (self.collector.scorer, self._source, self._more):
+            part.load_state_dict(values["rollouts"])
 
     @property
     def _is_on_policy(self) -> bool:
