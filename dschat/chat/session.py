@@ -2,15 +2,16 @@
 
 import logging
 import sys
+import unicodedata
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from dschat.chat.stream_decoder import StreamDecoder, printable
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import SamplingParams
+from dschat.models.stream_decoder import StreamDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,3 +155,14 @@ class Chat:
         seed = self._sampling.seed * 1_000_003 + self._num_answers
         self._num_answers += 1
         return ids, replace(self._sampling, seed=seed, max_new_tokens=longest)
+
+
+def printable(answer: str, piece: str) -> tuple[str, str]:
+    """``answer`` + ``piece``, and ``piece``, made safe for a terminal.
+
+    Drops white space before an answer's first character and carriage returns; replaces control
+    characters, which a terminal would execute, by U+FFFD.
+    """
+    piece = (piece if answer else piece.lstrip()).replace("\r", "")
+    safe = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in piece)
+    return answer + safe, safe

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat.models.stream_decoder import StreamDecoder
 from dschat.rlhf.experience import Experience
 
 NUM_ANSWERS = 3  # of different prompts
@@ -81,19 +82,9 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
 
     A token that ends within a character has none; the token that completes it has the character.
     """
-
-    def decode(part: list[int]) -> str:
-        return tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    texts: list[str] = []
-    start = shown = 0  # decoded with the tokens of the last text, which may decide about a space
-    for end in range(1, len(ids) + 1):
-        before, now = decode(ids[start:shown]), decode(ids[start:end])
-        is_whole = len(now) > len(before) and (not now.endswith("\ufffd") or end == len(ids))
-        texts.append(now[len(before) :] if is_whole else "")
-        if is_whole:
-            start, shown = shown, end
-    return texts
+    decoder = StreamDecoder(tokenizer, with_special=True)
+    texts = [decoder.push(token) for token in ids]
+    return [*texts[:-1], texts[-1] + decoder.finish()] if texts else []
 
 
 def answer_table(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dschat.chat.stream_decoder import StreamDecoder
+from dschat.models.stream_decoder import StreamDecoder
 from dschat.serving.worker import Token
 
 if TYPE_CHECKING:

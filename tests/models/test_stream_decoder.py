@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dschat.chat.stream_decoder import StreamDecoder
+from dschat.builtin.tiny_model import tiny_tokenizer
+from dschat.models.stream_decoder import StreamDecoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
 
 
 def streamed(tokenizer, ids: list[int]) -> list[str]:

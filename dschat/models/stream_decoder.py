@@ -1,6 +1,5 @@
 """Decodes a stream of tokens into pieces of text that later tokens do not change."""
 
-import unicodedata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,16 +7,16 @@ if TYPE_CHECKING:
 
 
 class StreamDecoder:
-    """Incremental decoding: the pieces joined equal all tokens decoded at once, without special
-    tokens.
+    """Incremental decoding: the pieces joined equal all tokens decoded at once; without special
+    tokens, unless ``with_special``.
 
     A token's text depends on its neighbours: a byte-level token may end within a character, and a
     SentencePiece token loses its leading space at the start of a text. So tokens are decoded
     together with those of the previous piece, and held back while they end within a character.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", with_special: bool = False) -> None:
+        self._tokenizer, self._with_special = tokenizer, with_special
         self._ids: list[int] = []  # the tokens of the last piece, then the pending ones
         self._num_emitted = 0
 
@@ -42,16 +41,5 @@ class StreamDecoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not self._with_special, clean_up_tokenization_spaces=False
         )
-
-
-def printable(answer: str, piece: str) -> tuple[str, str]:
-    """``answer`` + ``piece``, and ``piece``, made safe for a terminal.
-
-    Drops white space before an answer's first character and carriage returns; replaces control
-    characters, which a terminal would execute, by U+FFFD.
-    """
-    piece = (piece if answer else piece.lstrip()).replace("\r", "")
-    safe = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in piece)
-    return answer + safe, safe
