@@ -4,8 +4,8 @@ import asyncio
 import secrets
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dschat.serving.asgi import App, Message, Receive, Send
 from dschat.serving.responses import error_body
 
 # Paths that need no key: they tell nothing of the models.
@@ -17,11 +17,11 @@ _DISCARDED_BYTES = 64 * 2**20  # of a body too large
 class Guard:
     """ASGI middleware. Refuses requests without a key, and bodies too large or too slow."""
 
-    def __init__(self, app: App, keys: list[str], max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: list[str], max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
         self._keys = [key.encode() for key in keys]
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -48,7 +48,7 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _may_enter(self, scope: Message, authorization: bytes) -> bool:
+    def _may_enter(self, scope: Scope, authorization: bytes) -> bool:
         if not self._keys or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         kind, _, key = authorization.partition(b" ")

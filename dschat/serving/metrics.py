@@ -1,6 +1,7 @@
 """Counts requests, tokens and seconds for Prometheus."""
 
 from functools import partial
+from operator import attrgetter
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,8 +11,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dschat.serving.asgi import App, Message, Receive, Send
 from dschat.serving.generation import ServedModel
 from dschat.serving.worker import EngineWorker
 
@@ -29,30 +30,23 @@ class ServerMetrics:
         def counter(name: str, text: str, labels: list[str]) -> Counter:
             return Counter(f"dschat_{name}", text, labels, registry=self.registry)
 
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(
+                f"dschat_{name}_seconds", text, model, registry=self.registry, buckets=_SECONDS
+            )
+
         self.requests = counter("requests", "Requests by path and status.", ["path", "status"])
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", model)
         self.answer_tokens = counter("answer_tokens", "Tokens of answers.", model)
         self.cancelled = counter("cancelled", "Requests whose client left.", model)
-        self.first_token_s = Histogram(
-            "dschat_first_token_seconds",
-            "Time to the first token.",
-            model,
-            registry=self.registry,
-            buckets=_SECONDS,
-        )
-        self.request_s = Histogram(
-            "dschat_request_seconds",
-            "Time of a request.",
-            model,
-            registry=self.registry,
-            buckets=_SECONDS,
-        )
+        self.first_token_s = seconds("first_token", "Time to the first token.")
+        self.request_s = seconds("request", "Time of a request.")
 
     def follow(self, models: list[ServedModel]) -> None:
         """Show the state of the models' engines."""
         for name, text, state in (
-            ("running", "Answers that decode.", _num_running),
-            ("waiting", "Answers that wait for their first token.", _num_waiting),
+            ("running", "Answers that decode.", attrgetter("num_running")),
+            ("waiting", "Answers that wait for their first token.", attrgetter("num_waiting")),
             ("cache_use", "Share of KV cache pages in use.", _cache_use),
         ):
             gauge = Gauge(f"dschat_{name}", text, ["model"], registry=self.registry)
@@ -64,14 +58,6 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
-def _num_running(worker: EngineWorker) -> float:
-    return worker.num_running
-
-
-def _num_waiting(worker: EngineWorker) -> float:
-    return worker.num_waiting
-
-
 def _cache_use(worker: EngineWorker) -> float:
     cache = worker.engine.cache
     return 1.0 - cache.num_free / cache.num_pages
@@ -80,10 +66,10 @@ def _cache_use(worker: EngineWorker) -> float:
 class Counted:
     """ASGI middleware: counts requests by route and status."""
 
-    def __init__(self, app: App, counter: Counter) -> None:
+    def __init__(self, app: ASGIApp, counter: Counter) -> None:
         self._app, self._counter = app, counter
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
