@@ -28,13 +28,11 @@ from dschat.serving.generation import (
     joined,
 )
 from dschat.serving.limits import Guard
-from dschat.serving.load import LoadedModel
 from dschat.serving.metrics import Counted, ServerMetrics
 from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
 from dschat.serving.reward import RewardModel
 from dschat.serving.schema import ChatRequest, CompletionRequest
-from dschat.serving.worker import EngineWorker
 
 _CLIENT_LEFT = 499  # nginx's status; nobody reads it
 _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
@@ -48,19 +46,15 @@ class Server:
     """What the routes share."""
 
     config: ServeConfig
-    loaded: list[LoadedModel]
+    models: dict[str, ServedModel]
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    models: dict[str, ServedModel] = field(default_factory=dict)
     # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
     _encoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def start(self) -> None:
         """Start the engines, in the event loop."""
-        created = int(time.time())
-        for loaded in self.loaded:
-            worker = EngineWorker(loaded.engine, self.config.max_waiting)
-            model = ServedModel(loaded.name, loaded.tokenizer, loaded.encoder, worker, created)
-            self.models[loaded.name] = model
+        for model in self.models.values():
+            model.worker.start()
         self.metrics.follow(list(self.models.values()))
 
     def stop(self) -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
 
 import dschat.distributed as dist
 from dschat.chat.load import causal_lm, resolve_dtype
@@ -15,9 +14,8 @@ from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.vocabulary import num_ids
 from dschat.serving.flags import ServeConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from dschat.serving.generation import ServedModel
+from dschat.serving.worker import EngineWorker
 
 logger = logging.getLogger("dschat")
 
@@ -25,28 +23,18 @@ _MAX_SEQ_LEN = 32_768  # default bound, even if the model has more positions
 _PAGE_SIZE = 16  # the next turn of a conversation computes at most one page of it again
 
 
-@dataclass
-class LoadedModel:
-    """An engine and its tokenizer; ``encoder`` is a copy for another thread."""
-
-    name: str
-    engine: InferenceEngine
-    tokenizer: "PreTrainedTokenizerBase"
-    encoder: "PreTrainedTokenizerBase"
-
-
-def load_models(config: ServeConfig) -> list[LoadedModel]:
-    """The models of ``--path``.
+def load_models(config: ServeConfig) -> dict[str, ServedModel]:
+    """The models of ``--path`` by name.
 
     Raises:
         UserError: one is not a causal LM with a tokenizer, or of a family that the engine does not
             run.
     """
     checked = [(name, causal_lm(path, config.trust_remote_code)) for name, path in config.models]
-    return [_load(name, path, config) for name, path in checked]
+    return {name: _load(name, path, config) for name, path in checked}
 
 
-def _load(name: str, path: str, config: ServeConfig) -> LoadedModel:
+def _load(name: str, path: str, config: ServeConfig) -> ServedModel:
     tokenizer = load_tokenizer(path, "--path", config.trust_remote_code)
     model_config = load_config(path, "--path", config.trust_remote_code)
     check_fit(model_config, path, "--path", "lm")
@@ -69,4 +57,5 @@ def _load(name: str, path: str, config: ServeConfig) -> LoadedModel:
         raise UserError(f"--path {path}: the inference engine cannot run it: {reason}") from None
     engine.allocate_cache()
     logger.info("%s: %s in %s on %s", name, path, dtype, dist.device().type)
-    return LoadedModel(name, engine, tokenizer, copy.deepcopy(tokenizer))
+    worker = EngineWorker(engine, config.max_waiting)
+    return ServedModel(name, tokenizer, copy.deepcopy(tokenizer), worker, int(time.time()))

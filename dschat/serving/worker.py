@@ -58,7 +58,6 @@ class EngineWorker:
     def __init__(self, engine: InferenceEngine, max_waiting: int) -> None:
         self.engine = engine
         self._max_waiting = max_waiting
-        self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[OpenBatch], None] | None] = queue.SimpleQueue()
         self._handles: dict[Request, Handle] = {}  # of the engine's thread
         self._news: list[tuple[Handle, Token | Exception]] = []  # of the engine's thread
@@ -67,6 +66,10 @@ class EngineWorker:
         self._batch = OpenBatch(engine)
         self.stats = self._batch.stats
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it answers in the event loop that runs now."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
