@@ -7,7 +7,7 @@ Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, 
 (``causal=False`` here): slightly more.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,7 +158,6 @@ def rlhf_iteration_flops(
     critic_gradient_checkpointing: bool = False,
     actor_frozen_base: bool = False,
     critic_frozen_base: bool = False,
-    ptx_lens: Iterable[int] = (),
     actor_forwards: float = 2.0,
     teacher: ModelShape | None = None,
 ) -> dict[str, int]:
@@ -168,8 +167,8 @@ def rlhf_iteration_flops(
       Divide by ``time/generate_s``.
     - ``score``: one forward pass each of actor (old log-probs), reference, teacher, reward model
       and critic, if present.
-    - ``train``: ``ppo_epochs`` x forward and backward of actor and critic, and of the actor over
-      the pretraining sequences. Divide by ``time/train_s``.
+    - ``train``: ``ppo_epochs`` x forward and backward of actor and critic; not of pretraining text.
+      Divide by ``time/train_s``.
     - ``effective``: the sum of the three. Divide by ``time/iteration_s``, which includes scoring.
 
     Args:
@@ -177,7 +176,6 @@ def rlhf_iteration_flops(
         prompt_lens, answer_lens: real tokens of each sequence; samples of a prompt are adjacent.
         train_actor: False in iterations that warm up the critic.
         actor_frozen_base, critic_frozen_base: only LoRA adapters train.
-        ptx_lens: tokens of each pretraining sequence of the iteration.
         actor_forwards: scoring passes of the actor's shape: the policy's, which may cover a part
             of the sequences, and the reference's.
     """
@@ -201,7 +199,6 @@ def rlhf_iteration_flops(
             train += ppo_epochs * training_flops(critic, seq_len, *critic_flags)
         if train_actor:
             train += ppo_epochs * training_flops(actor, seq_len, *actor_flags)
-    train += sum(training_flops(actor, ptx_len, *actor_flags) for ptx_len in ptx_lens)
     effective = generate + score + train
     return {"generate": generate, "score": int(score), "train": train, "effective": int(effective)}
 

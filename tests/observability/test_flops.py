@@ -158,11 +158,10 @@ def test_iteration_by_hand():
         [2, 4],
         ppo_epochs=2,
         critic_gradient_checkpointing=True,
-        ptx_lens=[6],
     )
     generate = generation_flops(3, 2) + generation_flops(3, 4)
     score = 2 * (actor_forward(5) + actor_forward(7) + critic_forward(5) + critic_forward(7))
-    train_actor = 2 * 3 * (actor_forward(5) + actor_forward(7)) + 3 * actor_forward(6)
+    train_actor = 2 * 3 * (actor_forward(5) + actor_forward(7))
     # recomputation skips the head: 4 passes, minus one of the score head
     train_critic = 2 * 4 * (critic_forward(5) + critic_forward(7)) - 2 * (5 + 7) * 16
     train = train_actor + train_critic
