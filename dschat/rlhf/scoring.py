@@ -4,7 +4,6 @@ Sequences go through the models in micro-batches; every rank runs the same numbe
 """
 
 from collections.abc import Iterator
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,23 +19,8 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
 
-@overload
-def action_logprobs(
-    model: ModelOrEngine, batch: Experience, temperature: float, with_entropy: Literal[True]
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
 def action_logprobs(
     model: ModelOrEngine, batch: Experience, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]: ...
-
-
-def action_logprobs(
-    model: ModelOrEngine,
-    batch: Experience,
-    temperature: float,
-    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the actions, and entropies if asked for, by one forward: (B, A) fp32 each.
 
@@ -109,9 +93,8 @@ def _recompute(
     """Collective. Log-probs and entropies of ``rows`` by the actor's training form."""
     filled = []
     for part, batch in pieces(engine, e, args.per_device_training_batch_size, rows):
-        logprobs, entropy = action_logprobs(
-            engine.actor, batch, args.temperature, with_entropy=True
-        )
+        logprobs, entropy = action_logprobs(engine.actor, batch, args.temperature, True)
+        assert entropy is not None
         filled.append((part, {"logprobs": logprobs, "entropy": entropy}))
     _keep(e, filled)
     e.recomputed[rows] = True
