@@ -321,14 +321,6 @@ class DeepSpeedRLHFEngine:
     def actor_config(self) -> PretrainedConfig:
         return config_of(self.actor)
 
-    @property
-    def critic_config(self) -> PretrainedConfig | None:
-        return None if self.critic is None else config_of(self.critic)
-
-    @property
-    def reward_config(self) -> PretrainedConfig | None:
-        return None if self.reward is None else config_of(self.reward)
-
     def save(self, output_dir: str | Path) -> None:
         """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
         output_dir = Path(output_dir)
@@ -341,7 +333,7 @@ class DeepSpeedRLHFEngine:
         export_hf(
             output_dir / "critic",
             weight_stream(critic, dist.device()),
-            self.critic_config,
+            config_of(self.critic),
             self.checkpoints.critic_tokenizer,
             self._architectures["critic"],
         )

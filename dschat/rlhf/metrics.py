@@ -225,15 +225,18 @@ def throughput(
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
     generate_s, _, train_s = parts
     iteration_s = sum(parts)
-    critic, reward = engine.critic_config, engine.reward_config
+    critic, reward, teacher = (
+        None if model is None else shape_of(config_of(model))
+        for model in (engine.critic, engine.reward, engine.teacher)
+    )
     flops = rlhf_iteration_flops(
         shape_of(engine.actor_config),
-        None if critic is None else shape_of(critic),
-        None if reward is None else shape_of(reward),
+        critic,
+        reward,
         e.prompt_lengths.tolist(),
         e.answer_mask.sum(1).tolist(),
         actor_forwards=float(e.recomputed.sum()) / max(e.num_sequences, 1) + engine.has_reference,
-        teacher=None if engine.teacher is None else shape_of(config_of(engine.teacher)),
+        teacher=teacher,
         num_samples_per_prompt=args.num_samples_per_prompt,
         ppo_epochs=epochs,
         train_actor=train_actor,
