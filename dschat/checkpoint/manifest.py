@@ -51,16 +51,13 @@ def step_name(step: int) -> str:
 
 def step_folders(folder: Path) -> dict[Path, int]:
     """The checkpoints in ``folder``, complete or not, and their steps; latest first."""
-    numbered = [(_NAME.fullmatch(path.name), path) for path in _entries(folder)]
+    try:
+        entries = list(folder.iterdir())
+    except OSError:  # not made yet, or removed
+        return {}
+    numbered = [(_NAME.fullmatch(path.name), path) for path in entries]
     steps = [(int(match[1]), path) for match, path in numbered if match and path.is_dir()]
     return {path: step for step, path in sorted(steps, reverse=True)}
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:  # not made yet, or removed
-        return []
 
 
 def manifest_bytes(

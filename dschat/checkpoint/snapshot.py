@@ -1,11 +1,11 @@
 """Copies training state to host memory, so that training continues while the copy is written."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dschat.memory import available_memory
 
@@ -19,22 +19,17 @@ def snapshot(state: Any) -> Any:
     A tensor under several names (tied weights) is copied once, a view without the rest of its
     storage.
     """
-    return _copied(state, {})
+    seen: dict[tuple, Tensor] = {}
 
-
-def _copied(value: Any, seen: dict[tuple, Tensor]) -> Any:
-    if isinstance(value, Tensor):
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)  # NOTE: loss scalers change in place
         key = _identity(value)
         if key not in seen:
             seen[key] = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         return seen[key]
-    if isinstance(value, dict):
-        result = type(value)()  # OrderedDict stays one
-        result.update((name, _copied(item, seen)) for name, item in value.items())
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, seen) for item in value)
-    return copy.deepcopy(value)  # NOTE: loss scalers change in place
+
+    return tree_map(copied, state)
 
 
 def _identity(tensor: Tensor) -> tuple:
@@ -46,18 +41,8 @@ def _identity(tensor: Tensor) -> tuple:
 
 def num_bytes(state: Any) -> int:
     """Bytes that `snapshot` allocates."""
-    return sum({_identity(tensor): tensor.nbytes for tensor in _tensors(state)}.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from _tensors(item)
+    tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    return sum({_identity(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 def fits(size: int, processes_here: int) -> bool:
