@@ -16,7 +16,7 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
-from dschat.models.training_engine import TrainingEngine, full_shape
+from dschat.models.training_engine import TrainingEngine, attributes_replaced, full_shape
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -49,27 +49,14 @@ class _CapturingCheckpointEngine:
         return True
 
 
-@contextmanager
-def _replaced(target: Any, **attributes: Any) -> Iterator[None]:
-    """A scope in which ``target`` has these ``attributes``."""
-    before = {name: target.__dict__[name] for name in attributes if name in target.__dict__}
-    for name, value in attributes.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            delattr(target, name)
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
 def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
     """Collective. The files that DeepSpeed would write for ``engine`` on this rank: path below
     ``folder`` -> state, with live tensors. Copies optimizer states that are offloaded to a disk.
     """
     files = _CapturingCheckpointEngine()
-    with _replaced(engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None):
+    with attributes_replaced(
+        engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None
+    ):
         engine.save_checkpoint(
             str(folder),
             tag=name,
@@ -180,7 +167,7 @@ def _restore_loss_scale(scaler: Any, config: Mapping[str, Any], saved: SavedEngi
 
 def _load_checkpoint(engine: TrainingEngine, folder: Path, name: str) -> None:
     """Collective. Load into the same layout."""
-    with _replaced(engine, checkpoint_engine=_CapturingCheckpointEngine()):
+    with attributes_replaced(engine, checkpoint_engine=_CapturingCheckpointEngine()):
         path, client_state = engine.load_checkpoint(
             str(folder), tag=name, custom_load_fn=_load_trained
         )

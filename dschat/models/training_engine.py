@@ -4,7 +4,8 @@ Only `dschat.runtime` makes engines; a protocol lets every other package name th
 DeepSpeed. What belongs to one ZeRO stage's optimizer stays untyped: its attributes differ by stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -63,3 +64,18 @@ class TrainingEngine(Protocol):
 
 # A model to run, in an engine or without one. At run time an engine is an `nn.Module` too.
 ModelOrEngine = nn.Module | TrainingEngine
+
+
+@contextmanager
+def attributes_replaced(target: Any, **attributes: Any) -> Iterator[None]:
+    """A scope in which ``target`` has these ``attributes``."""
+    before = {name: target.__dict__[name] for name in attributes if name in target.__dict__}
+    for name, value in attributes.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(target, name)
+        for name, value in before.items():
+            setattr(target, name, value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dschat.distributed as dist
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import TrainingEngine, attributes_replaced
 
 logger = logging.getLogger("dschat")
 
@@ -222,10 +222,5 @@ def _forced_skip(optimizer: Any, skip: bool) -> Iterator[None]:
         "_get_norm_groups": lambda: [not_finite],  # stage 3
         "_update_scale": lambda has_overflow=False: None,
     }
-    for name, function in replaced.items():
-        setattr(optimizer, name, function)
-    try:
+    with attributes_replaced(optimizer, **replaced):
         yield
-    finally:
-        for name in replaced:
-            delattr(optimizer, name)
