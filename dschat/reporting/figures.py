@@ -138,14 +138,10 @@ def _lines(
         chart.title,
         x_label,
         chart.y_label,
-        sorted(curves, key=_faint_first),
+        sorted(curves, key=lambda curve: not curve.faint),
         is_log=is_log,
         caption=chart.caption,
     )
-
-
-def _faint_first(curve: Curve) -> bool:
-    return not curve.faint
 
 
 def _curves(
@@ -170,7 +166,7 @@ def running_mean(ys: np.ndarray, window: int) -> np.ndarray:
 
 def _thinned(xs: np.ndarray, ys: np.ndarray, max_points: int) -> tuple[list[float], list[float]]:
     """At most ``max_points`` of the points, the first and last among them."""
-    index = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), max_points)).round().astype(int))
+    index = spread(len(xs), max_points)
     return xs[index].tolist(), ys[index].tolist()
 
 

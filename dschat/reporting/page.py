@@ -19,6 +19,11 @@ from dschat.reporting.run_files import STEPS, Run, changed_settings
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_ITERATIONS = 24  # with samples, per run
+_TIMES = (
+    "iterations of step 3",
+    "seconds per iteration (median)",
+    "share of generate, score, train",
+)
 Table = dict[str, Any]  # head, rows; of settings: also title, changed
 
 
@@ -69,9 +74,8 @@ def _numbers(runs: Sequence[Run]) -> Table:
     rows = []
     for title, step, metric in wanted:
         rows.append([title, *(_first_and_last(run, step, metric) for run in runs)])
-    rows.append(["iterations of step 3", *(_num_iterations(run) for run in runs)])
-    rows.append(["seconds per iteration (median)", *(_seconds(run) for run in runs)])
-    rows.append(["share of generate, score, train", *(_shares(run) for run in runs)])
+    times = zip(*map(_times, runs), strict=True)
+    rows += [[title, *values] for title, values in zip(_TIMES, times, strict=True)]
     rows = [row for row in rows if any(row[1:])]
     return {"head": ["", *(run.name for run in runs)], "rows": rows}
 
@@ -83,24 +87,16 @@ def _first_and_last(run: Run, step: str, metric: str) -> str:
     return f"{series[0][1]:.4g} → {series[-1][1]:.4g}"
 
 
-def _phases(run: Run) -> np.ndarray:
+def _times(run: Run) -> tuple[str, str, str]:
+    """The values of `_TIMES`."""
     step = run.steps.get("step3_rlhf")
-    return phase_seconds(step)[:, 1:] if step else np.empty((0, 3))
-
-
-def _num_iterations(run: Run) -> str:
-    step = run.steps.get("step3_rlhf")
-    return str(int(phase_seconds(step)[-1, 0])) if step and len(phase_seconds(step)) else ""
-
-
-def _seconds(run: Run) -> str:
-    phases = _phases(run)
-    return f"{np.median(phases.sum(axis=1)):.3g}" if len(phases) else ""
-
-
-def _shares(run: Run) -> str:
-    total = _phases(run).sum(axis=0)
-    return ", ".join(f"{share:.0%}" for share in total / total.sum()) if total.sum() else ""
+    table = phase_seconds(step) if step else np.empty((0, 4))
+    if not len(table):
+        return "", "", ""
+    seconds = table[:, 1:]
+    shares = seconds.sum(axis=0) / seconds.sum() if seconds.sum() else ()
+    median = f"{np.median(seconds.sum(axis=1)):.3g}"
+    return str(int(table[-1, 0])), median, ", ".join(f"{share:.0%}" for share in shares)
 
 
 def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
