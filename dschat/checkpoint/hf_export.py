@@ -6,7 +6,7 @@ The folder has sharded safetensors, and is complete or absent. No complete state
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ def export_hf(
         staging.mkdir(parents=True)
     files: list[dict[str, int]] = []
     try:
-        dtype = _write_weights(stream, staging, max_file_bytes, main, files)
+        dtype = _write_weights(_batches(stream, max_file_bytes, main), staging, files)
         if main:
             _write_index(staging, files)
             _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
@@ -74,53 +74,50 @@ def _no_space(folder: Path, num_bytes: int) -> UserError:
 
 
 def _write_weights(
-    stream: Iterable[tuple[str, Tensor]],
-    staging: Path,
-    max_file_bytes: int,
-    main: bool,
-    files: list[dict[str, int]],
+    batches: Iterable[dict[str, Tensor]], staging: Path, files: list[dict[str, int]]
 ) -> torch.dtype | None:
-    """Write the stream in files of at most ``max_file_bytes``; returns the dtype of the weights.
+    """Write each of ``batches`` to a file; returns the dtype of the weights.
 
     Appends the byte size of each tensor to ``files``, per file. On a full disk it still iterates to
     the end: the other ranks do, and the size of the model is known then.
     """
     dtype: torch.dtype | None = None
-    waiting: dict[str, Tensor] = {}
-    used = 0
     full: Exception | None = None
-
-    def flush() -> None:
-        nonlocal full
-        path = staging / f"part-{len(files) + 1:05d}.safetensors"
+    for tensors in batches:
+        floating = (t.dtype for t in tensors.values() if t.is_floating_point())
+        dtype = dtype or next(floating, None)
+        files.append({name: t.nbytes for name, t in tensors.items()})
         try:
-            if waiting and full is None:
-                save_file(waiting, path, metadata={"format": "pt"})
+            if full is None:
+                path = staging / f"part-{len(files):05d}.safetensors"
+                save_file(tensors, path, metadata={"format": "pt"})
         except Exception as error:
             if not is_full(error):
                 raise
             full = error
-        if waiting:
-            files.append({name: t.numel() * t.element_size() for name, t in waiting.items()})
-            waiting.clear()
-
-    for name, tensor in stream:
-        if not main:
-            continue
-        if tensor.is_floating_point():
-            dtype = dtype or tensor.dtype
-        size = tensor.numel() * tensor.element_size()
-        if waiting and used + size > max_file_bytes:
-            flush()
-            used = 0
-        # NOTE: the stream reuses its buffers, so pending tensors are copied.
-        waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        used += size
-        del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
-    flush()
+        tensors.clear()  # before those of the next file are collected
     if full is not None:
         raise full
     return dtype
+
+
+def _batches(
+    stream: Iterable[tuple[str, Tensor]], max_file_bytes: int, main: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Copies of the tensors of each file on rank 0; other ranks only iterate."""
+    waiting, used = dict[str, Tensor](), 0
+    for name, tensor in stream:
+        if not main:
+            continue
+        if waiting and used + tensor.nbytes > max_file_bytes:
+            yield waiting
+            waiting, used = {}, 0
+        used += tensor.nbytes
+        # NOTE: the stream reuses its buffers, so pending tensors are copied.
+        waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
+    if waiting:
+        yield waiting
 
 
 def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
