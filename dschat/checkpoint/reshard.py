@@ -207,19 +207,9 @@ def _master_weights(engine: TrainingEngine) -> Iterator[tuple[Tensor, list[_Slic
     else:
         groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
         for flat, params in groups:
-            cut = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
-            yield (
-                flat,
-                [
-                    _Slice(
-                        name,
-                        m.hp_fragment_address.start,
-                        m.lp_fragment_address.start,
-                        m.lp_fragment_address.numel,
-                    )
-                    for name, m in cut
-                ],
-            )
+            mapped = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
+            cut = [(name, m.hp_fragment_address, m.lp_fragment_address) for name, m in mapped]
+            yield flat, [_Slice(name, hp.start, lp.start, lp.numel) for name, hp, lp in cut]
 
 
 def _update_weights(engine: TrainingEngine) -> None:
