@@ -120,17 +120,10 @@ class ZeroSettings:
     def describe(self) -> str:
         """``ZeRO-2 in place of 0, optimizer in CPU memory``."""
         raised = f" in place of {self.stage}" if self.used_stage != self.stage else ""
-        offloaded = [
-            name
-            for name, is_offloaded in (
-                ("optimizer", self.offload_optimizer),
-                ("parameters", self.offload_parameters),
-            )
-            if is_offloaded
-        ]
-        return f"ZeRO-{self.used_stage}{raised}" + (
-            f", {' and '.join(offloaded)} in CPU memory" if offloaded else ""
-        )
+        parts = {"optimizer": self.offload_optimizer, "parameters": self.offload_parameters}
+        offloaded = " and ".join(name for name, is_offloaded in parts.items() if is_offloaded)
+        where = f", {offloaded} in CPU memory" if offloaded else ""
+        return f"ZeRO-{self.used_stage}{raised}{where}"
 
 
 def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
