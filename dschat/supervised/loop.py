@@ -104,11 +104,20 @@ def train(
         }
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
+    def evaluated(done: int) -> dict[str, float]:
+        """Log an evaluation after ``done`` steps; its metrics."""
+        if len(eval_batches) == 0:
+            return {}
+        metrics = evaluate(engine, task, eval_batches)
+        metrics_log.write(done, metrics)
+        logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
+        return metrics
+
     with training_checkpointer(config) as checkpointer:
         values = checkpointer.begin(state())
         if values is None:
             metrics_log.begin()
-            _evaluate_and_log(engine, task, eval_batches, metrics_log, 0, total)
+            evaluated(0)
         else:
             steps.position, skipped.in_a_row = values["step"], values["bad"]
             metrics_log.resume_from(values["log"], values["step"])
@@ -135,24 +144,8 @@ def train(
                 columns = (*task.columns, "grad_norm", "learning_rate", "time/step_s")
                 logger.info(format_line(done, total, metrics, columns))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
-                _evaluate_and_log(engine, task, eval_batches, metrics_log, done, total)
+                evaluated(done)
             checkpointer.after(done, state, is_last=done == total)
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
-        return _evaluate_and_log(engine, task, eval_batches, metrics_log, total, total)
-
-
-def _evaluate_and_log(
-    engine: TrainingEngine,
-    task: Task,
-    batches: StepBatches,
-    metrics_log: MetricsLog,
-    done: int,
-    total: int,
-) -> dict[str, float]:
-    if len(batches) == 0:
-        return {}
-    metrics = evaluate(engine, task, batches)
-    metrics_log.write(done, metrics)
-    logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
-    return metrics
+        return evaluated(total)
