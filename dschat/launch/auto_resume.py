@@ -5,7 +5,7 @@ a yes: ``--resume latest``, ``--restart`` or an answer on the terminal. The step
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,20 +26,18 @@ Ask = Callable[[str], bool]  # question -> whether the answer was yes
 
 def resolve_resume(
     step: TrainingStep,
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     made_here: Collection[str],
     num_processes: int,
     restart: bool,
     ask: Optional[Ask],
-) -> list[str]:
-    """Set ``resume`` or ``overwrite_output_dir`` in the ``values`` of a step that will run.
+) -> tuple[dict[str, Any], str]:
+    """The field that makes a step with ``values`` resume or start over, and a line for the user;
+    both empty without a checkpoint.
 
     Args:
         made_here: output folders of earlier steps of this run.
         ask: None if there is no terminal.
-
-    Returns:
-        Lines for the user.
 
     Raises:
         UserError: the settings have changed and the user has not decided, or the checkpoint cannot
@@ -50,16 +48,16 @@ def resolve_resume(
         raise UserError("--restart starts over and --resume resumes; leave one out")
     checkpoints = Path(folder) / FOLDER
     if not step_folders(checkpoints):
-        return []
+        return {}, ""
     if restart or values.get("overwrite_output_dir"):
-        values["overwrite_output_dir"] = True
-        return [f"step {step.number} starts over: {checkpoints} is deleted"]
+        note = f"step {step.number} starts over: {checkpoints} is deleted"
+        return {"overwrite_output_dir": True}, note
     if given not in (None, "latest"):
-        return [f"step {step.number} resumes from {given}"]
-    values["resume"] = "latest"
+        return {}, f"step {step.number} resumes from {given}"
+    resumes = {"resume": "latest"}
     checkpoint = newest(folder)
     if checkpoint is None:  # the step reports what is wrong with each
-        return [f"step {step.number}: {checkpoints} has no complete checkpoint"]
+        return resumes, f"step {step.number}: {checkpoints} has no complete checkpoint"
     config = step.config_class(**values)
     check_step_size(checkpoint, config, num_processes)
     check_weights(checkpoint, config)
@@ -71,7 +69,7 @@ def resolve_resume(
     if checkpoint.world_size != num_processes:
         plural = "es" if num_processes > 1 else ""
         note += f", on {num_processes} process{plural}, not {checkpoint.world_size}"
-    return [note]
+    return resumes, note
 
 
 def _confirm(step: TrainingStep, folder: str, changed: list[Change], ask: Optional[Ask]) -> None:
@@ -88,7 +86,7 @@ def _confirm(step: TrainingStep, folder: str, changed: list[Change], ask: Option
 
 
 def _retrained(
-    checkpoint: CheckpointInfo, values: dict[str, Any], made_here: Collection[str]
+    checkpoint: CheckpointInfo, values: Mapping[str, Any], made_here: Collection[str]
 ) -> list[Change]:
     """The step's initial models that were trained again after the checkpoint."""
     saved_at = os.path.getmtime(checkpoint.folder / MANIFEST)

@@ -152,7 +152,7 @@ def _resume_steps(
     machines: Cluster,
     ask: Optional[Ask],
 ) -> list[str]:
-    """Complete the values of the steps that have a checkpoint; returns notes for the user."""
+    """Add to the values of the steps that have a checkpoint; returns notes for the user."""
     paths = [n for n in steps if values[n].get("resume") not in (None, "latest")]
     if len(paths) > 1:
         raise UserError(
@@ -166,10 +166,12 @@ def _resume_steps(
     notes = []
     for n, step in steps.items():
         made_here = {values[m]["output_dir"] for m in steps if m < n}
-        notes += resolve_resume(
+        fields, note = resolve_resume(
             step, values[n], made_here, machines.num_processes, config.restart, ask
         )
-    return notes
+        values[n] |= fields
+        notes.append(note)
+    return list(filter(None, notes))
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
