@@ -15,13 +15,12 @@ import argparse
 import json
 import logging
 import os
-import sys
 import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from report import environment, spread
+from report import environment, note, ratios, spread
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dschat.distributed as dist
@@ -114,7 +113,7 @@ def main() -> None:
                 times[side].append(seconds)
                 scored[side].append(scored_s)
                 generated[side].append(trainer.metrics["time/generate_s"])
-            sys.stderr.write(f"round {number} of {args.rounds}, {side}: {seconds:.3g} s\n")
+            note(f"round {number} of {args.rounds}, {side}: {seconds:.3g} s")
         assert lengths[0] == lengths[1], "answers differ"
     line = environment(dist.device()) | {
         "benchmark": "early_rewards",
@@ -124,8 +123,7 @@ def main() -> None:
     measured = {"iteration": times, "experience": scored, "generate": generated}
     for name, sides in measured.items():
         line[f"{name}_s"] = {side: spread(values) for side, values in sides.items()}
-        ratios = [a / b for a, b in zip(sides["after"], sides["early"], strict=True)]
-        line[f"ratio_{name}"] = spread(ratios)
+        line[f"ratio_{name}"] = ratios(sides["after"], sides["early"])
     print(json.dumps(line))
     for trainer in trainers.values():
         trainer.programs.close()

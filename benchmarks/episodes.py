@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from busy_environment import TURNS
-from report import environment
+from report import environment, ratios
 from rollout_workloads import llama
 from transformers import LlamaForCausalLM
 
@@ -102,11 +102,6 @@ def main() -> None:
         "cached_tokens": cached,
     }
     print(json.dumps(line | environment(torch.device("cpu"))))
-
-
-def ratios(slow: list[float], fast: list[float]) -> dict[str, float]:
-    found = [a / b for a, b in zip(slow, fast, strict=True)]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 
 
 if __name__ == "__main__":

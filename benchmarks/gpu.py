@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from gpu_cases import CASES, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
-from report import commit, rounded
+from report import commit, note, rounded
 from rollout_workloads import MODELS
 from transformers.utils import logging as transformers_logging
 
@@ -187,10 +187,6 @@ def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Itera
     with tempfile.TemporaryDirectory() as folder:
         iteration.in_new_process(iteration.write_models, found, Path(folder))
         yield from iteration.measure(case.iteration, found, chosen, Path(folder))
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

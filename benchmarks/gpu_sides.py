@@ -4,7 +4,6 @@ Times are CUDA events around the work of one round; on a CPU, where tests run th
 """
 
 import gc
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from gpu_cases import GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
 from gpu_others import OTHERS, VLLM, Generate, Unavailable, make
-from report import rounded, spread
+from report import figures, note, rounded, spread, take_turns
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
 from rollout_sides import make_module
@@ -125,12 +124,12 @@ def measure(
             try:
                 runners = {one: _runner(one, case, sides, module, stage, engine) for one in group}
             except Unavailable as reason:
-                print(f"{label}: {group[0]} skipped, {reason}", file=sys.stderr, flush=True)
+                note(f"{label}: {group[0]} skipped, {reason}")
                 continue
-            results = _take_turns(label, runners, rounds)
+            results = take_turns(label, runners, rounds, figures)
             del runners
             _free()
-            for one, measured in results.items():
+            for one, (_, *measured) in results.items():  # without the warm-up
                 _check_refresh(name, sides.get(one), measured)
                 about = {"zero_stage": stage if case.stages else None, "side": one}
                 yield about | _summary(case, measured, rates)
@@ -160,22 +159,6 @@ def _runner(
     if name not in sides:
         return make(name, case, module, stage)
     return Rollouts(sides[name], case.rollout, module, stage, engine if case.trains else None)
-
-
-def _take_turns(
-    label: str, runners: dict[str, Runner], rounds: int
-) -> dict[str, list[dict[str, float]]]:
-    """What each runner measured in the rounds 1, 2, ...; round 0 is the warm-up."""
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    for number in range(rounds + 1):
-        for name, runner in runners.items():
-            measured = runner.run(number)
-            note = f"round {number} of {rounds}" if number else "warm-up"
-            figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.items())
-            print(f"{label}, {name}, {note}: {figures}", file=sys.stderr, flush=True)
-            if number:
-                results[name].append(measured)
-    return results
 
 
 def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fields:

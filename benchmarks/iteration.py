@@ -33,11 +33,10 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,17 @@ import torch
 from iteration_cases import CASES, Case, find_case, rlhf_config, rollout_rows, write_models
 from iteration_counts import count, rates
 from iteration_worker import Spec
-from report import ROOT, environment, rounded, spread
+from report import (
+    ROOT,
+    environment,
+    figures,
+    free_port,
+    note,
+    rounded,
+    spread,
+    take_turns,
+)
 
-from dschat.config import RLHFConfig
 from dschat.distributed import device
 from dschat.memory import free_bytes
 
@@ -94,10 +101,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def unavailable(case: Case) -> str:
     """Why ``case`` cannot run on this machine, in a few words; "" if it can."""
     gpus = torch.cuda.device_count()
@@ -129,8 +132,6 @@ def sides_of(name: str, case: Case, args: argparse.Namespace) -> list[tuple[str,
         left_out.add(REFERENCE)  # `generate` fails there
     chosen = [side for side in args.sides if side not in left_out]
     reasons = {}
-    if PADDED in chosen and not any(f.name == "packing" for f in fields(RLHFConfig)):
-        reasons[PADDED] = "dschat has no flag --packing yet"
     if TRL in chosen and device().type == "cuda":
         reasons[TRL] = "its settings here are for a CPU"
     elif TRL in chosen:
@@ -209,9 +210,7 @@ def start(side: str, stage: int, name: str, case: Case, folder: Path, args: Any)
     command = [sys.executable, str(here / "iteration_worker.py"), spec]
     if case.ranks == 1:
         return Worker(label, [command], [variables])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables |= meeting | {"WORLD_SIZE": str(case.ranks)}
     variables.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(case.ranks)]
@@ -244,40 +243,31 @@ def measure(name: str, case: Case, args: argparse.Namespace, folder: Path) -> li
     """Run all sides of a case; the fields of each side's line."""
     sides = sides_of(name, case, args)
     groups = [sides] if case.in_turns else [[side] for side in sides]
-    results: dict[tuple[str, int], dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for group in groups:
-        workers: dict[tuple[str, int], Worker] = {}
+        workers: dict[str, Worker] = {}
         try:
             for side, stage in group:
-                workers[side, stage] = start(side, stage, name, case, folder, args)
-                results[side, stage] = {"loaded": workers[side, stage].reply()}
-            for key, rounds in take_turns(workers, args.rounds).items():
-                results[key]["rounds"] = rounds
+                label = f"{side}, ZeRO-{stage}"
+                workers[label] = start(side, stage, name, case, folder, args)
+                results[label] = {"loaded": workers[label].reply()}
+            for label, (_, *rounds) in take_turns(name, workers, args.rounds, _seconds).items():
+                results[label]["rounds"] = rounds  # without the warm-up
         finally:
             for worker in workers.values():
                 worker.close()
+    first = next(iter(results.values()))
     return [
         {"side": side, "zero_stage": stage}
         | described(case, args.rounds)
-        | summary(case, **results[side, stage])
-        | {"ratio": ratio(results[side, stage]["rounds"], results[sides[0]]["rounds"])}
-        for side, stage in sides
+        | summary(case, **found)
+        | {"ratio": ratio(found["rounds"], first["rounds"])}
+        for (side, stage), found in zip(sides, results.values(), strict=True)
     ]
 
 
-def take_turns(
-    workers: dict[tuple[str, int], Worker], num_rounds: int
-) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What each worker measured in the rounds 1, 2, ...; round 0 is the warm-up."""
-    rounds: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in workers}
-    for number in range(num_rounds + 1):
-        for key, worker in workers.items():
-            measured = worker.run(number)
-            parts = ", ".join(f"{part} {measured[part]:.3g}" for part in PARTS if part in measured)
-            note(f"{worker.label}, round {number} of {num_rounds}: {parts}")
-            if number:
-                rounds[key].append(measured)
-    return rounds
+def _seconds(measured: dict[str, Any]) -> str:
+    return figures({part: measured[part] for part in PARTS if part in measured})
 
 
 def described(case: Case, rounds: int) -> dict[str, Any]:

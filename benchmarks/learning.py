@@ -43,7 +43,7 @@ from learning_curves import Run, ratio, summary
 from learning_judge import Judge
 from learning_settings import check_comparable, described, dschat_settings, trl_settings
 from learning_task import RESULT, Task, snapshot_path
-from report import ROOT, environment, rounded
+from report import ROOT, environment, note, rounded
 from safetensors.torch import load_file
 
 from dschat.config import RLHFConfig, UserError, parser
@@ -92,10 +92,6 @@ def main() -> None:
         if side != DSCHAT and DSCHAT in runs:
             line["ratio"] = ratio(side_runs, runs[DSCHAT], args.target)
         print(json.dumps(line), flush=True)
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def parse() -> tuple[argparse.Namespace, RLHFConfig]:

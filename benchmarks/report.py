@@ -3,15 +3,27 @@ of all benchmarks.
 """
 
 import platform
+import socket
 import statistics
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
+import dschat.distributed as dist
+
+K = TypeVar("K")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def note(text: str) -> None:
+    """Progress, beside the lines of results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def commit() -> str:
@@ -91,6 +103,33 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def take_turns(
+    label: str, sides: Mapping[K, Any], rounds: int, shown: Callable[[Any], str]
+) -> dict[K, list[Any]]:
+    """What each side's ``run(number)`` returned in the rounds 0, the warm-up, to ``rounds``. Rank 0
+    notes what ``shown`` makes of it.
+    """
+    results: dict[K, list[Any]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        when = f"round {number} of {rounds}" if number else "warm-up"
+        for side, runner in sides.items():
+            results[side].append(runner.run(number))
+            if dist.is_main_process():
+                note(f"{label}, {side}, {when}: {shown(results[side][-1])}")
+    return results
+
+
+def figures(measured: Mapping[str, float]) -> str:
+    """Names and values."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
     return {
@@ -98,6 +137,11 @@ def spread(values: list[float]) -> dict[str, float]:
         "min": rounded(min(values)),
         "max": rounded(max(values)),
     }
+
+
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[str, float]:
+    """The spread of the ratios within each round."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def rounded(value: float) -> float:

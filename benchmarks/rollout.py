@@ -38,7 +38,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -46,7 +45,17 @@ from pathlib import Path
 
 import rollout_reuse
 import torch
-from report import ROOT, environment, machine_rates, rounded, spread
+from report import (
+    ROOT,
+    environment,
+    figures,
+    free_port,
+    machine_rates,
+    ratios,
+    rounded,
+    spread,
+    take_turns,
+)
 from rollout_sides import RATES, EngineSide, GenerateSide, make_module
 from rollout_workloads import CASES, MODELS, Case
 from transformers.utils import logging as transformers_logging
@@ -155,12 +164,9 @@ def launch_ranks(name: str, args: argparse.Namespace) -> None:
 
     Its JSON line goes to stdout, all other output to stderr.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
     command += ["--no_local_rank", "--num_gpus", str(CASES[name].ranks)]
-    command += ["--master_port", str(port), str(Path(__file__).resolve()), "--cases", name]
+    command += ["--master_port", str(free_port()), str(Path(__file__).resolve()), "--cases", name]
     command += ["--rounds", str(args.rounds), "--device", args.device, "--dtype", args.dtype]
     for flag in ("model", "commit"):
         value = getattr(args, flag)
@@ -218,15 +224,8 @@ def measure(name: str, case: Case, device: torch.device, dtype: torch.dtype, rou
         "engine": EngineSide(case, module, device),
         "generate": GenerateSide(case, module, device),
     }
-    rates: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for number in range(rounds + 1):  # the first is the warm-up
-        for side, runner in sides.items():
-            measured = runner.run(seed=number).rates()
-            if number:
-                rates[side].append(measured)
-            figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.items())
-            note = f"round {number} of {rounds}" if number else "warm-up"
-            print(f"{name}: {note}, {side}: {figures}", file=sys.stderr, flush=True)
+    timings = take_turns(name, sides, rounds, lambda timing: figures(timing.rates()))
+    rates = {side: [timing.rates() for timing in done] for side, (_, *done) in timings.items()}
     line: dict = {
         "parameters": sum(p.numel() for p in module.parameters()),
         "answer_tokens": case.samples * sum(case.lengths()),
@@ -244,8 +243,8 @@ def compare(line: dict, rates: dict[str, list[dict[str, float]]]) -> dict:
     for rate in RATES:
         key = "tokens" if rate == "tokens_per_s" else rate.partition("_")[0]
         ratio[key] = rounded(line["engine"][rate]["median"] / line["generate"][rate]["median"])
-        pairs = zip(rates["engine"], rates["generate"], strict=True)
-        paired[key] = spread([engine[rate] / generate[rate] for engine, generate in pairs])
+        engine, generate = ([r[rate] for r in rates[side]] for side in ("engine", "generate"))
+        paired[key] = ratios(engine, generate)
     return {"ratio": ratio, "ratio_paired": paired}
 
 

@@ -8,17 +8,13 @@ same answers, which is checked. Wall times run from barrier to barrier, so the s
 other times are those of rank 0.
 """
 
-import ctypes
 import gc
-import re
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from report import clock, rounded, spread
+from report import clock, rounded, spread, take_turns
 from rollout_sides import make_prompts
 from rollout_workloads import MODELS, Case
 from torch import nn
@@ -29,6 +25,7 @@ import dschat.distributed as dist
 from dschat.hybrid.rollout_form import EngineRollout, Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
 from dschat.inference import EngineConfig, SamplingParams
+from dschat.memory import peak_bytes, restart_peak
 from dschat.models.lora import add_lora
 from dschat.models.training_engine import TrainingEngine
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap
@@ -78,6 +75,9 @@ class Round:
     refresh: Refresh
     decode_tokens_per_s: float  # of this rank's tensor-parallel group
     token_ids: list[list[int]]
+
+    def __str__(self) -> str:
+        return f"{self.wall_s:.4g} s, {self.refresh.seconds:.4g} of them refresh"
 
 
 class Side:
@@ -162,20 +162,6 @@ class Side:
         }
 
 
-def in_turns(name: str, sides: dict[str, Side], rounds: int) -> dict[str, list[Round]]:
-    """Collective. Run the sides alternately; the first round of each is its warm-up."""
-    results: dict[str, list[Round]] = {side: [] for side in sides}
-    for number in range(rounds + 1):
-        for side, runner in sides.items():
-            results[side].append(runner.run(seed=number))
-            if dist.is_main_process():
-                done = results[side][-1]
-                note = f"round {number} of {rounds}" if number else "warm-up"
-                figures = f"{done.wall_s:.4g} s, {done.refresh.seconds:.4g} of them refresh"
-                print(f"{name}: {note}, {side}: {figures}", file=sys.stderr, flush=True)
-    return results
-
-
 def compare(key: str, numerators: list[float], denominators: list[float]) -> dict:
     """The ratio of the medians, and the ratios within each round, without the warm-up."""
     pairs = list(zip(numerators[1:], denominators[1:], strict=True))
@@ -198,7 +184,7 @@ def same_answers(a: list[Round], b: list[Round]) -> bool:
 def zero3(case: Case, dtype: torch.dtype, rounds: int) -> dict:
     """Collective. Wall time of a rollout under ZeRO-3, relative to ZeRO-0."""
     sides = {f"zero{stage}": Side(case, make_actor(case, dtype, stage), stage) for stage in (0, 3)}
-    results = in_turns("zero3", sides, rounds)
+    results = take_turns("zero3", sides, rounds, str)
     assert same_answers(results["zero0"], results["zero3"]), "same weights, different answers"
     walls = {side: [r.wall_s for r in results[side]] for side in sides}
     line = {side: runner.facts(results[side]) for side, runner in sides.items()}
@@ -215,7 +201,7 @@ def lora(case: Case, dtype: torch.dtype, rounds: int) -> dict:
         side: Side(case, module, stage=3, lora=form, frozen_base=True)
         for side, form in forms.items()
     }
-    results = in_turns("lora", sides, rounds)
+    results = take_turns("lora", sides, rounds, str)
     rates = {side: [r.decode_tokens_per_s for r in results[side]] for side in sides}
     line = {side: runner.facts(results[side]) for side, runner in sides.items()}
     line |= compare("decode", rates["side"], rates["merged"])
@@ -238,7 +224,7 @@ def tp2(case: Case, dtype: torch.dtype, rounds: int) -> dict:
     """
     module = make_actor(case, dtype, stage=3)
     sides = {f"tp{size}": Side(case, module, stage=3, tp_size=size) for size in (1, 2)}
-    results = in_turns("tp2", sides, rounds)
+    results = take_turns("tp2", sides, rounds, str)
     rates = {side: [1 / r.wall_s for r in results[side]] for side in sides}
     line = {side: runner.facts(results[side]) for side, runner in sides.items()}
     line |= compare("tokens", rates["tp2"], rates["tp1"])
@@ -346,15 +332,6 @@ def peak_extra_bytes(action: Callable[[], None]) -> int:
         before = torch.cuda.memory_allocated(device)
         action()
         return dist.max_int(torch.cuda.max_memory_allocated(device) - before)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # else reuse of blocks that glibc retains would not show
-        libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = _resident_bytes("VmRSS")
+    before = restart_peak(device)
     action()
-    return dist.max_int(_resident_bytes("VmHWM") - before)
-
-
-def _resident_bytes(kind: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024
+    return dist.max_int(peak_bytes(device) - before)

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import environment
+from report import environment, ratios
 from rollout_workloads import llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -150,13 +149,8 @@ def main() -> None:
                 engine.stdin.write(f"{seed}\n")
                 engine.stdin.flush()
                 alone.append(float(engine.stdout.readline()))
-            ratios = [a / b for a, b in zip(served, alone, strict=True)]
             found = {"case": "against the engine", "served": served, "engine": alone}
-            found["ratio"] = {
-                "median": statistics.median(ratios),
-                "min": min(ratios),
-                "max": max(ratios),
-            }
+            found["ratio"] = ratios(served, alone)
             print(json.dumps(found | environment(torch.device("cpu"))))
         finally:
             server.terminate()
