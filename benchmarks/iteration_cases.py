@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rollout_workloads import MODELS as ROLLOUT_MODELS
-from rollout_workloads import llama
+from rollout_workloads import llama, opt
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
@@ -37,23 +37,9 @@ MODELS = {
         tie_word_embeddings=True,
     ),
     "opt-13b": ROLLOUT_MODELS["opt-13b"],
-    "opt-350m": lambda: OPTConfig(
-        hidden_size=1024,
-        ffn_dim=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        word_embed_proj_dim=512,
-        do_layer_norm_before=False,
-    ),
-    "opt-tiny": lambda: OPTConfig(
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=256,
-        max_position_embeddings=128,
-        dropout=0.0,
+    "opt-350m": lambda: opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "opt-tiny": lambda: opt(
+        32, 2, 2, ffn_dim=64, vocab_size=256, max_position_embeddings=128, dropout=0.0
     ),
     "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
 }

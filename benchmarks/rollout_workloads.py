@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, OPTConfig
 
@@ -20,35 +21,21 @@ def llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaCo
     )
 
 
+def opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
+    sizes = {"hidden_size": hidden, "word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return OPTConfig(**sizes | more)
+
+
 MODELS = {
     "opt-125m": OPTConfig,
-    "opt-1.3b": lambda: OPTConfig(
-        hidden_size=2048,
-        ffn_dim=8192,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        word_embed_proj_dim=2048,
-    ),
-    "opt-13b": lambda: OPTConfig(
-        hidden_size=5120,
-        ffn_dim=20480,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        word_embed_proj_dim=5120,
-    ),
+    "opt-1.3b": lambda: opt(2048, 24, 32),
+    "opt-13b": lambda: opt(5120, 40, 40),
     "gpt2": GPT2Config,
     "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
     "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
-    "opt-tiny": lambda: OPTConfig(
-        hidden_size=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=32,
-        vocab_size=256,
-        max_position_embeddings=64,
-    ),
+    "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=64),
     "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
 
