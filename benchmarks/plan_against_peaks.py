@@ -21,48 +21,46 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+THREADS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+Sizes = dict[str, Any]
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int, tied: bool = True) -> Sizes:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+def opt(hidden: int, layers: int, heads: int, vocab: int) -> Sizes:
+    return {
+        "model_type": "opt",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
 
 SIZES = {
-    "llama-22m": {
-        "model_type": "llama",
-        "vocab_size": 8192,
-        "hidden_size": 448,
-        "intermediate_size": 1216,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 7,
-        "tie_word_embeddings": False,
-    },
-    "opt-60m": {
-        "model_type": "opt",
-        "vocab_size": 32000,
-        "hidden_size": 640,
-        "word_embed_proj_dim": 640,
-        "ffn_dim": 2560,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 10,
-    },
-    "opt-125m": {
-        "model_type": "opt",
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "word_embed_proj_dim": 768,
-        "ffn_dim": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
+    "llama-22m": llama(448, 1216, 6, 7, 8192, tied=False),
+    "opt-60m": opt(640, 8, 10, 32000),
+    "opt-125m": opt(768, 12, 12, 50272),
 }
-NEGLIGIBLE = {
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "tie_word_embeddings": True,
-}
+NEGLIGIBLE = llama(16, 32, 1, 1, 1024)
 _WORDS = ("Zubar", "Mola", "red", "soup", "Tanek", "Brill", "blue", "rice", "people", "city")
 # Runs a script and prints the peak of its own process (VmHWM), without child processes such as a
 # compiler.
@@ -161,19 +159,25 @@ def estimated_peak(work: Path, size: str, step: int) -> tuple[int, str]:
 
 def measured_peak(work: Path, size: str, step: int) -> int:
     """Peak resident set in bytes of a run of two optimizer steps or iterations."""
+    given = fields(work, size, step) | COMMON | {"max_steps": 2}
+    printed = run_step(work, size, step, given, ["-c", _RUNNER])
+    return int(re.search(r"^peak (\d+) KiB$", printed, re.MULTILINE)[1]) * 1024
+
+
+def run_step(work: Path, size: str, step: int, given: Sizes, runner: Sequence[str] = ()) -> str:
+    """What a step with the fields ``given`` prints to stderr; with one thread, on the CPU.
+
+    ``runner``: words of Python's command line before the script.
+    """
     from dschat.config.parser import to_flags
 
-    script = {1: "step1_sft", 3: "step3_rlhf"}[step]
-    given = fields(work, size, step) | COMMON | {"max_steps": 2}
-    given |= {"output_dir": str(work / "out"), "overwrite_output_dir": True}
-    script_path = str(ROOT / script / "main.py")
-    command = [sys.executable, "-c", _RUNNER, script_path, *to_flags(given)]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    peak = re.search(r"^peak (\d+) KiB$", done.stderr, re.MULTILINE)
-    if done.returncode or not peak:
+    script = ROOT / {1: "step1_sft", 3: "step3_rlhf"}[step] / "main.py"
+    given = given | {"output_dir": str(work / "out"), "overwrite_output_dir": True}
+    command = [sys.executable, *runner, str(script), *to_flags(given)]
+    done = subprocess.run(command, env=os.environ | THREADS, capture_output=True, text=True)
+    if done.returncode:
         sys.exit(f"step {step} on {size} failed:\n{done.stderr}")
-    return int(peak[1]) * 1024
+    return done.stderr
 
 
 def save_models(folder: Path, sizes: dict) -> None:

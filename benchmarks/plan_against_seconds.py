@@ -14,28 +14,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-THREADS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-
-
-def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "tie_word_embeddings": True,
-    }
-
+from plan_against_peaks import ROOT, THREADS, llama, run_step, save_models, write_texts
 
 SIZES = {
     "tiny": llama(128, 384, 2, 4, 1024),  # the shape of builtin/tiny
@@ -55,7 +40,7 @@ STEP3 = {
     "max_eval_samples": 4,
     "max_steps": ITERATIONS,
 }
-UNSEEN = {"enable_tensorboard": False, "disable_tqdm": True, "overwrite_output_dir": True}
+UNSEEN = {"enable_tensorboard": False, "disable_tqdm": True}
 PHASES = {"generate": ("refresh", "prefill", "decode"), "score": ("score",)}
 PHASES["train"] = ("train", "update")
 
@@ -71,7 +56,6 @@ def main() -> None:
     os.environ |= THREADS
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
-    from plan_against_peaks import save_models, write_texts
     from report import environment
 
     about = environment(torch.device("cpu")) | {"threads": 1}
@@ -94,7 +78,7 @@ def main() -> None:
 def turn(work: Path, size: str) -> dict[str, Any]:
     """Seconds of an iteration and its phases, predicted before and after, and measured."""
     before = predicted(work, size)
-    run(work, size)
+    run_step(work, size, 3, fields(work, size) | UNSEEN)
     after = predicted(work, size)
     rows = read_metrics(work / "out" / "metrics.jsonl")[1:]
     measured = {name: median_of(rows, f"time/{name}_s") for name in ("iteration", *PHASES)}
@@ -108,11 +92,11 @@ def turn(work: Path, size: str) -> dict[str, Any]:
 
 
 def fields(work: Path, size: str) -> dict[str, Any]:
-    models = {"actor": str(work / size / "lm"), "critic": str(work / size / "score")}
+    scorer = str(work / size / "score")
     return {
-        "actor_model_name_or_path": models["actor"],
-        "critic_model_name_or_path": models["critic"],
-        "reward_model_name_or_path": models["critic"],
+        "actor_model_name_or_path": str(work / size / "lm"),
+        "critic_model_name_or_path": scorer,
+        "reward_model_name_or_path": scorer,
         "data_path": [str(work / "prompts.jsonl")],
         **STEP3,
     }
@@ -140,17 +124,6 @@ def estimated(work: Path, size: str) -> tuple[Any, Any]:
     request = Request({3: fields(work, size)}, num_processes=1, processes_here=1)
     models = Models()
     return models, make_estimator(request, models)(request.config(3))
-
-
-def run(work: Path, size: str) -> None:
-    """A few iterations of step 3."""
-    from dschat.config.parser import to_flags
-
-    given = fields(work, size) | UNSEEN | {"output_dir": str(work / "out")}
-    command = [sys.executable, str(ROOT / "step3_rlhf" / "main.py"), *to_flags(given)]
-    done = subprocess.run(command, env=os.environ | THREADS, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"step 3 on {size} failed:\n{done.stderr}")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

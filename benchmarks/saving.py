@@ -13,13 +13,12 @@ median and the range over rounds.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from plan_against_peaks import COMMON, ROOT, SIZES, STEP3, fields, save_models, write_texts
+from plan_against_peaks import COMMON, ROOT, SIZES, fields, run_step, save_models, write_texts
 
 ITERATIONS = 21
 _RUNNER = """
@@ -85,21 +84,12 @@ def compare(work: Path, size: str, rounds: int) -> dict:
 
 def seconds(work: Path, size: str, saves: bool = False) -> tuple[float, float, int]:
     """Seconds of a run's iterations, seconds spent waiting for files, bytes of a checkpoint."""
-    from dschat.config.parser import to_flags
-
-    out = work / "out"
-    given = fields(work, size, 3) | STEP3 | COMMON | {"max_steps": ITERATIONS, "eval_steps": 0}
-    given |= {"output_dir": str(out), "overwrite_output_dir": True, "max_eval_samples": 0}
-    if not saves:
-        given["save_steps"] = 0
-    command = [sys.executable, "-c", _RUNNER, str(ROOT / "step3_rlhf/main.py"), *to_flags(given)]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("seconds ")]
-    if done.returncode or not lines:
-        sys.exit(f"step 3 on {size} failed:\n{done.stderr}")
+    given = fields(work, size, 3) | COMMON | {"max_steps": ITERATIONS, "eval_steps": 0}
+    given |= {"max_eval_samples": 0} | ({} if saves else {"save_steps": 0})
+    printed = run_step(work, size, 3, given, ["-c", _RUNNER])
+    lines = [line for line in printed.splitlines() if line.startswith("seconds ")]
     total, waited = map(float, lines[-1].split()[1:])
-    newest = max((out / "checkpoints").glob("step_*"), default=None)
+    newest = max((work / "out" / "checkpoints").glob("step_*"), default=None)
     files = [] if newest is None else [p for p in newest.rglob("*") if p.is_file()]
     print(f"{size}: {total:.1f} s, saves: {saves}, waited {waited:.2f} s", file=sys.stderr)
     return total, waited, sum(path.stat().st_size for path in files)
