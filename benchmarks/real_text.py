@@ -16,10 +16,16 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from report import ROOT, note
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
+SUPERVISED = "--max_seq_len 256 --per_device_train_batch_size 16 --num_warmup_steps 20"
+SFT = f"{SUPERVISED} --data_split 1,0,0 --learning_rate 1e-3"
+REWARD = f"{SUPERVISED} --data_split 0,1,0 --learning_rate 2e-4"
+RLHF = """--data_split 0,0,1 --max_prompt_seq_len 192 --max_answer_seq_len 48 --max_eval_samples 100
+    --per_device_generation_batch_size 32 --per_device_training_batch_size 16
+    --actor_learning_rate 1e-4 --critic_learning_rate 3e-4 --num_warmup_steps 5"""
 
 
 def main() -> None:
@@ -38,68 +44,30 @@ def main() -> None:
     if not (base / "config.json").exists():
         make_base(base, train)
 
-    data = ["--data_path", args.train_file, "--eval_data_path", args.eval_file]
-    common = [*data, "--overwrite_output_dir"]
-    supervised = [
-        "--max_seq_len",
-        "256",
-        "--per_device_train_batch_size",
-        "16",
-        "--num_warmup_steps",
-        "20",
-    ]
-    run(
-        "step1_sft",
-        [
-            *common,
-            *supervised,
-            "--model_name_or_path",
-            str(base),
-            "--output_dir",
-            str(out / "step1_sft"),
-        ]
-        + ["--data_split", "1,0,0", "--learning_rate", "1e-3"]
-        + ["--num_train_epochs", str(args.sft_epochs)],
-    )
-    accuracies = []
-    for seed in args.seeds:
-        folder = out / f"step2_reward_seed{seed}"
-        run(
-            "step2_reward",
-            [*common, *supervised, "--model_name_or_path", str(out / "step1_sft")]
-            + ["--data_split", "0,1,0", "--learning_rate", "2e-4", "--seed", str(seed)]
-            + ["--num_train_epochs", str(args.rm_epochs), "--output_dir", str(folder)],
-        )
-        accuracies.append(evaluations(folder)[-1]["eval/accuracy"])
-    run(
-        "step3_rlhf",
-        [*data, "--actor_model_name_or_path", str(out / "step1_sft"), "--data_split", "0,0,1"]
-        + ["--critic_model_name_or_path", str(out / f"step2_reward_seed{args.seeds[0]}")]
-        + ["--output_dir", str(out / "step3_rlhf"), "--overwrite_output_dir"]
-        + ["--max_prompt_seq_len", "192", "--max_answer_seq_len", "48", "--max_eval_samples", "100"]
-        + ["--per_device_generation_batch_size", "32", "--per_device_training_batch_size", "16"]
-        + [
-            "--actor_learning_rate",
-            "1e-4",
-            "--critic_learning_rate",
-            "3e-4",
-            "--num_warmup_steps",
-            "5",
-        ]
-        + ["--max_steps", str(args.ppo_steps)],
-    )
-    sft, ppo = evaluations(out / "step1_sft"), evaluations(out / "step3_rlhf")
+    data = ("--data_path", args.train_file, "--eval_data_path", args.eval_file)
+    sft, ppo = out / "step1_sft", out / "step3_rlhf"
+    words = ("--model_name_or_path", f"{base}", "--num_train_epochs", f"{args.sft_epochs}")
+    run("step1_sft", sft, SFT, *data, *words)
+    rewards = {seed: out / f"step2_reward_seed{seed}" for seed in args.seeds}
+    for seed, folder in rewards.items():
+        words = ("--model_name_or_path", f"{sft}", "--num_train_epochs", f"{args.rm_epochs}")
+        run("step2_reward", folder, REWARD, *data, *words, "--seed", f"{seed}")
+    models = ("--actor_model_name_or_path", f"{sft}")
+    models += ("--critic_model_name_or_path", f"{rewards[args.seeds[0]]}")
+    run("step3_rlhf", ppo, RLHF, *data, *models, "--max_steps", f"{args.ppo_steps}")
+    accuracies = [evaluations(folder)[-1]["eval/accuracy"] for folder in rewards.values()]
+    sft_rows, ppo_rows = evaluations(sft), evaluations(ppo)
     mean, interval = mean_and_interval(accuracies)
     result = {
-        "sft_perplexity": [sft[0]["eval/perplexity"], sft[-1]["eval/perplexity"]],
+        "sft_perplexity": [row["eval/perplexity"] for row in (sft_rows[0], sft_rows[-1])],
         "rm_accuracy": accuracies,
         "rm_accuracy_mean": mean,
         "rm_accuracy_95": interval,
         "baseline_shorter": sum(len(r["chosen"]) < len(r["rejected"]) for r in held_out)
         / len(held_out),
         "baseline_bag_of_words": bag_of_words(train, held_out),
-        "ppo_score": [ppo[0]["eval/score"], ppo[-1]["eval/score"]],
-        "ppo_kl": ppo[-1]["eval/kl"],
+        "ppo_score": [row["eval/score"] for row in (ppo_rows[0], ppo_rows[-1])],
+        "ppo_kl": ppo_rows[-1]["eval/kl"],
     }
     print(json.dumps(result))
 
@@ -108,12 +76,13 @@ def read(path: str) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
 
 
-def run(step: str, flags: list[str]) -> None:
+def run(step: str, folder: Path, flags: str, *words: str) -> None:
     """Run a step unless its folder is complete, so that an interrupted benchmark resumes."""
-    if Path(flags[flags.index("--output_dir") + 1], "COMPLETE").exists():
+    if (folder / "COMPLETE").exists():
         return
-    print(f"== {step}", flush=True, file=sys.stderr)
-    subprocess.run([sys.executable, str(ROOT / step / "main.py"), *flags], check=True, cwd=ROOT)
+    note(f"== {step}")
+    words = (*flags.split(), *words, "--output_dir", f"{folder}", "--overwrite_output_dir")
+    subprocess.run([sys.executable, str(ROOT / step / "main.py"), *words], check=True, cwd=ROOT)
 
 
 def evaluations(folder: Path) -> list[dict]:
