@@ -19,7 +19,6 @@ def main() -> None:
     config = parser.parse(SFTConfig)
 
     from dschat.data.tokenize import sft_dataset
-    from dschat.launch.finished_steps import record_of
     from dschat.observability.console import logger
     from dschat.runtime.deepspeed_engine import unwrap, zero_settings
     from dschat.runtime.gold_eval import GoldEvaluation
@@ -42,7 +41,7 @@ def main() -> None:
     setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
-    metrics_log = setup.claim_output(config, record_of(config))
+    metrics_log = setup.claim_output(config)
     gold = GoldEvaluation(
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )

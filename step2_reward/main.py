@@ -47,7 +47,6 @@ def main() -> None:
 def train_reward_model(config, zero, base, tables) -> None:
     """Put a score head on the language model and train it on the pairs, for step 3."""
     from dschat.data.preference_rows import most_answers
-    from dschat.launch.finished_steps import record_of
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
@@ -76,7 +75,7 @@ def train_reward_model(config, zero, base, tables) -> None:
     setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
-    metrics_log = setup.claim_output(config, record_of(config))
+    metrics_log = setup.claim_output(config)
     loop.train(engine, task, config, *batches, metrics_log)
     metrics_log.close()
 
@@ -86,7 +85,6 @@ def train_reward_model(config, zero, base, tables) -> None:
 
 def train_policy(config, zero, base, tables) -> None:
     """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
-    from dschat.launch.finished_steps import record_of
     from dschat.runtime.deepspeed_engine import unwrap
     from dschat.runtime.gold_eval import GoldEvaluation
     from dschat.supervised import loop, preference, setup
@@ -103,7 +101,7 @@ def train_policy(config, zero, base, tables) -> None:
     setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop.
-    metrics_log = setup.claim_output(config, record_of(config))
+    metrics_log = setup.claim_output(config)
     if config.precompute_ref_logprobs:
         for table in tables:
             task.precompute(engine, table, batches[1].size)

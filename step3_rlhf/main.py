@@ -28,7 +28,6 @@ def main() -> None:
     from dschat.data.batches import PromptBatches, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
-    from dschat.launch.finished_steps import record_of
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
@@ -40,7 +39,7 @@ def main() -> None:
     from dschat.rlhf.rollout_source import environment_of
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
-    from dschat.runtime.output_dir import claim_output_dir, mark_complete
+    from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
     from dschat.runtime.start import start_step
 
     start_step(args, "output/step3_rlhf")

@@ -7,29 +7,19 @@ versions wrote an empty COMPLETE; such steps are compared by their settings alon
 
 import json
 import os
-import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, Optional
 
-import dschat.distributed as dist
-from dschat.checkpoint.compatibility import (
-    CHECKED,
-    MAY_CHANGE,
-    READ,
-    Change,
-    describe,
-    settings_of,
-    step_sizes,
-)
+from dschat.checkpoint.compatibility import CHECKED, MAY_CHANGE, READ, Change, describe, step_sizes
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
 from dschat.launch.recipe import TrainingStep
 from dschat.launch.steps import BASE
-from dschat.runtime.output_dir import COMPLETE
+from dschat.observability.metrics_log import SETTINGS
+from dschat.runtime.output_dir import COMPLETE, contents_of
 
-SETTINGS = "training_config.yaml"
 # Settings of memory and speed, also with actor_ or critic_ before them: same result.
 LAYOUT = {
     "zero_stage",
@@ -81,24 +71,6 @@ class _Run:
         return path if inside.startswith(os.pardir) else os.path.join("OUT", inside)
 
 
-def record_of(config: CommonConfig) -> str:
-    """Content of the COMPLETE file of a step that starts now."""
-    record = {
-        "started": time.time(),  # so a model that is trained again gets another fingerprint
-        "num_processes": dist.world_size(),
-        "working_directory": os.getcwd(),
-        "contents": _contents(config),
-    }
-    return json.dumps(record) + "\n"
-
-
-def _contents(config: CommonConfig) -> dict[str, str]:
-    """Fingerprints of data, reward functions, and the COMPLETE files of models from steps."""
-    models = {k: v for k, v in vars(config).items() if v and k.endswith("model_name_or_path")}
-    marks = {key: fingerprint([os.path.join(name, COMPLETE)]) for key, name in models.items()}
-    return settings_of(config)["contents"] | {key: mark for key, mark in marks.items() if mark}
-
-
 def check_finished(
     step: TrainingStep,
     config: CommonConfig,
@@ -139,7 +111,7 @@ def differences(
     if then is None:
         return []
     settings = json.loads(json.dumps(asdict(config)))
-    now = _Run(settings, _contents(config), num_processes, os.getcwd())
+    now = _Run(settings, contents_of(config), num_processes, os.getcwd())
     sizes = CHECKED if _same_size(type(config), then, now) else set()
     changed = []
     for name, new in settings.items():

@@ -34,6 +34,7 @@ from dschat.launch.recipe import (
 )
 from dschat.launch.step_runs import Found, folder_of, step_runs
 from dschat.launch.steps import BASE, Values, select_steps
+from dschat.observability.metrics_log import SETTINGS
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 
@@ -201,7 +202,7 @@ def _finished(out: Path, step: TrainingStep) -> bool:
 
 def _check_same_policy(last: TrainingStep, values: Mapping[str, Any], out: Path) -> None:
     """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
-    settings = out / last.folder / "training_config.yaml"
+    settings = out / last.folder / SETTINGS
     if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
         return
     from_pairs = "loss" in parser.read_yaml(settings)  # a flag of step 2

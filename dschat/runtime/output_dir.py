@@ -7,10 +7,12 @@ does not cost a finished model.
 import errno
 import fcntl
 import glob
+import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import IO, Any
 
 import dschat.distributed as dist
 from dschat.checkpoint import manifest
-from dschat.config import UserError
+from dschat.checkpoint.compatibility import settings_of
+from dschat.checkpoint.fingerprint import fingerprint
+from dschat.config import CommonConfig, UserError
 from dschat.distributed.disk_space import free_bytes, needed_and_free
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
@@ -138,7 +142,7 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """Collective. Make the folder and remove the mark of an earlier finished run.
 
     Unless the run ``resumes``, removes the earlier checkpoints first: without the mark they would
-    be those of an unfinished run. ``record``: contents of the new mark.
+    be those of an unfinished run. ``record``: contents of the new mark, by `record_of`.
     """
     if dist.is_main_process():
         folder = Path(output_dir)
@@ -179,6 +183,24 @@ def _release(folder: Path) -> None:
     (folder / _LOCK).unlink(missing_ok=True)
     if file := _claims.pop(str(folder), None):
         file.close()
+
+
+def record_of(config: CommonConfig) -> str:
+    """Content of the COMPLETE file of a step that starts now."""
+    record = {
+        "started": time.time(),  # so a model that is trained again gets another fingerprint
+        "num_processes": dist.world_size(),
+        "working_directory": os.getcwd(),
+        "contents": contents_of(config),
+    }
+    return json.dumps(record) + "\n"
+
+
+def contents_of(config: CommonConfig) -> dict[str, str]:
+    """Fingerprints of data, reward functions, and the COMPLETE files of models from steps."""
+    models = {k: v for k, v in vars(config).items() if v and k.endswith("model_name_or_path")}
+    marks = {key: fingerprint([os.path.join(name, COMPLETE)]) for key, name in models.items()}
+    return settings_of(config)["contents"] | {key: mark for key, mark in marks.items() if mark}
 
 
 def mark_complete(output_dir: str | Path) -> None:

@@ -29,7 +29,7 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
-from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete
+from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
 
@@ -196,13 +196,10 @@ def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Tas
     return measure_budget([(engine, forward)], longest, config.global_batch_size(1))
 
 
-def claim_output(config: SupervisedConfig, record: str) -> MetricsLog:
-    """Collective. Claim the output folder, print the log lines held so far, open metrics.jsonl.
-
-    ``record``: what the mark of the finished step will hold; see `dschat.launch.finished_steps`.
-    """
+def claim_output(config: SupervisedConfig) -> MetricsLog:
+    """Collective. Claim the output folder, print the log lines held so far, open metrics.jsonl."""
     assert config.output_dir is not None
-    claim_output_dir(config.output_dir, bool(config.resume), record)
+    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
     console.release()
     return MetricsLog(config.output_dir, config)
 

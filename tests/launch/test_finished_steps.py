@@ -10,9 +10,9 @@ import yaml
 from dschat.checkpoint.compatibility import MAY_CHANGE, describe
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.launch import finished_steps
-from dschat.launch.finished_steps import LAYOUT, SETTINGS, check_finished, differences, record_of
+from dschat.launch.finished_steps import LAYOUT, SETTINGS, check_finished, differences
 from dschat.launch.recipe import STEPS
-from dschat.runtime.output_dir import COMPLETE
+from dschat.runtime.output_dir import COMPLETE, record_of
 
 
 @pytest.fixture(autouse=True)
