@@ -212,13 +212,15 @@ class CheckpointManager:
                     f"--resume {path}: {problem}; name a folder such as "
                     f"{self._folder / step_name(100)}, or use --resume latest"
                 )
-            return self._use(checkpoint)
+            self.last = checkpoint.folder
+            return checkpoint
         (folders, *_) = dist.gather_objects(list(step_folders(self._folder)))
         problem = ""
         for folder in folders:
             checkpoint, problem = _verified(folder)
             if checkpoint is not None:
-                return self._use(checkpoint)
+                self.last = folder
+                return checkpoint
             self._damaged.add(folder)
             logger.warning(
                 "the checkpoint %s is damaged: %s; trying the one before", folder, problem
@@ -229,10 +231,6 @@ class CheckpointManager:
                 "restore one, or restart with --overwrite_output_dir (train.py: --restart)"
             )
         return None
-
-    def _use(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
-        self.last = checkpoint.folder
-        return checkpoint
 
     def load(self, checkpoint: CheckpointInfo, state: RunState) -> dict[str, Any]:
         """Collective. Restore new engines, and in place ``state.tensors``; returns the values.

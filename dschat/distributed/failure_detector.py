@@ -50,9 +50,8 @@ class FailureDetector:
         self._failure: RankFailure | None = None
         self._detected = threading.Event()
         self._report_lock = threading.Lock()  # never released by the thread that reports
-        self._connections: dict[
-            socket.socket, _Peer
-        ] = {}  # on rank 0 to all others, else to rank 0
+        # On rank 0 to all others, else to rank 0.
+        self._connections: dict[socket.socket, _Peer] = {}
         server = _listen(address) if rank == 0 else None
         port_and_token = server and (server.getsockname()[1], secrets.token_hex(16))
         ranks = gather((port_and_token, _process_name()))

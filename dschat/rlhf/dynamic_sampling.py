@@ -22,11 +22,8 @@ logger = logging.getLogger("dschat")
 class DynamicSampler(RolloutSource):
     """Fills rollouts with prompts of ``more``."""
 
-    def __init__(
-        self, collector: RolloutCollector, max_rounds: int, more: PromptQueue | None = None
-    ) -> None:
-        self._collector, self._max_rounds = collector, max_rounds
-        self._more = more or PromptQueue()
+    def __init__(self, collector: RolloutCollector, max_rounds: int, more: PromptQueue) -> None:
+        self._collector, self._max_rounds, self._more = collector, max_rounds, more
 
     def generate(self, prompts: PromptTable, sampling: SamplingParams) -> PendingRollout:
         """Collective. Sample in rounds until enough prompts have answers of different scores; the

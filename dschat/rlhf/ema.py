@@ -30,7 +30,8 @@ class ShardedEMA:
         self._module = module
         self._decay = decay
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        self._average = {s.name: _local_part(s).clone() for s in self._shards()}
+        # This rank's part of the average, by parameter name: flat, fp32.
+        self.tensors = {s.name: _local_part(s).clone() for s in self._shards()}
 
     def _shards(self) -> list[Shard]:
         return [s for s in module_shards(self._module) if s.name in self._trained]
@@ -39,16 +40,11 @@ class ShardedEMA:
     def update(self) -> None:
         """Update from the current weights. No communication."""
         for shard in self._shards():
-            self._average[shard.name].lerp_(_local_part(shard), 1 - self._decay)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's part of the average, by parameter name: flat, fp32, not copies."""
-        return self._average
+            self.tensors[shard.name].lerp_(_local_part(shard), 1 - self._decay)
 
     def shards(self) -> dict[str, Shard]:
         """The average as shards by parameter name, for `weight_stream`'s ``replace``."""
         return {
-            s.name: Shard(s.name, s.shape, self._average[s.name], partitioned=True)
+            s.name: Shard(s.name, s.shape, self.tensors[s.name], partitioned=True)
             for s in self._shards()
         }

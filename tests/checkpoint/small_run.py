@@ -92,7 +92,7 @@ class SmallRun:
     def state(self) -> RunState:
         return RunState(
             {"model": self.engine},
-            {"ema": self.ema._average},
+            {"ema": self.ema.tensors},
             {"num_rows": self.num_rows, "done": self.done},
         )
 
@@ -116,7 +116,7 @@ class SmallRun:
         self.ema.update()
         self.done += 1
         self.num_rows += ROWS
-        average = sum(float(t.sum()) for t in self.ema._average.values())
+        average = sum(float(t.sum()) for t in self.ema.tensors.values())
         loss, average = dist.sum_floats([total / (ROWS * 8), average])
         drawn = [float(torch.rand(1)), random.random(), random.gauss(), float(np.random.randn())]
         return [loss, step.grad_norm, average, self.num_rows, *drawn]
