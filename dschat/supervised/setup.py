@@ -148,26 +148,18 @@ def step_batches(
     held_out: RowTable | RowStream,
 ) -> tuple[StepBatches, StepBatches]:
     """This rank's share of the shuffled training rows, and of the held-out rows in order."""
-    rank, world = dist.rank(), dist.world_size()
-    tokens = fixed_or_zero(config.max_tokens_per_micro_batch)
+    world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
+
+    def batches(
+        rows: RowTable | RowStream, size: int, per_device: int, shuffle: bool
+    ) -> StepBatches:
+        micro_batch = MicroBatchSize(per_device, tokens)
+        return StepBatches(rows, size, micro_batch, dist.rank(), world, config.seed, shuffle)
+
+    train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size
     return (
-        StepBatches(
-            train,
-            config.global_batch_size(world),
-            MicroBatchSize(config.per_device_train_batch_size, tokens),
-            rank,
-            world,
-            config.seed,
-        ),
-        StepBatches(
-            held_out,
-            config.per_device_eval_batch_size * world,
-            MicroBatchSize(config.per_device_eval_batch_size, tokens),
-            rank,
-            world,
-            config.seed,
-            shuffle=False,
-        ),
+        batches(train, config.global_batch_size(world), train_size, True),
+        batches(held_out, eval_size * world, eval_size, False),
     )
 
 
