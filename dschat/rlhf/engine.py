@@ -26,7 +26,7 @@ from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.config_files import read_generation_config
 from dschat.models.language_model import LanguageModel
-from dschat.models.lora import adapters_off, prepare_for_training
+from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel, count_parameters
@@ -41,7 +41,7 @@ from dschat.rlhf.retokenize import Retokenizer
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
     initialize_frozen,
-    initialize_training,
+    trained_engine,
     unwrap,
     zero_settings,
 )
@@ -148,29 +148,8 @@ class DeepSpeedRLHFEngine:
         args, iterations = self.args, self._num_iters
         if name == "actor":  # no schedule steps while the critic trains alone
             iterations -= args.critic_warmup_steps
-
-        def flag(suffix: str) -> Any:
-            return getattr(args, f"{name}_{suffix}")
-
-        model = prepare_for_training(
-            model,
-            flag("gradient_checkpointing"),
-            flag("lora_dim"),
-            args.lora_alpha,
-            flag("lora_modules"),
-            args.only_optimize_lora,
-            f"--{name}_lora_modules",
-        )
-        return initialize_training(
-            wrap(model, self.args.packing),
-            zero,
-            flag("learning_rate"),
-            flag("weight_decay"),
-            args.adam_betas,
-            args.lr_scheduler_type,
-            args.num_warmup_steps,
-            max(1, iterations * args.ppo_epochs * args.num_mini_batches),
-        )
+        num_steps = max(1, iterations * args.ppo_epochs * args.num_mini_batches)
+        return trained_engine(model, args, name, zero, wrap, num_steps)
 
     def _build_actor(self) -> TrainingEngine:
         dropout = self.args.actor_dropout or 0.0

@@ -6,7 +6,7 @@ A user's JSON file is merged into the configuration by `dschat.config.deepspeed_
 import io
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +18,12 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import dschat.distributed as dist
-from dschat.config import CommonConfig, UserError
+from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
 from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
+from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 from dschat.startup.malloc import keep_freed_memory
@@ -326,6 +327,42 @@ def initialize_training(
     if isinstance(module, PackedModel):
         module.check(dist.device())
     return engine
+
+
+def trained_engine(
+    model: nn.Module,
+    config: SupervisedConfig | RLHFConfig,
+    name: str,
+    zero: ZeroSettings,
+    wrap: Callable[..., nn.Module],
+    num_total_steps: int,
+) -> TrainingEngine:
+    """Collective. ``model`` in an engine, by the flags of ``name``: actor, critic, or "" in steps 1
+    and 2. Adds adapters and gradient checkpointing; ``wrap`` makes it read `PackedRows`.
+    """
+
+    def flag(suffix: str) -> Any:
+        return getattr(config, f"{name}_{suffix}".removeprefix("_"))
+
+    model = prepare_for_training(
+        model,
+        flag("gradient_checkpointing"),
+        flag("lora_dim"),
+        config.lora_alpha,
+        flag("lora_modules"),
+        config.only_optimize_lora,
+        f"--{name}_lora_modules".replace("--_", "--"),
+    )
+    return initialize_training(
+        wrap(model, config.packing),
+        zero,
+        flag("learning_rate"),
+        flag("weight_decay"),
+        config.adam_betas,
+        config.lr_scheduler_type,
+        config.num_warmup_steps,
+        num_total_steps,
+    )
 
 
 def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:

@@ -20,7 +20,6 @@ from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_str
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config
-from dschat.models.lora import prepare_for_training
 from dschat.models.model_kind import require_causal_lm, require_score_head
 from dschat.models.packing.model import PackedModel, packs
 from dschat.models.tokenizer import load_tokenizer, stop_ids
@@ -28,7 +27,7 @@ from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine
 from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
@@ -121,25 +120,7 @@ def build_engine(
     if config.output_dir is not None:
         check_room(config.output_dir, [weight_bytes(model)])
     logger.info("%s, %s", zero.describe(), str(zero.dtype).removeprefix("torch."))
-    model = prepare_for_training(
-        model,
-        config.gradient_checkpointing,
-        config.lora_dim,
-        config.lora_alpha,
-        config.lora_modules,
-        config.only_optimize_lora,
-        "--lora_modules",
-    )
-    return initialize_training(
-        wrap(model, config.packing),
-        zero,
-        config.learning_rate,
-        config.weight_decay,
-        config.adam_betas,
-        config.lr_scheduler_type,
-        config.num_warmup_steps,
-        num_steps,
-    )
+    return trained_engine(model, config, "", zero, wrap, num_steps)
 
 
 def step_batches(
