@@ -24,11 +24,10 @@ FAILURE_NEWS_S = 1.0  # within which ranks learn of a failure
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Call ``main`` and exit with its code.
+    """Call ``main`` and exit with its code, or with one line and a code of the above.
 
-    Or with one line and 2 for a ``UserError``, 1 for training that diverged, 75 for training that
-    was stopped, 130 for Ctrl-C, 143 for SIGTERM. Only rank 0 prints it. Any other exception is a
-    bug and keeps its traceback, unless another rank failed first and printed its own.
+    Only rank 0 prints the line. Any other exception is a bug and keeps its traceback, unless
+    another rank failed first and printed its own.
     """
     host_checks.plug_streams()
     try:
