@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, Optional
@@ -60,7 +60,7 @@ def _locked(folder: Path, machine: int) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its previous holder has just removed the folder
             file = (folder / f"{_LOCK}{machine}").open("a")
-            if _try_lock(file) and os.fstat(file.fileno()).st_nlink == 0:
+            if try_lock(file) and os.fstat(file.fileno()).st_nlink == 0:
                 continue
             file.truncate(0)
             file.write(f"{socket.gethostname()}@{os.getpid()} {_start_time(os.getpid())}")
@@ -68,13 +68,13 @@ def _locked(folder: Path, machine: int) -> IO[str]:
             return file
 
 
-def _try_lock(file: IO[str]) -> bool:
+def try_lock(file: IO[str], lock: Callable[[IO[str], int], None] = fcntl.flock) -> bool:
     """False on a disk without locks; BlockingIOError where another process holds it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError(error.errno, "the registry is locked") from None
+            raise BlockingIOError(error.errno, f"{file.name} is locked") from None
         return False
     return True
 
@@ -90,7 +90,7 @@ class ProcessRegistry:
         """The running ``train.py`` of that machine; None: none, or unknown."""
         with suppress(OSError), (self.folder / f"{_LOCK}{machine}").open("r+") as file:
             try:
-                _try_lock(file)
+                try_lock(file)
             except BlockingIOError:
                 name, _, start = file.read().partition(" ")
                 host, _, pid = name.rpartition("@")

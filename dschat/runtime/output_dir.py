@@ -4,7 +4,6 @@ Until it is claimed nothing in it changes, so that a mistake found meanwhile (a 
 does not cost a finished model.
 """
 
-import errno
 import fcntl
 import glob
 import json
@@ -24,6 +23,7 @@ from dschat.checkpoint.compatibility import settings_of
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError
 from dschat.distributed.disk_space import free_bytes, needed_and_free
+from dschat.distributed.process_registry import try_lock
 
 COMPLETE = "COMPLETE"  # the file that marks a finished step
 _LOCK = ".lock"
@@ -168,11 +168,9 @@ def _claim(folder: Path) -> None:
     file = (folder / _LOCK).open("w")
     try:
         # NOTE: lockf, not flock: held by this process, not by its forks.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        try_lock(file, fcntl.lockf)
+    except BlockingIOError:
         file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return  # a disk without locks
         raise UserError(
             f"--output_dir {folder} is being written by another run; end that, or let it finish"
         ) from None
