@@ -1,20 +1,13 @@
 """Turns the tokens of an answer into text: stop strings, log-probs, finish reason."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dschat.models.stream_decoder import StreamDecoder
 from dschat.serving.worker import Token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Piece(NamedTuple):
-    """What a token adds to an answer."""
-
-    text: str
-    finish_reason: str | None = None
 
 
 @dataclass
@@ -34,8 +27,10 @@ class AnswerText:
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
 
-    def push(self, token: Token) -> Piece:
-        """The text that is final after ``token``; "stop" if it completes a stop string."""
+    def push(self, token: Token) -> tuple[str, str | None]:
+        """The text that is final after ``token``, and the finish reason: "stop" if it completes a
+        stop string.
+        """
         self.num_tokens += 1
         is_end = token.finish_reason == "stop"
         text = "" if is_end and token.id in self.end_ids else self._decoder.push(token.id)
@@ -44,13 +39,11 @@ class AnswerText:
         self._held += text
         found = [i for i in map(self._held.find, self.stops) if i >= 0]
         if found:
-            return Piece(self._held[: min(found)], "stop")
+            return self._held[: min(found)], "stop"
         num_held = 0 if token.finish_reason is not None else self._num_undecided()
-        final, self._held = (
-            self._held[: len(self._held) - num_held],
-            self._held[len(self._held) - num_held :],
-        )
-        return Piece(final, token.finish_reason)
+        end = len(self._held) - num_held
+        final, self._held = self._held[:end], self._held[end:]
+        return final, token.finish_reason
 
     def _num_undecided(self) -> int:
         """Length of the longest end of the text with which a stop string begins."""
