@@ -103,11 +103,6 @@ class TrainingCheckpointer:
             self._checkpoints.wait()
         logger.info("saved before the error: --resume latest resumes once its cause is fixed")
 
-    def last_good(self) -> str:
-        """For error messages: the checkpoint that the run can resume from."""
-        last = self._checkpoints.last if self._checkpoints is not None else None
-        return f"; the last good checkpoint is {last}" if last else ""
-
 
 @contextmanager
 def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer]:
@@ -132,5 +127,7 @@ def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer
             raise
         except FloatingPointError as error:
             checkpoints.wait()
-            raise FloatingPointError(f"{error}{checkpointer.last_good()}") from None
+            last = checkpoints.last
+            saved = f"; the last good checkpoint is {last}" if last else ""
+            raise FloatingPointError(f"{error}{saved}") from None
         checkpoints.wait()
