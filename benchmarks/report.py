@@ -1,5 +1,5 @@
-"""Describes code, libraries and machine, and summarizes repeated measurements, for the JSON lines
-of all benchmarks.
+"""Runs the sides of a benchmark in turn and summarizes what they measured; describes code,
+libraries and machine for its JSON lines.
 """
 
 import platform
