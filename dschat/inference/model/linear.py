@@ -48,10 +48,14 @@ def _timed_product(name: Backend, dtype: torch.dtype, num_rows: int, shape: Shap
     return partial(linear, torch.ones(num_rows, shape[1], dtype=dtype))
 
 
-def in_panels(weight: Tensor) -> Tensor:
-    """(out, in) -> (ceil(out / 32), in, 32): panels of 32 outputs, input-major, zero-padded."""
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % _PANEL))
-    return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+def write_panels(weight: Tensor, panels: Tensor) -> None:
+    """``weight`` (out, in) into ``panels`` (ceil(out / 32), in, 32): of 32 outputs, input-major.
+    The last panel keeps its zeros beyond the outputs.
+    """
+    whole, rest = divmod(len(weight), _PANEL)
+    panels[:whole].copy_(weight[: whole * _PANEL].unflatten(0, (whole, _PANEL)).transpose(1, 2))
+    if rest:
+        panels[whole, :, :rest].copy_(weight[whole * _PANEL :].T)
 
 
 @dataclass
@@ -149,9 +153,9 @@ class Linear:
         if not self._keep_panels:
             return
         if self.panels is None:
-            self.panels = in_panels(weight)
-        else:  # in place: `fused_step` holds the address
-            self.panels.copy_(in_panels(weight))
+            num_outputs, num_inputs = self.shape
+            self.panels = weight.new_zeros(-(-num_outputs // _PANEL), num_inputs, _PANEL)
+        write_panels(weight, self.panels)  # in place: `fused_step` holds the address
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""
