@@ -76,9 +76,9 @@ class EagerLoop:
             return [], []
         if len(places) > len(logits):
             uses = [n for row in rows for n in [len(row)] + [1] * len(row[0].draft)]
-            repeats = torch.tensor(uses, device=logits.device)
-            # NOTE: without its size, the host would wait for the device to learn it.
-            logits = logits.repeat_interleave(repeats, dim=0, output_size=len(places))
+            # On a CPU repeat_interleave starts all threads: 0.1 ms.
+            row_of_place = [i for i, n in enumerate(uses) for _ in range(n)]
+            logits = logits.index_select(0, torch.tensor(row_of_place, device=logits.device))
         return self.sampler.draw(logits, places)
 
     def _advance(
