@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.kernels.fused_step import FusedStep
+from dschat.inference.kernels.fused_step import MAX_PROMPT, FusedStep
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -73,7 +73,8 @@ class StepRunner:
                 ready.append(row + count - 1)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
-        if self._decoder.weights.has_panels:
+        longest = max((chunk.prefix + chunk.length for chunk in chunks), default=0)
+        if self._decoder.weights.has_panels and longest <= MAX_PROMPT:
             rows, counts = self._rows(spans, positions, positions_T), [n for _, n in spans]
             logits = self._fused_step().logits(tokens_T, positions_T, slots_T, rows, counts, ready)
             if logits is not None:

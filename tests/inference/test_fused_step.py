@@ -5,7 +5,7 @@ import pytest
 import torch
 from families import CONFIGS, PROMPTS, build, engine
 
-from dschat.inference import SamplingParams
+from dschat.inference import SamplingParams, step_runner
 from dschat.inference.kernels import cpu, fused_step
 from dschat.inference.kernels.fused_step import FusedStep
 from dschat.inference.model.architectures import model_spec
@@ -42,6 +42,13 @@ def test_which_families_take_their_steps_in_one_call(name, module_of, steps_take
     engine(module_of(name)).generate(PROMPTS[:3], sampling)
     prefill = sum(map(len, PROMPTS[:3]))
     assert steps_taken == ([prefill] + [3] * 5 if name in ONE_CALL else [])
+
+
+def test_long_prompts_are_the_decoders(module_of, steps_taken, monkeypatch):
+    monkeypatch.setattr(step_runner, "MAX_PROMPT", 20)
+    made = engine(module_of("llama"), max_num_batched_tokens=8, max_num_seqs=1)
+    made.generate([list(range(2, 32))], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert steps_taken == [8, 8, 1, 1]  # the first 16 tokens of 30, then two new ones
 
 
 @pytest.mark.parametrize("name", sorted(ONE_CALL))
