@@ -25,6 +25,7 @@ logger = logging.getLogger("dschat")
 EXIT_GRACE_S = 5.0  # for the main thread to exit by itself: its collective may have failed too
 REPORT_DELAY_S = 0.3  # before the error line: a process that is being killed too prints none
 CONNECT_S = 20.0
+LATE_CONNECT_S = 2.0  # a failing rank 0 waits for ranks that have just started to connect
 # A machine without power closes no connection: seconds before the first probe, seconds between
 # probes, and the number of probes without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
@@ -52,7 +53,10 @@ class FailureDetector:
         self._report_lock = threading.Lock()  # never released by the thread that reports
         # On rank 0 to all others, else to rank 0.
         self._connections: dict[socket.socket, _Peer] = {}
+        self._all_connected = threading.Event()  # to rank 0, as far as it knows
         server = _listen(address) if rank == 0 else None
+        if server is None or size == 1:
+            self._all_connected.set()
         port_and_token = server and (server.getsockname()[1], secrets.token_hex(16))
         ranks = gather((port_and_token, _process_name()))
         self._names = [name for _, name in ranks]
@@ -61,7 +65,7 @@ class FailureDetector:
         port, self._token = ranks[0][0]
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._forget)
-        work, args = (self._serve, (server,)) if server else (self._follow, (address, port))
+        work, args = (self._serve, (server, size)) if server else (self._follow, (address, port))
         threading.Thread(target=work, args=args, name="failure-detector", daemon=True).start()
 
     def announce_exit(self, code: int) -> None:
@@ -71,6 +75,8 @@ class FailureDetector:
         self._announced = True
         if self._failure is not None:
             self._report()
+        if code:
+            self._all_connected.wait(LATE_CONNECT_S)
         message = f"failed {self._rank} {code}" if code else "done"
         for connection in list(self._connections):
             _send(connection, message)
@@ -92,8 +98,9 @@ class FailureDetector:
 
     # -- threads
 
-    def _serve(self, server: socket.socket) -> None:
+    def _serve(self, server: socket.socket, size: int) -> None:
         """Rank 0: listen to all ranks, and report the first failure to all."""
+        connected = 1
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while self._failure is None:
@@ -103,6 +110,9 @@ class FailureDetector:
                         _keep_alive(connection)
                         self._connections[connection] = _Peer()
                         selector.register(connection, selectors.EVENT_READ)
+                        connected += 1
+                        if connected == size:
+                            self._all_connected.set()
                         continue
                     peer = key.fileobj
                     assert isinstance(peer, socket.socket)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
-import json, os, signal, sys, time
+import json, os, signal, socket, sys, time
 from pathlib import Path
 from dschat.distributed import failure_detector
 
@@ -25,7 +25,16 @@ def gather(value, name="a"):
         time.sleep(0.01)
     return [json.loads(Path(f"{name}{r}").read_text()) for r in range(size)]
 
+if ends[1:] == "fails at once" and rank:
+    connect = socket.create_connection
+    socket.create_connection = lambda *a, **options: time.sleep(0.3) or connect(*a, **options)
 detector = failure_detector.FailureDetector(rank, size, "127.0.0.1", gather)
+if ends[1:] == "fails at once":
+    if rank == 0:
+        detector.announce_exit(7)
+        os._exit(7)
+    print(detector.first_failure(5.0))
+    sys.exit(detector.first_failure().code)
 deadline = time.monotonic() + 50
 while len(detector._connections) < (size - 1 if rank == 0 else 1) and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -102,6 +111,14 @@ def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
     speaker = 1 if rank == 0 else 0  # one rank for all
     assert re.fullmatch(KILLED.format(rank) + "\n", stderr[speaker])
     assert [stderr[r] for r in range(3) if r != speaker] == ["", ""]
+
+
+def test_a_failure_before_the_others_connect(tmp_path):
+    """They learn its code, and that it has printed its error."""
+    codes, printed, stderr, _ = run(tmp_path, "0fails at once")
+    assert codes == [7, 7, 7]
+    assert printed[1:] == ["RankFailure(rank=0, code=7)\n"] * 2
+    assert stderr == ["", "", ""]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
