@@ -26,6 +26,9 @@ _CONTEXT = 3  # tokens that must match before a draft
 _WORTH = 0.25  # `history`: draft a token that is accepted with at least this probability
 # `auto`: look for drafts where an accepted token saves more. Looking takes 3 us a token.
 _LEAST_SAVING_S = 1e-5
+# Answer tokens before a prompt without earlier answers is looked at: few of them repeat its text,
+# and short answers would pay for the index in vain.
+_LEAST_ANSWER = 8
 _FIRST_RATE = 0.7  # assumed acceptance before any is known
 _SEQUENCE_SHARE, _OVERALL_SHARE = 0.2, 0.01  # of one observation in the moving averages
 
@@ -118,8 +121,9 @@ class Drafter:
             return
         budget = self._scheduler.draft_budget(schedule)
         for sequence in schedule.decodes:
-            if not sequence.answer:
-                continue  # its first token is drawn for all samples of the prompt
+            # The first token is drawn for all samples of the prompt.
+            if not sequence.answer or self._is_early(sequence):
+                continue
             follower = self._follow(sequence)
             rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
             found = len(follower.tokens) - follower.position
@@ -129,6 +133,11 @@ class Drafter:
                 first = follower.position
                 sequence.draft = list(follower.tokens[first : first + size])
                 budget -= size
+
+    def _is_early(self, sequence: Sequence) -> bool:
+        if len(sequence.answer) >= _LEAST_ANSWER or sequence.prompt in self._indices:
+            return False
+        return not self._history.of(sequence.prompt.ids)
 
     def _worth(self, num_sequences: int) -> float:
         """Least probability of a drafted token; 1: none is worth it.
