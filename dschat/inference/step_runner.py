@@ -74,11 +74,9 @@ class StepRunner:
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
         longest = max((chunk.prefix + chunk.length for chunk in chunks), default=0)
-        if self._decoder.weights.has_panels and longest <= MAX_PROMPT:
+        if longest <= MAX_PROMPT and (fused := self._fused_step()) is not None:
             rows, counts = self._rows(spans, positions, positions_T), [n for _, n in spans]
-            logits = self._fused_step().logits(tokens_T, positions_T, slots_T, rows, counts, ready)
-            if logits is not None:
-                return logits
+            return fused.logits(tokens_T, positions_T, slots_T, rows, counts, ready)
         attention = Attention(
             self._decoder.spec,
             self._cache,
@@ -93,10 +91,12 @@ class StepRunner:
             hidden = hidden.index_select(0, ready_R.to(self.device))
         return self._decoder.logits(hidden)
 
-    def _fused_step(self) -> FusedStep:
+    def _fused_step(self) -> FusedStep | None:
+        if not self._decoder.weights.has_panels:
+            return None
         if self._fused is None or not self._fused.fits(self._decoder, self._cache):
             self._fused = FusedStep(self._decoder, self._cache, self._max_num_seqs)
-        return self._fused
+        return self._fused if self._fused.is_available else None
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `DeviceLoop`; captured again if weights or cache were reallocated."""

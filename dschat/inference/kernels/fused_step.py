@@ -78,7 +78,11 @@ def applies(spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_ranks
 
 
 class FusedStep:
-    """Runs ``decoder``'s steps over ``cache``, until either is replaced."""
+    """Runs ``decoder``'s steps over ``cache``, until either is replaced.
+
+    ``is_available``: whether the weights have panels: not borrowed ones, nor with LoRA side
+    products.
+    """
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_seqs: int) -> None:
         self._decoder, self._cache = decoder, cache
@@ -87,7 +91,7 @@ class FusedStep:
         assert kernels is not None, "`applies` requires the kernels"
         self._kernels = kernels
         self._tensors: list[Tensor] = []  # kept alive: the structures point to them
-        self._available = self._describe()
+        self.is_available = self._describe()
         spec, weights = decoder.spec, decoder.weights
         out_size = spec.num_heads * spec.head_size
         qkv_size = out_size + 2 * spec.num_kv_heads * spec.head_size
@@ -114,15 +118,12 @@ class FusedStep:
         rows: Decodes,
         counts: list[int],
         ready: list[int],
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Logits (R, V) of the rows ``ready`` of a step of N rows, one for each token.
 
         ``tokens``, ``positions``, ``slot_mapping`` (N,) int64, contiguous. ``counts``: adjacent
-        rows that are tokens of one sequence. None if the weights have no panels (borrowed, or with
-        LoRA side products).
+        rows that are tokens of one sequence.
         """
-        if not self._available:
-            return None
         if self._scratch.numel() < rows.count * self._width:
             self._scratch = torch.empty(rows.count * self._width)
         logits = self._scratch.new_empty(len(ready), self._vocab_size)
