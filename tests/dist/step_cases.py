@@ -17,16 +17,14 @@ from step_rows import (
     PROMPTS,
     padded_probes,
     rows_of,
-    sequences,
     sft_rows,
+    text_steps,
 )
 from tiny_models import EOS, causal_lm
 from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
-from dschat.data.batches import StepBatches, endless
-from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
@@ -259,21 +257,6 @@ def ppo_config(case: Case, models: Path) -> RLHFConfig:
     if config.has_teacher:
         config.teacher_model_name_or_path = str(models / config.teacher_model_name_or_path)
     return config
-
-
-def text_steps(config: RLHFConfig):
-    """The ptx data: blocks of text, every optimizer step the same ones on any number of ranks."""
-    blocks = [{"input_ids": ids} for ids in sequences(seed=11, count=24, low=3)]
-    world = dist.world_size()
-    batches = StepBatches(
-        blocks,
-        config.mini_batch_size(world),
-        MicroBatchSize(config.per_device_training_batch_size),
-        dist.rank(),
-        world,
-        config.seed,
-    )
-    return endless(batches)
 
 
 def build_trainer(config: RLHFConfig, ptx: bool = False) -> DeepSpeedPPOTrainer:

@@ -1,10 +1,16 @@
 """Token rows that the training steps of the tests learn from, and probes of what they learned."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tiny_models import EOS, VOCAB
 from torch.nn.utils.rnn import pad_sequence
+
+import dschat.distributed as dist
+from dschat.config import RLHFConfig
+from dschat.data.batches import StepBatches, endless
+from dschat.data.micro_batches import MicroBatchSize
 
 NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
 
@@ -87,3 +93,18 @@ def _cut_pair(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 _SIDES = ("chosen_ids", "rejected_ids")
+
+
+def text_steps(config: RLHFConfig) -> Iterator[Any]:
+    """The ptx data: blocks of text, every optimizer step the same ones on any number of ranks."""
+    blocks = [{"input_ids": ids} for ids in sequences(seed=11, count=24, low=3)]
+    world = dist.world_size()
+    batches = StepBatches(
+        blocks,
+        config.mini_batch_size(world),
+        MicroBatchSize(config.per_device_training_batch_size),
+        dist.rank(),
+        world,
+        config.seed,
+    )
+    return endless(batches)
