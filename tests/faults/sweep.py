@@ -16,11 +16,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import orphans
-from cases import SWEEP
-from runs import KINDS, Case, finish, make_models, survive
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for what the tests share
 
-from dschat.observability import console
+import orphans  # noqa: E402
+from cases import SWEEP  # noqa: E402
+from runs import KINDS, Case, finish, make_models, survive  # noqa: E402
+
+from dschat.observability import console  # noqa: E402
 
 KILLS_OF_ONE = 4  # before a run may come to its end
 

@@ -1,6 +1,9 @@
 """A step that is killed at any moment and resumed records the same as an undisturbed one."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from cases import STEP1, SWEEP
@@ -48,3 +51,12 @@ def test_train_py_alone_is_killed(ranks, models, tmp_path):
     seconds = run_whole(train_py(models, tmp_path / "whole", ranks=ranks))
     command = train_py(models, tmp_path / "killed", ranks=ranks)
     assert survive_alone(command, tmp_path / "whole", seconds, kills=2, seed="2") >= 1
+
+
+@pytest.mark.slow
+def test_the_sweep_starts_as_a_script():
+    """It needs no pytest, which puts the modules that tests share on the path."""
+    sweep = Path(__file__).with_name("sweep.py")
+    result = subprocess.run([sys.executable, sweep, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "--kills" in result.stdout
