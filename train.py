@@ -32,6 +32,7 @@ from dschat.launch import recipe, run_plan, supervisor
 from dschat.launch.preflight_process import log_lines
 from dschat.launch.run_report import RunReport
 from dschat.launch.summary import format_summary, write_summary
+from dschat.runtime.output_dir import COMPLETE
 
 ROOT = Path(__file__).resolve().parent
 
@@ -87,7 +88,9 @@ def main() -> int:
                 return code
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
-    show_results(plan, report if reports and plan.commands else None)
+    marks = [plan.folder(step) / COMPLETE for step in plan.steps]
+    is_due = reports and (plan.commands or not report.is_current(marks))
+    show_results(plan, report if is_due else None)
     return 0
 
 

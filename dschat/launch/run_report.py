@@ -3,14 +3,18 @@
 A report never makes a run fail: what goes wrong is one line at the end.
 """
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_SET_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
 _LONGEST_S = 300.0  # for the last report, which train.py waits for
 
 
@@ -33,6 +37,15 @@ class RunReport:
     def __exit__(self, *_: Any) -> None:
         self._stop()
 
+    def is_current(self, marks: Iterable[Path]) -> bool:
+        """Whether there is a report, not older than any of ``marks`` (files of finished steps)."""
+        page = self._output_dir / "report.html"
+        try:
+            written = page.stat().st_mtime
+            return all(mark.stat().st_mtime <= written for mark in marks)
+        except OSError:
+            return False
+
     def poll(self) -> None:
         """Start a report if one is due and none is being written."""
         if not self._every_s or time.monotonic() - self._last < self._every_s:
@@ -45,7 +58,7 @@ class RunReport:
             self._process = subprocess.Popen(
                 self._command("none"),
                 env={**self._environment},
-                preexec_fn=lambda: os.nice(10),  # training goes first
+                preexec_fn=_start_in_background,
                 start_new_session=True,  # Ctrl-C is for the steps
                 **nothing,
             )
@@ -66,6 +79,7 @@ class RunReport:
             done = subprocess.run(
                 self._command("main"),
                 env={**self._environment},
+                preexec_fn=_end_with_parent,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -81,3 +95,14 @@ class RunReport:
     def _command(self, figures: str) -> list[str]:
         out = str(self._output_dir)
         return [sys.executable, "-m", "dschat.reporting", "--runs", out, "--figures", figures]
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel kills it when train.py ends, however that happens (Linux)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _start_in_background() -> None:
+    _end_with_parent()
+    os.nice(10)  # training goes first

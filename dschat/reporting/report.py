@@ -28,7 +28,6 @@ def write_report(config: ReportConfig) -> str:
     out = runs[0].folder
     line = f"report: {out / PAGE}"
     try:
-        _write(out / PAGE, render(runs, sections))
         if config.figures != "none":
             figures = [
                 figure
@@ -37,6 +36,7 @@ def write_report(config: ReportConfig) -> str:
                 if config.figures == "all" or not section.is_folded
             ]
             line += f", {write_figures(figures, out / FIGURES)} figures in {out / FIGURES}"
+        _write(out / PAGE, render(runs, sections))  # last: train.py asks whether there is one
     except OSError as error:
         raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from None
     return line

@@ -1,12 +1,15 @@
 """train.py's report: a line that says where, or why not; never a failure."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from stub_steps import train
 
+from dschat.launch import watchdog
 from dschat.launch.run_report import RunReport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +46,39 @@ def test_without_an_interval_nothing_is_started(tmp_path):
     with RunReport(tmp_path, {}, 0) as report:
         report.poll()
         assert report._process is None
+
+
+def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
+    report, page = RunReport(tmp_path, {}, 0), tmp_path / "report.html"
+    marks = [tmp_path / "one", tmp_path / "two"]
+    marks[0].touch()
+    assert not report.is_current(marks[:1])
+    page.touch()
+    assert report.is_current(marks[:1])
+    assert not report.is_current(marks)
+    marks[1].touch()
+    os.utime(page, (time.time() - 1,) * 2)
+    assert not report.is_current(marks)
+
+
+def test_a_report_ends_with_train_py(tmp_path):
+    write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n')
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from dschat.launch.run_report import RunReport\n"
+        "report = RunReport(Path(sys.argv[1]), os.environ, 1e-9); report.poll()\n"
+        "print(report._process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
+        group = int(parent.stdout.readline())
+        assert watchdog.lives(group)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while watchdog.lives(group) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not watchdog.lives(group)
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
