@@ -152,7 +152,7 @@ def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
     batches = math.ceil(STEP_SEQUENCES / row.count / row.rows)
     phases = [
         refresh(fleet, actor, row.tp_size),
-        prefill(fleet, actor, rows, batches, row.tp_size),
+        prefill(fleet, actor, rows, row.tp_size),
         decode(fleet, actor, rows, row.rows * row.tp_size, row.tp_size),
         *(forward(fleet, m, rows, batches) for m in (actor, actor, critic, critic)),
         *(training(fleet, m, rows, batches) for m in (actor, critic)),
@@ -244,9 +244,8 @@ def openrlhf_s(row: Compared, engine: Shares, loop: Shares, chat: Shares) -> tup
             trained.append(seconds + update(fleet(count, passes), m, 8).total_s)
     writers = fleet(row.groups[4], engine) if "vLLM" in row.system else fleet(sizes[2], writes)
     actor = replace(model("actor", writers.count), stage=0)
-    batches = 1024 / (writers.count / row.tp_size) / gen_rows
     generation_s = (
-        prefill(writers, actor, rows, batches, row.tp_size).total_s
+        prefill(writers, actor, rows, row.tp_size).total_s
         + decode(writers, actor, rows, gen_rows, row.tp_size).total_s
     )
     if apart:

@@ -8,6 +8,7 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -56,9 +57,14 @@ class Use:
     packing: Packing = "auto"
 
     @property
+    def reading(self) -> "Use":
+        """The same model in passes without gradients."""
+        return replace(self, dropout=0.0, gradient_checkpointing=False)
+
+    @property
     def frozen(self) -> "Use":
         """The same checkpoint without training."""
-        return replace(self, dropout=0.0, gradient_checkpointing=False, lora_dim=0)
+        return replace(self.reading, lora_dim=0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class Models:
     def run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
         """The memory of ``work`` on ``batch``; see `activations.run_pass`."""
         if not train:
-            use = replace(use, dropout=0.0, gradient_checkpointing=False)
+            use = use.reading
         return self._ran(use, work, batch, train)
 
     def _run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
@@ -154,7 +160,11 @@ class Models:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
 
-    def _module(self, use: Use, num_layers: int | None = None) -> PackedModel:
+    def build(self, use: Use, num_layers: int) -> PackedModel:
+        """The first layers of ``use`` in CPU memory, with random weights."""
+        return self._module(use, num_layers, on_meta=False)
+
+    def _module(self, use: Use, num_layers: int | None = None, on_meta: bool = True) -> PackedModel:
         """``use`` on the meta device; ``num_layers``: with its first layers only."""
         config = copy.deepcopy(self.config(use))
         if num_layers is not None:
@@ -172,7 +182,7 @@ class Models:
             text.pad_token_id = config.pad_token_id = None
 
         def build(config: PretrainedConfig) -> PreTrainedModel:
-            with init_empty_weights(include_buffers=True):
+            with init_empty_weights(include_buffers=True) if on_meta else nullcontext():
                 return auto.from_config(config, **options)
 
         with muted(logging.WARNING):  # warnings of transformers and PEFT concern loaded weights

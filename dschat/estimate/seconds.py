@@ -87,6 +87,15 @@ class TimedModel:
     def num_bytes(self) -> int:
         return self.itemsize * self.total
 
+    def forward_flops(self, seq_len: int) -> int:
+        """Of a sequence in a pass without gradients."""
+        return transformer_flops(self.shape, seq_len, self.head)
+
+    def training_flops(self, seq_len: int) -> int:
+        """Of a sequence in a forward and a backward pass."""
+        recomputes, frozen = self.checkpointing, self.frozen_base
+        return training_flops(self.shape, seq_len, recomputes, self.head, frozen)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -141,23 +150,19 @@ def joined(name: str, phases: list[Phase]) -> Phase:
 
 def forward(fleet: Fleet, model: TimedModel, rows: Rows, micro_batches: float) -> Phase:
     """Passes without gradients over ``rows``, in ``micro_batches`` on every device."""
-    flops = rows.count * transformer_flops(model.shape, rows.seq_len, model.head)
+    flops = rows.count * model.forward_flops(rows.seq_len)
     links_s = micro_batches * _gathered_s(fleet, model)
-    launches = micro_batches * model.shape.num_layers * fleet.shares.pass_launches
-    return _pass(fleet, "forward", flops / fleet.shares.products, links_s, launches)
+    return _pass(fleet, "forward", flops, links_s)
 
 
 def training(fleet: Fleet, model: TimedModel, rows: Rows, micro_batches: float) -> Phase:
     """Forward and backward passes over ``rows``. ZeRO-3 gathers weights for either pass; gradients
     are reduced after every micro-batch in stages 2 and 3.
     """
-    recomputes, frozen = model.checkpointing, model.frozen_base
-    flops = rows.count * training_flops(model.shape, rows.seq_len, recomputes, model.head, frozen)
+    flops = rows.count * model.training_flops(rows.seq_len)
     gradients = fleet.gather_s(model.itemsize * model.trained) * (1 if model.stage >= 2 else 0)
     links_s = micro_batches * (2 * _gathered_s(fleet, model) + gradients)
-    passes = 4 if recomputes else 3
-    launches = passes * micro_batches * model.shape.num_layers * fleet.shares.pass_launches
-    return _pass(fleet, "train", flops / fleet.shares.products, links_s, launches)
+    return _pass(fleet, "train", flops, links_s)
 
 
 def _gathered_s(fleet: Fleet, model: TimedModel) -> float:
@@ -171,13 +176,11 @@ def _gathered_s(fleet: Fleet, model: TimedModel) -> float:
     return fleet.gather_s(model.num_bytes) + from_host
 
 
-def _pass(fleet: Fleet, name: str, flops: float, links_s: float, launches: float) -> Phase:
-    """``flops``: at the peak rate. Communication hides behind products, but not all of it."""
-    products_s = flops / fleet.flops
-    fixed_s = launches * fleet.device.launch_s
-    busy_s = products_s + fixed_s
-    hidden_s = min(fleet.shares.overlap * links_s, busy_s)
-    return Phase(name, busy_s + links_s - hidden_s, products_s, 0.0, links_s, fixed_s)
+def _pass(fleet: Fleet, name: str, flops: float, links_s: float) -> Phase:
+    """Communication hides behind products, but not all of it."""
+    products_s = flops / (fleet.shares.products * fleet.flops)
+    hidden_s = min(fleet.shares.overlap * links_s, products_s)
+    return Phase(name, products_s + links_s - hidden_s, products_s, 0.0, links_s)
 
 
 def update(fleet: Fleet, model: TimedModel, num_steps: float) -> Phase:
@@ -203,15 +206,14 @@ def refresh(fleet: Fleet, model: TimedModel, tp_size: int) -> Phase:
     return Phase("refresh", memory_s + links_s, 0.0, memory_s, links_s)
 
 
-def prefill(fleet: Fleet, model: TimedModel, rows: Rows, batches: float, tp_size: int = 1) -> Phase:
+def prefill(fleet: Fleet, model: TimedModel, rows: Rows, tp_size: int = 1) -> Phase:
     """Prompts through the rollout's weights, once for all samples of a prompt."""
     prompts = rows.count / rows.samples
-    flops = prompts * prefill_flops(model.shape, rows.prompt) / fleet.shares.products
+    flops = prompts * prefill_flops(model.shape, rows.prompt)
     tokens = prompts * rows.prompt / (fleet.count / tp_size)
     links_s = _reduced_s(fleet, model, tokens, tp_size)
-    launches = batches * model.shape.num_layers * fleet.shares.pass_launches
     exposed = replace(fleet, shares=replace(fleet.shares, overlap=0.0))  # a layer waits for them
-    return _pass(exposed, "prefill", flops, links_s, launches)
+    return _pass(exposed, "prefill", flops, links_s)
 
 
 def decode(

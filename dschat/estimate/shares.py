@@ -16,7 +16,6 @@ class Shares:
         decode: of the memory bandwidth, in decode steps.
         overlap: of communication, that runs behind matrix products.
         step_launches: operations that a layer of a decode step waits for.
-        pass_launches: operations that a layer of a pass waits for.
         cache_passes: how often a decode step reads or writes the cache; 1 unless it is copied.
         update: of the memory bandwidth, in optimizer steps.
     """
@@ -25,7 +24,6 @@ class Shares:
     decode: float
     overlap: float = 0.5
     step_launches: float = 0.0
-    pass_launches: float = 0.0
     cache_passes: float = 1.0
     update: float = 0.6
 
@@ -36,7 +34,7 @@ ENGINE = Shares(products=0.4075, decode=0.9)
 # Transformers' generate: a step reads and writes the whole cache to append to it, then reads it.
 # The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
 HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
-# One thread of a Xeon (AVX-512): benchmarks/plan_against_seconds.py, three sizes.
-CPU = Shares(products=0.65, decode=0.5, step_launches=150, pass_launches=2000)
+# Only of models too large to measure (`dschat.estimate.cpu_passes`): one thread, large products.
+CPU = Shares(products=0.65, decode=0.5)
 # DeepSpeed-Chat in 2023, for comparison: 6.7B and 13B of its tables, and its 7B row at OpenRLHF.
 DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)

@@ -6,9 +6,12 @@ Every row counts at its mean lengths: those of ``--plan_tokens``, else the longe
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig
 from dschat.config.fields import AUTO
+from dschat.estimate.activations import Batch
+from dschat.estimate.cpu_passes import CpuPasses
 from dschat.estimate.devices import DeviceSpeed
 from dschat.estimate.models import Models
 from dschat.estimate.result import StepEstimate
@@ -77,6 +80,29 @@ class Timer:
     def _fleet(self, count: int, shares: Shares) -> Fleet:
         return Fleet(self.speed, count, min(self.per_node, count), shares)
 
+    @cached_property
+    def _cpu(self) -> CpuPasses:
+        return CpuPasses(self.models)
+
+    def _reaching(self, fleet: Fleet, rate: float | None, **shares: float) -> Fleet:
+        """``fleet`` with products at ``rate`` FLOPs per second of a device; None: as it is."""
+        if rate is None:
+            return fleet
+        share = rate / fleet.device.flops
+        return replace(fleet, shares=replace(fleet.shares, products=share, **shares))
+
+    def _pass(
+        self, fleet: Fleet, model: Model, rows: Rows, batches: float, train: bool = False
+    ) -> Phase:
+        """Passes over ``rows`` in ``batches`` micro-batches on every device."""
+        timed = self._model(model)
+        if not fleet.device.on_gpu:
+            num_rows = max(1, round(rows.count / fleet.count / batches))
+            batch = Batch(num_rows, rows.seq_len, rows.answer or rows.seq_len - 1)
+            rate = self._cpu.rate(timed, model.use, model.work, batch, train)
+            fleet = self._reaching(fleet, rate)
+        return (training if train else forward)(fleet, timed, rows, batches)
+
     def _model(self, model: Model) -> TimedModel:
         use, sizes = model.use, self.models.sizes(model.use)
         head: Head = "lm" if use.kind == "lm" else "score"
@@ -107,11 +133,11 @@ class Timer:
         for model in estimate.present:
             timed = self._model(model)
             if isinstance(model, Learner):
-                phases.append(training(fleet, timed, rows, batches))
+                phases.append(self._pass(fleet, model, rows, batches, train=True))
                 phases.append(update(fleet, timed, 1))
         if pairs is not None and pairs.trains_policy and not pairs.precompute_ref_logprobs:
-            timed = self._model(estimate.present[-1])
-            phases.insert(0, replace(forward(fleet, timed, rows, batches), name="reference"))
+            reference = self._pass(fleet, estimate.present[-1], rows, batches)
+            phases.insert(0, replace(reference, name="reference"))
         return StepTime(fleet, rows, phases, per_example)
 
     @staticmethod
@@ -132,8 +158,7 @@ class Timer:
         longest = config.max_prompt_seq_len, config.max_answer_seq_len
         prompt, answer = map(min, zip(self.tokens or longest, longest, strict=True))
         rows = Rows(config.rollout_samples(count), prompt, answer, config.num_samples_per_prompt)
-        in_engine = "inference engine" in estimate.models[-1]
-        shares = (ENGINE if in_engine else HF_LOOP) if self.speed.on_gpu else CPU
+        shares = (ENGINE if _in_engine(estimate) else HF_LOOP) if self.speed.on_gpu else CPU
         fleet = self._fleet(count, shares)
         phases = [
             *self._generation(fleet, estimate, config, rows),
@@ -155,10 +180,19 @@ class Timer:
         cache = max(mode.items.get("KV cache", 0) for mode in estimate.modes)
         cached = cache * tp_size / token_bytes / (rows.prompt + rows.answer / 2)
         concurrent = max(1.0, min(config.max_num_seqs, per_group, cached))
+        prefilling = decoding = fleet
+        if not fleet.device.on_gpu:
+            use, num_seqs = estimate.present[0].use.frozen, round(concurrent)
+            rates = self._cpu.generation_rates(
+                actor, use, _in_engine(estimate), num_seqs, rows.prompt
+            )
+            prefilling = self._reaching(fleet, rates and rates.prefill)
+            # What a step waits for memory is in its measured rate.
+            decoding = self._reaching(fleet, rates and rates.decode, decode=math.inf)
         return [
             *phases,
-            prefill(fleet, actor, rows, per_group / concurrent, tp_size),
-            decode(fleet, actor, rows, concurrent, tp_size),
+            prefill(prefilling, actor, rows, tp_size),
+            decode(decoding, actor, rows, concurrent, tp_size),
         ]
 
     def _scoring(
@@ -177,7 +211,7 @@ class Timer:
             read = replace(rows, count=part * rows.count)
             by_rows = math.ceil(read.count / fleet.count / rows_each)
             batches = self._batches(config, read, fleet.count, by_rows)
-            phases.append(forward(fleet, self._model(model), read, batches))
+            phases.append(self._pass(fleet, model, read, batches))
         return joined("score", phases)
 
     def _training(
@@ -193,10 +227,13 @@ class Timer:
                 continue
             several = 2 if model.name == "actor" and config.unsupervised_dataset_name else 1
             trained = replace(rows, count=several * config.ppo_epochs * rows.count)
-            timed = self._model(model)
-            phases.append(training(fleet, timed, trained, several * steps * batches))
-            updates.append(update(fleet, timed, steps))
+            phases.append(self._pass(fleet, model, trained, several * steps * batches, train=True))
+            updates.append(update(fleet, self._model(model), steps))
         return [joined("train", phases), joined("update", updates)]
+
+
+def _in_engine(estimate: StepEstimate) -> bool:
+    return "inference engine" in estimate.models[-1]
 
 
 def bottleneck(phases: Sequence[Phase]) -> str:

@@ -49,8 +49,8 @@ def test_passes_by_hand():
 
 def test_prefill_reads_a_prompt_once_for_all_its_samples():
     # 2 tokens and 3 pairs, the head on the last: 2 * 56 + 16 + 3 * 8 = 152 FLOPs
-    assert prefill(fleet(), MODEL, ROWS, 1).total_s == pytest.approx(4 * 152 / 500)
-    shared = prefill(fleet(), MODEL, replace(ROWS, samples=2), 1)
+    assert prefill(fleet(), MODEL, ROWS).total_s == pytest.approx(4 * 152 / 500)
+    shared = prefill(fleet(), MODEL, replace(ROWS, samples=2))
     assert shared.total_s == pytest.approx(2 * 152 / 500)
 
 

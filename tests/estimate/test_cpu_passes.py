@@ -1,0 +1,115 @@
+"""The time model of a CPU: passes that run, and how a step is made of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dschat.estimate import Request, cpu_passes
+from dschat.estimate.activations import Batch
+from dschat.estimate.cpu_passes import CpuPasses
+from dschat.estimate.devices import DEVICES
+from dschat.estimate.models import Models, Use
+from dschat.estimate.run import make_estimator
+from dschat.estimate.seconds import TimedModel
+from dschat.estimate.timing import Timer
+from dschat.observability.flops import shape_of
+
+CPU = replace(DEVICES["V100-32"], name="cpu", flops=1e9)
+
+
+@pytest.fixture(scope="module")
+def fields(tiny):
+    """Fields of step 3: 8 prompts, 2 samples of each, 2 optimizer steps of 2 micro-batches."""
+    return {
+        "actor_model_name_or_path": tiny("llama"),
+        "reward_model_name_or_path": tiny("llama"),
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 16,
+        "num_samples_per_prompt": 2,
+        "per_device_generation_batch_size": 8,
+        "per_device_training_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "old_logprobs": "recompute",
+        "max_num_seqs": 16,
+    }
+
+
+def times(fields, number=3):
+    """Phase -> its `Phase`."""
+    request, models = Request({number: fields}, 1, 1), Models()
+    estimate = make_estimator(request, models)(request.config(number))
+    return {phase.name: phase for phase in Timer(models, CPU, 1).time(estimate).phases}
+
+
+def timed(use: Use, models: Models) -> TimedModel:
+    sizes = models.sizes(use)
+    head = "lm" if use.kind == "lm" else "score"
+    shape = shape_of(models.config(use).get_text_config())
+    return TimedModel(shape, sizes.total, sizes.trained, head, 4, checkpointing=False)
+
+
+def test_a_step_is_made_of_measured_passes(fields, monkeypatch):
+    """Where a pass takes a second and 8 decode steps take 2: 4 micro-batches of two models train,
+    as many of four models are scored, one prefill, 15 decode steps.
+    """
+    measured = []
+
+    def seconds(run):
+        measured.append(run)
+        return 3.0 if len(measured) == 2 else 1.0  # the first two: generation of 1 and of 9 tokens
+
+    monkeypatch.setattr(cpu_passes, "_seconds", seconds)
+    phases = times(fields)
+    assert phases["train"].total_s == pytest.approx(4 * 2)
+    assert phases["score"].total_s == pytest.approx(4 * 4)
+    assert phases["prefill"].total_s == pytest.approx(1 / 2)  # one prompt for two samples
+    assert phases["decode"].total_s == pytest.approx(15 * 2 / 8, rel=0.05)  # later tokens see more
+    assert phases["decode"].memory_s == 0
+    # Actor and reference are one model, critic and reward model another.
+    assert len(measured) == 2 + 2 + 2
+
+
+def test_passes_run(fields):
+    """Every phase takes time, and transformers' own loop more than the engine's decode steps."""
+    engine = times(fields)
+    assert {"prefill", "decode", "score", "train", "update"} <= {*engine}
+    assert all(0 < phase.total_s < 1000 for phase in engine.values())
+    loop = times(fields | {"enable_hybrid_engine": False})
+    assert loop["decode"].total_s > engine["decode"].total_s
+
+
+@pytest.mark.parametrize("loss", ["pairwise", "dpo", "kto"])
+def test_supervised_passes_run(tiny, loss):
+    fields = {"model_name_or_path": tiny("gpt2"), "max_seq_len": 32, "loss": loss}
+    phases = times(fields, number=2)
+    assert ("reference" in phases) == (loss != "pairwise")
+    assert 0 < phases["train"].total_s < 1000
+
+
+@pytest.mark.parametrize(("size", "layers"), [("small", 1), ("1.3b", None)])
+def test_large_models_are_cut(opt, size, layers):
+    """8 layers of 12.6M and an embedding of 4.2M: one runs. A layer and the embeddings of OPT-1.3B
+    are too large.
+    """
+    models = Models()
+    use = Use(opt(size), "--model", "lm", torch.float32)
+    model = timed(use, models)
+    cut = CpuPasses(models)._cut(model, use)
+    assert (cut and cut.shape.num_layers) == layers
+    if cut is None:
+        assert CpuPasses(models).rate(model, use, "sft", Batch(1, 8, 7), True) is None
+        assert CpuPasses(models).generation_rates(model, use, True, 4, 8) is None
+
+
+def test_large_batches_are_cut(tiny, monkeypatch):
+    """A micro-batch runs as many rows as its FLOPs allow, at least one."""
+    models, rows = Models(), []
+    use = Use(tiny("llama"), "--model", "lm", torch.float32)
+    model = timed(use, models)
+    make = Batch.rows
+    monkeypatch.setattr(Batch, "rows", lambda b, device: rows.append(b.num_rows) or make(b, device))
+    for flops in (3.5 * model.training_flops(8), 1.0):
+        monkeypatch.setattr(cpu_passes, "_FLOPS", flops)
+        assert CpuPasses(models).rate(model, use, "sft", Batch(64, 8, 7), True) > 0
+    assert rows == [3, 1]
