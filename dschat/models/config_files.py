@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, Pretraine
 from transformers.utils import cached_file
 
 from dschat.config import UserError
+from dschat.models import hub
 
 T = TypeVar("T")
 Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
@@ -81,6 +82,7 @@ def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | N
         OSError: neither a folder nor a model on the hub.
         UserError: the file is not valid JSON, or not an object.
     """
+    hub.prepare(name_or_path)
     path = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return None

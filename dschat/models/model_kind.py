@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from dschat.config import UserError
+from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.models.config_files import CONFIG, build_from, read_config, read_json
 
@@ -72,7 +73,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
         if os.path.isfile(path):
             reason = " is a file; name the folder of a checkpoint"
         elif not os.path.isdir(path):
-            reason = ": no such folder, and no such model on the hub; check the name"
+            reason = hub.missing()
         else:
             reason = ": its config.json is missing; name a folder that save_pretrained wrote"
         raise UserError(f"{flag} {name_or_path}{reason}") from error

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.config.text_file import read_text
+from dschat.models import hub
 from dschat.models.chat_template import default_template, failure
 from dschat.models.config_files import culprit, read_json
 from dschat.models.model_kind import brings_code
@@ -68,6 +69,7 @@ def read_tokenizer(
         UserError: naming ``flag``: no tokenizer, a damaged one, or one that needs its own code.
     """
     source = _source(name_or_path)
+    hub.prepare(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     # It raises any exception, even a bare Exception of the Rust library.

@@ -1,0 +1,46 @@
+"""Does without the Hugging Face hub where there is no network.
+
+Its client repeats every request five times, half a minute for each file of a model, also of one
+that is downloaded already.
+"""
+
+import logging
+import os
+import socket
+from functools import cache
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants
+
+logger = logging.getLogger("dschat")
+
+
+def prepare(name_or_path: str) -> None:
+    """Call before ``name_or_path`` is looked up: turns the hub off if it cannot be reached."""
+    if not os.path.exists(name_or_path) and not constants.HF_HUB_OFFLINE and not _has_network():
+        constants.HF_HUB_OFFLINE = True
+        logger.warning("%s cannot be reached: only downloaded models are found", _host())
+
+
+def missing() -> str:
+    """Why there is no model of a name."""
+    reason = ": no such folder, and no such model on the hub; check the name"
+    if constants.HF_HUB_OFFLINE:
+        reason += " (only downloaded models are found: no network, or HF_HUB_OFFLINE)"
+    return reason
+
+
+def _host() -> str:
+    return urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+
+
+@cache
+def _has_network() -> bool:
+    """False where the hub's name has no address. A proxy knows addresses that are unknown here."""
+    if getproxies():
+        return True
+    try:
+        return bool(socket.getaddrinfo(_host(), 443))
+    except OSError:
+        return False

@@ -1,0 +1,56 @@
+"""Models of the hub without a network."""
+
+import logging
+import socket
+
+import pytest
+from huggingface_hub import constants
+
+from dschat.config import UserError
+from dschat.models import hub
+from dschat.models.model_kind import load_config
+from dschat.models.tokenizer import read_tokenizer
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """``network(error)``: looking up the hub's address raises ``error``, with the hub on."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    hub._has_network.cache_clear()
+
+    def fail(error):
+        def look_up(*_):
+            raise error
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    yield fail
+    hub._has_network.cache_clear()
+
+
+@pytest.mark.parametrize("read", [load_config, read_tokenizer])
+def test_without_a_network_nothing_is_requested(read, network, caplog):
+    network(socket.gaierror("Name or service not known"))
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError) as raised:
+        read("nobody/nothing", "--model")
+    assert [record.name for record in caplog.records] == ["dschat"]  # no retries of the client
+    assert "only downloaded models are found" in caplog.text
+    assert constants.HF_HUB_OFFLINE
+    if read is load_config:
+        assert str(raised.value).endswith(
+            "(only downloaded models are found: no network, or HF_HUB_OFFLINE)"
+        )
+
+
+def test_a_folder_needs_no_network(network, tiny):
+    network(AssertionError("looked up"))
+    load_config(tiny("llama"), "--model")
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_proxy_may_know_the_address(network, monkeypatch):
+    network(AssertionError("looked up"))
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy:3128"})
+    hub.prepare("nobody/nothing")
+    assert not constants.HF_HUB_OFFLINE
