@@ -97,7 +97,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = "a file is in its way" if _is_blocked(folder) else error.strerror or str(error)
+        reason = _obstacle(folder) or error.strerror or str(error)
         raise UserError(
             f"--output_dir {folder} cannot be written: {reason}; choose another folder"
         ) from None
@@ -134,8 +134,12 @@ def check_room(folder: str | Path, sizes: Sequence[int]) -> None:
         )
 
 
-def _is_blocked(folder: Path) -> bool:
-    return any(os.path.lexists(p) and not os.path.isdir(p) for p in (folder, *folder.parents))
+def _obstacle(folder: Path) -> str:
+    """What is where ``folder`` or one above it would be; "" if nothing."""
+    for path in (folder, *folder.parents):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            return "a file is in its way" if os.path.exists(path) else "a broken link is in its way"
+    return ""
 
 
 def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str = "") -> None:

@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written():
 
 def test_a_dangling_link_is_in_the_way(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="a file is in its way"):
+    with pytest.raises(UserError, match="a broken link is in its way"):
         check_output_dir(tmp_path / "link", overwrite=True)
 
 

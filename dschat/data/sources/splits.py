@@ -118,8 +118,8 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
 def no_rows(data_split: str, step: int, which: str) -> UserError:
     """The error for a ``step`` (from 0) whose share of the rows is empty."""
     return UserError(
-        f"--data_split {data_split} leaves step {step + 1} none of {which} training rows; give it "
-        "a larger share or more data"
+        f"--data_split {data_split} leaves step {step + 1} none of {which} training rows (those "
+        "with the same prompt stay together); give it a larger share or more data"
     )
 
 
