@@ -4,6 +4,7 @@ Under ZeRO-3 the caller wraps the call in `sharded_loading` of `dschat.runtime.d
 and the parameters are sharded as they load.
 """
 
+import logging
 import pickle
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.checkpoint_tensors import is_constant, is_finite
+from dschat.models.config_files import muted
 from dschat.models.legacy_weights import legacy_state_dict
 from dschat.models.model_kind import (
     checkpoint_keys,
@@ -154,14 +156,15 @@ def _from_pretrained(
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     try:
-        model, info = loader.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_check` reports them in one line
-            **options,
-        )
+        with muted(logging.WARNING):  # `_check` reports in one line what its table says
+            model, info = loader.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error

@@ -1,6 +1,7 @@
 """Loading: exactly the checkpoint's weights, or a one-line error; with ZeRO-3 too."""
 
 import json
+import logging
 import shutil
 from contextlib import nullcontext
 
@@ -239,6 +240,19 @@ def test_step_2_starts_from_a_causal_lm(name, stage, tiny):
     else:
         base.score.weight.data.copy_(head)
     assert probe_scores(model) == pytest.approx(probe_scores(ScoreModel(base)), abs=1e-5)
+
+
+def test_a_new_score_head_is_no_news(tiny):
+    """transformers' table of missing and unexpected weights would show up in a notebook."""
+    logger, records = logging.getLogger("transformers"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        load_score(tiny("llama"), 0, from_base=True)
+    finally:
+        logger.removeHandler(handler)
+    assert records == []
 
 
 @STAGES
