@@ -3,11 +3,10 @@
     python benchmarks/plan_against_seconds.py
     python benchmarks/plan_against_seconds.py --sizes llama-10m --turns 5
 
-Each turn measures this machine's speeds (`dschat.estimate.devices`), runs step 3 for a few
-iterations in its own process, and measures the speeds again, all with one thread. Answers have
-their full length. Predicted: the plan's seconds with the speeds of its turn, lower and upper; a
-turn's ratio is their mean over the median iteration, without the first. One JSON line per size:
-the median over the turns, with all of them.
+Each turn measures this machine (`dschat.estimate.cpu_passes`), runs step 3 for a few iterations in
+its own process, and measures it again. Answers have their full length. Predicted: the plan's
+seconds with either measurement; a turn's ratio is their mean over the median iteration, without the
+first. One JSON line per size: the median over the turns, with all of them.
 """
 
 import argparse
@@ -22,10 +21,12 @@ from typing import Any
 
 from plan_against_peaks import ROOT, THREADS, llama, run_step, save_models, write_texts
 
+import dschat  # noqa: F401 before torch: it sets how OpenMP's threads wait
+
 SIZES = {
     "tiny": llama(128, 384, 2, 4, 1024),  # the shape of builtin/tiny
     "llama-10m": llama(320, 864, 6, 5, 8192),
-    "llama-22m": llama(448, 1216, 6, 7, 16384),  # held out: the shares were set without it
+    "llama-22m": llama(448, 1216, 6, 7, 16384),
     "llama-35m": llama(512, 1376, 9, 8, 12288),
 }
 ITERATIONS = 5
@@ -51,14 +52,16 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
     os.environ |= THREADS
+    os.environ["OMP_NUM_THREADS"] = THREADS["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from report import environment
 
-    about = environment(torch.device("cpu")) | {"threads": 1}
+    about = environment(torch.device("cpu")) | {"threads": args.threads}
     turns: dict[str, list[dict[str, Any]]] = {size: [] for size in args.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -103,7 +106,7 @@ def fields(work: Path, size: str) -> dict[str, Any]:
 
 
 def predicted(work: Path, size: str) -> dict[str, float]:
-    """Seconds of an iteration and its phases, with the machine's speeds as they are now."""
+    """Seconds of an iteration and its phases, as the machine is now."""
     from dschat.estimate.devices import measure_cpu
     from dschat.estimate.timing import Timer
 
