@@ -165,7 +165,9 @@ def speculate(s: Setting) -> dict:
                 ignore_eos=not s.actor,
             )
             answers = []
-            for side, engine in sides.items():
+            order = list(sides.items())
+            first = number % len(order)  # its caches are cold
+            for side, engine in order[first:] + order[:first]:
                 if greedy:
                     engine.generate(prompts, sampling)
                 seconds, answer = _timed(engine.generate, prompts, sampling)

@@ -314,7 +314,7 @@ class InferenceEngine:
         for problem, *_ in pooled:
             if problem is not None:
                 raise UserError(problem)
-        self._step_cost = copy.copy(pooled[0][1])  # all ranks must draft alike
+        self._step_cost = copy.deepcopy(pooled[0][1])  # all ranks must draft alike
         return [(part, value) for _, _, part, value in pooled]
 
     def problem(self, entries: list[Entry]) -> str | None:

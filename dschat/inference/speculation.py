@@ -12,6 +12,7 @@ under tensor parallelism on one rank's clock, so that all ranks draft alike.
 """
 
 import math
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -24,12 +25,9 @@ from dschat.inference.sequence import Prompt, Sequence, StepSchedule
 MAX_DRAFT = 16
 _CONTEXT = 3  # tokens that must match before a draft
 _WORTH = 0.25  # `history`: draft a token that is accepted with at least this probability
-# `auto`: look for drafts where an accepted token saves more. Looking takes 3 us a token.
-_LEAST_SAVING_S = 1e-5
-# Answer tokens before a prompt without earlier answers is looked at: few of them repeat its text,
-# and short answers would pay for the index in vain.
-_LEAST_ANSWER = 8
 _FIRST_RATE = 0.7  # assumed acceptance before any is known
+_FIRST_LOOK_S = 1e-5  # to look for a sequence's draft, before it is known
+_EXPLORES, _EXPLORED = 32, 32  # `auto` looks at one of so many sequences for so many tokens
 _SEQUENCE_SHARE, _OVERALL_SHARE = 0.2, 0.01  # of one observation in the moving averages
 
 _Context = tuple[int, int, int]
@@ -64,19 +62,36 @@ class AnswerHistory:
 
 
 class StepCost:
-    """Seconds of a decode step as a + b rows, fitted to the latest steps; and how often drafts are
-    accepted. ``auto`` drafts where that saves time.
+    """What ``auto`` knows of earlier steps, by which it drafts where that saves time.
+
+    Seconds of a decode step as a + b rows, fitted to the latest steps.
+
+    Attributes:
+        look_s: seconds to look for the draft of a sequence in a step.
+        acceptance: how often a drafted token is right.
+        foreseen: how often a token is found and right, of prompts without earlier answers.
+        num_sequences: that were drafted for.
     """
 
-    _DECAY = 0.98
+    # Of a step's weight with the next one. Where drafts do not pay, few steps have other sizes.
+    _DECAY = 0.99
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # weights, rows, seconds, rows^2, rows x seconds
+        self._sums = (0.0,) * 5  # weights, rows, seconds, rows^2, rows x seconds
+        self.look_s = _FIRST_LOOK_S
         self.acceptance = _FIRST_RATE
+        self.foreseen = _FIRST_RATE
+        self.num_sequences = 0
 
     def add(self, rows: int, seconds: float) -> None:
-        values = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [self._DECAY * s + v for s, v in zip(self._sums, values, strict=True)]
+        d, (w, r, s, rr, rs) = self._DECAY, self._sums
+        self._sums = (
+            *(d * w + 1, d * r + rows, d * s + seconds),
+            *(d * rr + rows * rows, d * rs + rows * seconds),
+        )
+
+    def add_looks(self, count: int, seconds: float) -> None:
+        self.look_s += (1 - self._DECAY) * (seconds / count - self.look_s)
 
     def fit(self) -> tuple[float, float]:
         """a and b. Without steps of different sizes: half of the seconds each."""
@@ -93,14 +108,17 @@ class StepCost:
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """Where a sequence's next tokens may be found."""
+    """Where a sequence's next tokens may be found. Without an index it was not looked at yet."""
 
-    index: dict[_Context, _Place]
+    is_known: bool  # the prompt has earlier answers: each sequence shows how far it repeats them
+    foreseen: float  # share of all tokens that were found and right
+    rate: float  # of those that were found
+    explores: bool  # looked at even where it does not pay, for `StepCost.foreseen`
     context: _Context
+    index: dict[_Context, _Place] | None = None
     tokens: Tokens[int] = ()  # that it follows, from ``position`` on
     position: int = 0
     known: int = 0  # number of answer tokens taken into account
-    rate: float = _FIRST_RATE  # share of the followed tokens that were right
 
 
 class Drafter:
@@ -110,21 +128,34 @@ class Drafter:
         self, scheduler: Scheduler, history: AnswerHistory, cost: StepCost, is_auto: bool
     ) -> None:
         self._scheduler, self._history, self._cost = scheduler, history, cost
-        self._fit = cost.fit() if is_auto else None  # NOTE: not later: ranks must draft alike
+        # NOTE: not later: ranks must draft alike.
+        self._fit, self._look_s = (cost.fit() if is_auto else None), cost.look_s
         self._indices: dict[Prompt, dict[_Context, _Place]] = {}
         self._followers: dict[Sequence, _Follower] = {}
+        self._idle_size = 0  # a step of so many sequences looked at none
 
     def propose(self, schedule: StepSchedule) -> None:
         """Set `Sequence.draft` of the sequences that decode in a step."""
-        worth = self._worth(len(schedule.decodes))
-        if worth >= 1.0:
+        num_decodes = len(schedule.decodes)
+        if schedule.chunks:
+            self._idle_size = 0
+        elif num_decodes == self._idle_size:
             return
+        started, num_indices = time.perf_counter(), len(self._indices)
+        num_looks = num_new = 0
+        worth, least = self._worth(num_decodes)
         budget = self._scheduler.draft_budget(schedule)
         for sequence in schedule.decodes:
             # The first token is drawn for all samples of the prompt.
-            if not sequence.answer or self._is_early(sequence):
+            if not sequence.answer:
+                num_new += 1
                 continue
-            follower = self._follow(sequence)
+            follower = self._follower(sequence)
+            explores = follower.explores and len(sequence.answer) < _EXPLORED
+            if follower.foreseen < least and not explores:
+                continue
+            num_looks += 1
+            self._catch_up(follower, sequence)
             rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
             found = len(follower.tokens) - follower.position
             size = min(_length(follower.rate, worth), found, rest, budget)
@@ -133,23 +164,22 @@ class Drafter:
                 first = follower.position
                 sequence.draft = list(follower.tokens[first : first + size])
                 budget -= size
+        if num_looks and len(self._indices) == num_indices:  # an index is for many looks
+            self._cost.add_looks(num_looks, time.perf_counter() - started)
+        elif not num_looks and not num_new:
+            self._idle_size = num_decodes
 
-    def _is_early(self, sequence: Sequence) -> bool:
-        if len(sequence.answer) >= _LEAST_ANSWER or sequence.prompt in self._indices:
-            return False
-        return not self._history.of(sequence.prompt.ids)
+    def _worth(self, num_sequences: int) -> tuple[float, float]:
+        """Least probability of a drafted token, and of a token of a sequence to look at.
 
-    def _worth(self, num_sequences: int) -> float:
-        """Least probability of a drafted token; 1: none is worth it.
-
-        It adds a row, b seconds. If it is accepted, its sequence takes one step less, that is its
-        share of a step: a / ``num_sequences`` + b.
+        A token adds a row, b seconds. If it is accepted, its sequence takes one step less, that is
+        its share of a step: a / ``num_sequences`` + b. A look costs seconds too.
         """
         if self._fit is None:
-            return _WORTH
+            return _WORTH, 0.0
         start_s, row_s = self._fit
-        saved_s = start_s / max(1, num_sequences)
-        return row_s / (row_s + saved_s) if saved_s > _LEAST_SAVING_S else 1.0
+        saved_s, spent_s = start_s / max(1, num_sequences), row_s + self._look_s
+        return row_s / (row_s + saved_s), spent_s / (spent_s + saved_s)
 
     def guesses(self, sequence: Sequence, most: int) -> tuple[Tokens[int], float]:
         """Up to ``most`` next tokens of an answer, and the share of them that were right so far."""
@@ -179,7 +209,7 @@ class Drafter:
         if self._fit is None:
             return True
         start_s, _ = self._fit
-        return start_s * (1 - 1 / width) > _LEAST_SAVING_S * size  # if all guesses are right
+        return start_s * (1 - 1 / width) > self._look_s * size  # if all guesses are right
 
     def took(self, rows: int, seconds: float) -> None:
         """A decode step of ``rows`` rows took ``seconds``."""
@@ -187,28 +217,41 @@ class Drafter:
 
     def _follow(self, sequence: Sequence) -> _Follower:
         """Where a sequence is, with all its tokens."""
-        follower = self._followers.get(sequence)
-        if follower is None:
-            follower = self._followers[sequence] = self._follower(sequence)
-        self._catch_up(follower, sequence.answer)
+        follower = self._follower(sequence)
+        self._catch_up(follower, sequence)
         return follower
 
     def _follower(self, sequence: Sequence) -> _Follower:
-        prompt = sequence.prompt
-        if prompt not in self._indices:
-            self._indices[prompt] = _index(prompt.ids, self._history.of(prompt.ids))
-        return _Follower(self._indices[prompt], _end(prompt.ids), rate=self._cost.acceptance)
+        """Where a sequence was when it was looked at last."""
+        follower = self._followers.get(sequence)
+        if follower is None:
+            prompt, cost = sequence.prompt, self._cost
+            is_known = bool(self._history.of(prompt.ids))
+            explores = cost.num_sequences % _EXPLORES == 0
+            foreseen = 1.0 if is_known else cost.foreseen
+            follower = _Follower(is_known, foreseen, cost.acceptance, explores, _end(prompt.ids))
+            self._followers[sequence] = follower
+            cost.num_sequences += 1
+        return follower
 
-    def _catch_up(self, f: _Follower, answer: list[int]) -> None:
+    def _catch_up(self, f: _Follower, sequence: Sequence) -> None:
         """Take the new tokens of an answer into account."""
+        prompt, answer, cost = sequence.prompt, sequence.answer, self._cost
+        if f.index is None:
+            if prompt not in self._indices:
+                self._indices[prompt] = _index(prompt.ids, self._history.of(prompt.ids))
+            f.index = self._indices[prompt]
         for i in range(f.known, len(answer)):
             token, is_right = answer[i], False
             if f.position < len(f.tokens):
                 is_right = f.tokens[f.position] == token
                 f.rate += _SEQUENCE_SHARE * (is_right - f.rate)
-                self._cost.acceptance += _OVERALL_SHARE * (is_right - self._cost.acceptance)
+                cost.acceptance += _OVERALL_SHARE * (is_right - cost.acceptance)
                 if not is_right:  # whoever is here next may follow this answer instead
                     f.index[f.context] = answer, i
+            f.foreseen += _SEQUENCE_SHARE * (is_right - f.foreseen)
+            if not f.is_known:
+                cost.foreseen += _OVERALL_SHARE * (is_right - cost.foreseen)
             f.context = (f.context[1], f.context[2], token)
             f.position += 1
             if not is_right:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams
-from dschat.inference.speculation import AnswerHistory, StepCost
+from dschat.inference.speculation import AnswerHistory, Drafter, StepCost
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
 
@@ -132,6 +132,40 @@ def test_costs_are_fitted():
         rows = 1 + i % 50
         cost.add(rows, 3e-3 + 2e-5 * rows)
     assert cost.fit() == pytest.approx((3e-3, 2e-5))
+
+
+@pytest.mark.parametrize(
+    ("foreseen", "look_s", "looked_at"),
+    [
+        (0.02, 1e-5, "known"),
+        (0.9, 1e-5, "both"),
+        (0.9, 1e-2, "known"),  # a look takes longer than a step: once, where one knows most
+    ],
+)
+def test_auto_looks_where_it_pays(foreseen, look_s, looked_at, module_of, monkeypatch):
+    """At prompts with earlier answers, new ones, or one of 32 in any case."""
+    made, looks = engine(module_of("llama"), speculate="auto"), []
+    known, new = PROMPTS[:2], PROMPTS[2:]
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    answers = engine(module_of("llama")).generate(known, sampling)
+    remember(made, known, answers, 0.0)
+    cost = made._step_cost
+    cost.foreseen, cost.look_s, cost.num_sequences = foreseen, look_s, 1
+    for rows in (1, 9):
+        cost.add(rows, 1e-3 + 1e-5 * rows)
+    catch_up = Drafter._catch_up
+
+    def counted(drafter, follower, sequence):
+        looks.append(sequence.prompt.ids)
+        catch_up(drafter, follower, sequence)
+
+    monkeypatch.setattr(Drafter, "_catch_up", counted)
+    made.generate(known + new, sampling)
+    assert all(p in looks for p in known)
+    assert any(p in looks for p in new) == (looked_at == "both")
+    looks.clear()
+    made.generate(new * 16, sampling)
+    assert looks  # the sequence number 32
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
