@@ -3,7 +3,7 @@
 They depend on its widths, the rows of a batch, the library of the products and the share of Python
 in small models: no constant fits. The passes are the real ones on random weights: a micro-batch
 through `PackedModel`, prompts and answers through the generator. Of a deep model only the first
-layers run, and of a large batch the first rows.
+layers run, of a large batch the first rows, and of long rows the first tokens.
 """
 
 import logging
@@ -59,7 +59,10 @@ class CpuPasses:
         """Of passes over ``batch``, with the backward pass in training."""
         if (cut := self._cut(model, use)) is None:
             return None
-        flops_each = (cut.training_flops if train else cut.forward_flops)(batch.seq_len)
+        flops_of = cut.training_flops if train else cut.forward_flops
+        while flops_of(batch.seq_len) > _FLOPS and batch.num_read > 1:
+            batch = batch._replace(seq_len=batch.seq_len // 2, num_read=batch.num_read // 2)
+        flops_each = flops_of(batch.seq_len)
         batch = batch._replace(num_rows=max(1, min(batch.num_rows, int(_FLOPS // flops_each))))
         if not train:
             use = use.reading
@@ -82,26 +85,28 @@ class CpuPasses:
             return _seconds(run)
 
     def generation_rates(
-        self, model: TimedModel, use: Use, in_engine: bool, num_seqs: int, prompt: int
+        self, model: TimedModel, use: Use, in_engine: bool, num_seqs: int, lengths: tuple[int, int]
     ) -> GenerationRates | None:
-        """Of ``num_seqs`` answers at a time; long prompts are cut."""
+        """Of ``num_seqs`` answers at a time; ``lengths``: tokens of a prompt and of an answer."""
         if (cut := self._cut(model, use)) is None:
             return None
-        flops_each = prefill_flops(cut.shape, 1)
-        prompt = max(1, min(prompt, int(_FLOPS // num_seqs // flops_each)))
-        seconds = self._generation_s(use, cut.shape.num_layers, in_engine, num_seqs, prompt)
-        decoded = decode_flops(cut.shape, prompt, 1 + _STEPS)
+        steps = max(1, min(_STEPS, lengths[1] - 1))
+        most = int(_FLOPS // num_seqs // prefill_flops(cut.shape, 1))
+        prompt = max(1, min(lengths[0], sum(lengths) - 1 - steps, most))
+        measured = use, cut.shape.num_layers, in_engine, num_seqs, prompt, steps
+        seconds = self._generation_s(*measured)
+        decoded = decode_flops(cut.shape, prompt, 1 + steps)
         return GenerationRates(
             num_seqs * prefill_flops(cut.shape, prompt) / seconds[0],
             num_seqs * decoded / seconds[1],
         )
 
     def _measure_generation(
-        self, use: Use, num_layers: int, in_engine: bool, num_seqs: int, prompt: int
+        self, use: Use, num_layers: int, in_engine: bool, num_seqs: int, prompt: int, steps: int
     ) -> tuple[float, float]:
-        """Seconds of the prefill, and of ``_STEPS`` decode steps."""
+        """Seconds of the prefill, and of the decode steps."""
         module = self._build(use, num_layers)
-        generator = self._generator(module, in_engine, num_seqs, prompt)
+        generator = self._generator(module, in_engine, num_seqs, prompt + 1 + steps)
         vocab = module.base.config.get_text_config().vocab_size
         ids = np.random.default_rng(0).integers(vocab, size=(num_seqs, prompt)).tolist()
 
@@ -110,14 +115,14 @@ class CpuPasses:
             return lambda: generator.generate(ids, sampling)
 
         prefill_s = _seconds(answers(1))
-        return prefill_s, max(_seconds(answers(1 + _STEPS)) - prefill_s, 1e-6)
+        return prefill_s, max(_seconds(answers(1 + steps)) - prefill_s, 1e-6)
 
     @staticmethod
-    def _generator(module: PackedModel, in_engine: bool, num_seqs: int, prompt: int) -> Generator:
+    def _generator(module: PackedModel, in_engine: bool, num_seqs: int, seq_len: int) -> Generator:
         base = module.base.requires_grad_(False).eval()
         if not in_engine:
             return HuggingFaceGenerator(base, (), 0, num_seqs)
-        sizes = EngineConfig(max_num_seqs=num_seqs, max_seq_len=prompt + 1 + _STEPS)
+        sizes = EngineConfig(max_num_seqs=num_seqs, max_seq_len=seq_len)
         engine = InferenceEngine(base.config, base.dtype, base.device, sizes)
         engine.weights.load(weight_stream(base, base.device))
         return engine

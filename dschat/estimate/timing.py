@@ -98,7 +98,7 @@ class Timer:
         timed = self._model(model)
         if not fleet.device.on_gpu:
             num_rows = max(1, round(rows.count / fleet.count / batches))
-            batch = Batch(num_rows, rows.seq_len, rows.answer or rows.seq_len - 1)
+            batch = Batch(num_rows, rows.seq_len, rows.answer or max(1, rows.seq_len - 1))
             rate = self._cpu.rate(timed, model.use, model.work, batch, train)
             fleet = self._reaching(fleet, rate)
         return (training if train else forward)(fleet, timed, rows, batches)
@@ -184,7 +184,7 @@ class Timer:
         if not fleet.device.on_gpu:
             use, num_seqs = estimate.present[0].use.frozen, round(concurrent)
             rates = self._cpu.generation_rates(
-                actor, use, _in_engine(estimate), num_seqs, rows.prompt
+                actor, use, _in_engine(estimate), num_seqs, (rows.prompt, rows.answer)
             )
             prefilling = self._reaching(fleet, rates and rates.prefill)
             # What a step waits for memory is in its measured rate.

@@ -11,6 +11,20 @@ def estimated(fields: dict, number: int = 3, num_processes: int = 1, gib: float 
     return make(request.config(number)), make
 
 
+def rlhf_fields(model: str) -> dict:
+    """Fields of step 3: prompts of 24 tokens, two answers of 16 to each, two optimizer steps."""
+    return {
+        "actor_model_name_or_path": model,
+        "reward_model_name_or_path": model,
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 16,
+        "num_samples_per_prompt": 2,
+        "per_device_generation_batch_size": 8,
+        "per_device_training_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    }
+
+
 def pairs_estimate(tiny, **knobs):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32, "loss": "dpo"}
     return estimated(fields | knobs, number=2)

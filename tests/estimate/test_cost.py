@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from estimates import estimated
+from estimates import estimated, rlhf_fields
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.estimate import CostRequest, Request
@@ -27,19 +27,8 @@ def timer(tokens=None, per_node=8):
 
 @pytest.fixture(scope="module")
 def rlhf(tiny_module):
-    """Fields of step 3: 64 prompts, two samples of each, two optimizer steps."""
-    return {
-        "actor_model_name_or_path": tiny_module("llama"),
-        "reward_model_name_or_path": tiny_module("llama"),
-        "max_prompt_seq_len": 24,
-        "max_answer_seq_len": 16,
-        "num_samples_per_prompt": 2,
-        "per_device_generation_batch_size": 8,
-        "per_device_training_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "actor_zero_stage": 3,
-        "critic_zero_stage": 3,
-    }
+    """Eight devices: 64 prompts, two samples of each, two optimizer steps."""
+    return rlhf_fields(tiny_module("llama")) | {"actor_zero_stage": 3, "critic_zero_stage": 3}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from estimates import rlhf_fields
 
 from dschat.estimate import Request, cpu_passes
 from dschat.estimate.activations import Batch
@@ -20,19 +21,8 @@ CPU = replace(DEVICES["V100-32"], name="cpu", flops=1e9)
 
 @pytest.fixture(scope="module")
 def fields(tiny):
-    """Fields of step 3: 8 prompts, 2 samples of each, 2 optimizer steps of 2 micro-batches."""
-    return {
-        "actor_model_name_or_path": tiny("llama"),
-        "reward_model_name_or_path": tiny("llama"),
-        "max_prompt_seq_len": 24,
-        "max_answer_seq_len": 16,
-        "num_samples_per_prompt": 2,
-        "per_device_generation_batch_size": 8,
-        "per_device_training_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "old_logprobs": "recompute",
-        "max_num_seqs": 16,
-    }
+    """One device: 8 prompts, 16 answers, 2 optimizer steps of 2 micro-batches."""
+    return rlhf_fields(tiny("llama")) | {"old_logprobs": "recompute", "max_num_seqs": 16}
 
 
 def times(fields, number=3):
@@ -99,17 +89,27 @@ def test_large_models_are_cut(opt, size, layers):
     assert (cut and cut.shape.num_layers) == layers
     if cut is None:
         assert CpuPasses(models).rate(model, use, "sft", Batch(1, 8, 7), True) is None
-        assert CpuPasses(models).generation_rates(model, use, True, 4, 8) is None
+        assert CpuPasses(models).generation_rates(model, use, True, 4, (8, 8)) is None
 
 
 def test_large_batches_are_cut(tiny, monkeypatch):
-    """A micro-batch runs as many rows as its FLOPs allow, at least one."""
+    """As many rows run as their FLOPs allow, and of one that takes more its first tokens."""
     models, rows = Models(), []
     use = Use(tiny("llama"), "--model", "lm", torch.float32)
     model = timed(use, models)
     make = Batch.rows
-    monkeypatch.setattr(Batch, "rows", lambda b, device: rows.append(b.num_rows) or make(b, device))
-    for flops in (3.5 * model.training_flops(8), 1.0):
+    monkeypatch.setattr(Batch, "rows", lambda b, device: rows.append(b[:2]) or make(b, device))
+    for flops in (3.5 * model.training_flops(8), 1.0 * model.training_flops(4)):
         monkeypatch.setattr(cpu_passes, "_FLOPS", flops)
         assert CpuPasses(models).rate(model, use, "sft", Batch(64, 8, 7), True) > 0
-    assert rows == [3, 1]
+    assert rows == [(3, 8), (1, 4)]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize(("prompt", "answer"), [(62, 2), (63, 1), (1, 63)])
+def test_generation_stays_within_the_models_positions(tiny, prompt, answer, engine):
+    models = Models()
+    use = Use(tiny("opt"), "--model", "lm", torch.float32)
+    assert models.config(use).max_position_embeddings == 64
+    rates = CpuPasses(models).generation_rates(timed(use, models), use, engine, 3, (prompt, answer))
+    assert min(rates) > 0
