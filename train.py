@@ -89,7 +89,7 @@ def main() -> int:
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
     marks = [plan.folder(step) / COMPLETE for step in plan.steps]
-    is_due = reports and (plan.commands or not report.is_current(marks))
+    is_due = reports and (plan.commands or not report.is_current(filter(Path.exists, marks)))
     show_results(plan, report if is_due else None)
     return 0
 

@@ -6,6 +6,9 @@ from typing import Literal
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_bounds, require_types
 
+PAGE = "report.html"
+FIGURES = "figures"
+
 
 @dataclass
 class ReportConfig:

@@ -90,32 +90,41 @@ class CpuPasses:
         """Of ``num_seqs`` answers at a time; ``lengths``: tokens of a prompt and of an answer."""
         if (cut := self._cut(model, use)) is None:
             return None
-        steps = max(1, min(_STEPS, lengths[1] - 1))
-        most = int(_FLOPS // num_seqs // prefill_flops(cut.shape, 1))
+        most = int(_FLOPS // num_seqs // prefill_flops(cut.shape, 1))  # tokens of each sequence
+        steps = max(1, min(_STEPS, lengths[1] - 1, most))
         prompt = max(1, min(lengths[0], sum(lengths) - 1 - steps, most))
-        measured = use, cut.shape.num_layers, in_engine, num_seqs, prompt, steps
+        short = min(prompt, 2 * steps)  # so that the decode steps are most of a call
+        measured = use, cut.shape.num_layers, in_engine, num_seqs, prompt, short, steps
         seconds = self._generation_s(*measured)
-        decoded = decode_flops(cut.shape, prompt, 1 + steps)
+        decoded = decode_flops(cut.shape, short, 1 + steps)
         return GenerationRates(
             num_seqs * prefill_flops(cut.shape, prompt) / seconds[0],
             num_seqs * decoded / seconds[1],
         )
 
     def _measure_generation(
-        self, use: Use, num_layers: int, in_engine: bool, num_seqs: int, prompt: int, steps: int
+        self,
+        use: Use,
+        num_layers: int,
+        in_engine: bool,
+        num_seqs: int,
+        prompt: int,
+        short: int,
+        steps: int,
     ) -> tuple[float, float]:
-        """Seconds of the prefill, and of the decode steps."""
+        """Seconds of the prefill, and of the decode steps after a ``short`` one."""
         module = self._build(use, num_layers)
         generator = self._generator(module, in_engine, num_seqs, prompt + 1 + steps)
         vocab = module.base.config.get_text_config().vocab_size
-        ids = np.random.default_rng(0).integers(vocab, size=(num_seqs, prompt)).tolist()
+        ids = np.random.default_rng(0).integers(vocab, size=(num_seqs, prompt))
 
-        def answers(num_tokens: int) -> Callable[[], object]:
-            sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-            return lambda: generator.generate(ids, sampling)
+        def seconds(prompt: int, answer: int) -> float:
+            sampling = SamplingParams(max_new_tokens=answer, ignore_eos=True)
+            prompts = ids[:, :prompt].tolist()
+            return _seconds(lambda: generator.generate(prompts, sampling))
 
-        prefill_s = _seconds(answers(1))
-        return prefill_s, max(_seconds(answers(1 + steps)) - prefill_s, 1e-6)
+        without, whole = seconds(short, 1), seconds(short, 1 + steps)
+        return seconds(prompt, 1), max(whole - without, 0.1 * whole)
 
     @staticmethod
     def _generator(module: PackedModel, in_engine: bool, num_seqs: int, seq_len: int) -> Generator:

@@ -112,7 +112,7 @@ def device_of(gpu_name: str, memory_bytes: int) -> str | None:
 
 def measure_cpu(processes_here: int = 1) -> DeviceSpeed:
     """This machine with the threads of one of its processes: fp32 products, a copy beyond the
-    caches, small operations.
+    caches.
 
     Processes on one machine exchange tensors through its memory; between machines, 10 Gb/s.
     """
@@ -128,8 +128,6 @@ def measure_cpu(processes_here: int = 1) -> DeviceSpeed:
         source = torch.zeros(64 * 2**20 // 4)
         target = torch.empty_like(source)
         copy_s = _median_s(lambda: target.copy_(source), repeats=9)
-        small = torch.zeros(8)
-        launch_s = _median_s(lambda: [small + small for _ in range(200)], repeats=9) / 200
     bandwidth = 2 * 4 * source.numel() / copy_s  # reads and writes
     return DeviceSpeed(
         CPU,
@@ -141,7 +139,6 @@ def measure_cpu(processes_here: int = 1) -> DeviceSpeed:
         pcie=bandwidth,
         host_bandwidth=bandwidth,
         source="measured on this machine",
-        launch_s=launch_s,
     )
 
 

@@ -1,7 +1,7 @@
 """Sizes of models and memory of their passes, from their configurations.
 
-Models are built on the meta device, where weights have shapes but no memory. Nothing is loaded or
-written.
+Models are built on the meta device, where weights have shapes but no memory, except by `build`.
+Nothing is loaded or written.
 """
 
 import copy
@@ -165,7 +165,7 @@ class Models:
         return self._module(use, num_layers, on_meta=False)
 
     def _module(self, use: Use, num_layers: int | None = None, on_meta: bool = True) -> PackedModel:
-        """``use`` on the meta device; ``num_layers``: with its first layers only."""
+        """``use``; ``num_layers``: with its first layers only."""
         config = copy.deepcopy(self.config(use))
         if num_layers is not None:
             _cut(config.get_text_config(), num_layers)

@@ -208,6 +208,8 @@ class Timer:
         rows_each = config.per_device_training_batch_size
         phases = []
         for model, part in passes:
+            if not part:
+                continue
             read = replace(rows, count=part * rows.count)
             by_rows = math.ceil(read.count / fleet.count / rows_each)
             batches = self._batches(config, read, fleet.count, by_rows)

@@ -67,10 +67,10 @@ class StepCost:
     Seconds of a decode step as a + b rows, fitted to the latest steps.
 
     Attributes:
-        look_s: seconds to look for the draft of a sequence in a step.
+        look_s: seconds to look for the draft of a sequence; measured in steps that run eagerly.
         acceptance: how often a drafted token is right.
         foreseen: how often a token is found and right, of prompts without earlier answers.
-        num_sequences: that were drafted for.
+        num_new: sequences of prompts without earlier answers.
     """
 
     # Of a step's weight with the next one. Where drafts do not pay, few steps have other sizes.
@@ -81,7 +81,7 @@ class StepCost:
         self.look_s = _FIRST_LOOK_S
         self.acceptance = _FIRST_RATE
         self.foreseen = _FIRST_RATE
-        self.num_sequences = 0
+        self.num_new = 0
 
     def add(self, rows: int, seconds: float) -> None:
         d, (w, r, s, rr, rs) = self._DECAY, self._sums
@@ -132,14 +132,12 @@ class Drafter:
         self._fit, self._look_s = (cost.fit() if is_auto else None), cost.look_s
         self._indices: dict[Prompt, dict[_Context, _Place]] = {}
         self._followers: dict[Sequence, _Follower] = {}
-        self._idle_size = 0  # a step of so many sequences looked at none
+        self._idle: list[Sequence] = []  # the sequences of a step, if it looked at none of them
 
     def propose(self, schedule: StepSchedule) -> None:
         """Set `Sequence.draft` of the sequences that decode in a step."""
         num_decodes = len(schedule.decodes)
-        if schedule.chunks:
-            self._idle_size = 0
-        elif num_decodes == self._idle_size:
+        if schedule.decodes == self._idle:
             return
         started, num_indices = time.perf_counter(), len(self._indices)
         num_looks = num_new = 0
@@ -167,7 +165,7 @@ class Drafter:
         if num_looks and len(self._indices) == num_indices:  # an index is for many looks
             self._cost.add_looks(num_looks, time.perf_counter() - started)
         elif not num_looks and not num_new:
-            self._idle_size = num_decodes
+            self._idle = list(schedule.decodes)
 
     def _worth(self, num_sequences: int) -> tuple[float, float]:
         """Least probability of a drafted token, and of a token of a sequence to look at.
@@ -227,11 +225,11 @@ class Drafter:
         if follower is None:
             prompt, cost = sequence.prompt, self._cost
             is_known = bool(self._history.of(prompt.ids))
-            explores = cost.num_sequences % _EXPLORES == 0
+            explores = not is_known and cost.num_new % _EXPLORES == 0
+            cost.num_new += not is_known
             foreseen = 1.0 if is_known else cost.foreseen
             follower = _Follower(is_known, foreseen, cost.acceptance, explores, _end(prompt.ids))
             self._followers[sequence] = follower
-            cost.num_sequences += 1
         return follower
 
     def _catch_up(self, f: _Follower, sequence: Sequence) -> None:

@@ -11,9 +11,13 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dschat.config.report import FIGURES, PAGE
+
+_LIBC = ctypes.CDLL(None)  # NOTE: a child must not load it between fork and exec
 _SET_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
 _LONGEST_S = 300.0  # for the last report, which train.py waits for
 
@@ -38,13 +42,15 @@ class RunReport:
         self._stop()
 
     def is_current(self, marks: Iterable[Path]) -> bool:
-        """Whether there is a report, not older than any of ``marks`` (files of finished steps)."""
-        page = self._output_dir / "report.html"
+        """Whether there are a page and figures, not older than any of ``marks``, which are files of
+        finished steps. Pages that are written while steps run come without figures.
+        """
+        parts = (self._output_dir / PAGE, self._output_dir / FIGURES)
         try:
-            written = page.stat().st_mtime
-            return all(mark.stat().st_mtime <= written for mark in marks)
+            written = min(part.stat().st_mtime for part in parts)
         except OSError:
             return False
+        return all(mark.stat().st_mtime <= written for mark in marks)
 
     def poll(self) -> None:
         """Start a report if one is due and none is being written."""
@@ -58,7 +64,7 @@ class RunReport:
             self._process = subprocess.Popen(
                 self._command("none"),
                 env={**self._environment},
-                preexec_fn=_start_in_background,
+                preexec_fn=partial(_start_in_background, os.getpid()),
                 start_new_session=True,  # Ctrl-C is for the steps
                 **nothing,
             )
@@ -79,7 +85,7 @@ class RunReport:
             done = subprocess.run(
                 self._command("main"),
                 env={**self._environment},
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_end_with, os.getpid()),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -97,12 +103,14 @@ class RunReport:
         return [sys.executable, "-m", "dschat.reporting", "--runs", out, "--figures", figures]
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """In the child: the kernel kills it when train.py ends, however that happens (Linux)."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    with suppress(AttributeError):
+        _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before that
+        os._exit(1)
 
 
-def _start_in_background() -> None:
-    _end_with_parent()
+def _start_in_background(parent: int) -> None:
+    _end_with(parent)
     os.nice(10)  # training goes first

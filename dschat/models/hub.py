@@ -38,7 +38,7 @@ def _host() -> str:
 @cache
 def _has_network() -> bool:
     """False where the hub's name has no address. A proxy knows addresses that are unknown here."""
-    if getproxies():
+    if {"https", "http", "all"} & {*getproxies()}:
         return True
     try:
         return bool(socket.getaddrinfo(_host(), 443))

@@ -2,17 +2,15 @@
 
 import importlib.util
 import os
+import time
 from pathlib import Path
 
 from dschat.config import UserError
-from dschat.config.report import ReportConfig
+from dschat.config.report import FIGURES, PAGE, ReportConfig
 from dschat.reporting.figures import sections_of
 from dschat.reporting.files import write_figures
 from dschat.reporting.page import render
 from dschat.reporting.run_files import read_runs
-
-PAGE = "report.html"
-FIGURES = "figures"
 
 
 def write_report(config: ReportConfig) -> str:
@@ -22,6 +20,7 @@ def write_report(config: ReportConfig) -> str:
         UserError: a folder without metrics, a line that cannot be read, a missing library, or a
             folder that cannot be written.
     """
+    began = time.time()
     runs = read_runs(config.runs)
     _check_installed(["plotly", "jinja2", *(["matplotlib"] if config.figures != "none" else [])])
     sections = sections_of(runs, config.max_points)
@@ -36,7 +35,8 @@ def write_report(config: ReportConfig) -> str:
                 if config.figures == "all" or not section.is_folded
             ]
             line += f", {write_figures(figures, out / FIGURES)} figures in {out / FIGURES}"
-        _write(out / PAGE, render(runs, sections))  # last: train.py asks whether there is one
+        # Last, and as old as what it shows: train.py asks whether there is a current one.
+        _write(out / PAGE, render(runs, sections), began)
     except OSError as error:
         raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from None
     return line
@@ -50,8 +50,9 @@ def _check_installed(names: list[str]) -> None:
         )
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, modified: float) -> None:
     """Write and rename: a browser that reloads never sees a partial page."""
     scratch = path.with_name(path.name + ".part")
     scratch.write_text(text, encoding="utf-8")
+    os.utime(scratch, (modified, modified))
     os.replace(scratch, path)

@@ -136,4 +136,3 @@ def test_this_cpu_has_speeds():
     assert not cpu.on_gpu
     assert 1e9 < cpu.flops < 1e14
     assert 1e8 < cpu.bandwidth < 1e13
-    assert 1e-8 < cpu.launch_s < 1e-2

@@ -134,6 +134,16 @@ def test_costs_are_fitted():
     assert cost.fit() == pytest.approx((3e-3, 2e-5))
 
 
+def test_a_call_keeps_the_costs_that_it_began_with():
+    """Tensor-parallel ranks have those of one clock only at its beginning."""
+    cost = StepCost()
+    drafter = Drafter(None, None, cost, is_auto=True)
+    before = drafter._worth(4)
+    cost.add(9, 1.0)
+    cost.add_looks(1, 1.0)
+    assert drafter._worth(4) == before != Drafter(None, None, cost, is_auto=True)._worth(4)
+
+
 @pytest.mark.parametrize(
     ("foreseen", "look_s", "looked_at"),
     [
@@ -150,7 +160,7 @@ def test_auto_looks_where_it_pays(foreseen, look_s, looked_at, module_of, monkey
     answers = engine(module_of("llama")).generate(known, sampling)
     remember(made, known, answers, 0.0)
     cost = made._step_cost
-    cost.foreseen, cost.look_s, cost.num_sequences = foreseen, look_s, 1
+    cost.foreseen, cost.look_s, cost.num_new = foreseen, look_s, 1
     for rows in (1, 9):
         cost.add(rows, 1e-3 + 1e-5 * rows)
     catch_up = Drafter._catch_up
@@ -164,8 +174,24 @@ def test_auto_looks_where_it_pays(foreseen, look_s, looked_at, module_of, monkey
     assert all(p in looks for p in known)
     assert any(p in looks for p in new) == (looked_at == "both")
     looks.clear()
-    made.generate(new * 16, sampling)
-    assert looks  # the sequence number 32
+    made._step_cost.foreseen, made._step_cost.num_new = 0.02, 1
+    made.generate([[i, 9, 8] for i in range(3, 45)], sampling)  # new ones too
+    assert {tuple(p) for p in looks} == {(34, 9, 8)}  # the one of 32
+
+
+def test_samples_that_wait_for_a_place_are_drafted_for(module_of, monkeypatch):
+    """They enter a step without a prompt in it, where another one has left: as many as before."""
+    made, seen = engine(module_of("llama"), speculate="auto", max_num_seqs=4), set()
+    made._step_cost.foreseen = 0.02
+    follower = Drafter._follower
+
+    def noted(drafter, sequence):
+        seen.add(sequence)
+        return follower(drafter, sequence)
+
+    monkeypatch.setattr(Drafter, "_follower", noted)
+    made.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, n=64, ignore_eos=True))
+    assert len(seen) == 64
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])

@@ -49,23 +49,22 @@ def test_without_an_interval_nothing_is_started(tmp_path):
 
 
 def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
-    report, page = RunReport(tmp_path, {}, 0), tmp_path / "report.html"
-    marks = [tmp_path / "one", tmp_path / "two"]
-    marks[0].touch()
-    assert not report.is_current(marks[:1])
+    report, page, mark = RunReport(tmp_path, {}, 0), tmp_path / "report.html", tmp_path / "mark"
+    mark.touch()
     page.touch()
-    assert report.is_current(marks[:1])
-    assert not report.is_current(marks)
-    marks[1].touch()
+    assert not report.is_current([mark])  # no figures
+    (tmp_path / "figures").mkdir()
+    assert report.is_current([mark])
     os.utime(page, (time.time() - 1,) * 2)
-    assert not report.is_current(marks)
+    assert not report.is_current([mark])
+    assert report.is_current([])
 
 
 def test_a_report_ends_with_train_py(tmp_path):
-    write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n')
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from dschat.launch.run_report import RunReport\n"
+        "RunReport._command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "report = RunReport(Path(sys.argv[1]), os.environ, 1e-9); report.poll()\n"
         "print(report._process.pid, flush=True); time.sleep(60)"
     )
@@ -78,7 +77,6 @@ def test_a_report_ends_with_train_py(tmp_path):
     while watchdog.lives(group) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not watchdog.lives(group)
-    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
@@ -87,3 +85,16 @@ def test_train_says_why_there_is_no_report(tree, flags):
     done = train("--recipe", "quiet", "--output-dir", "out", *flags)
     assert done.returncode == 0
     assert ("no report: out: no metrics there" in done.stdout) == (not flags)
+
+
+@pytest.mark.slow
+def test_a_report_that_a_kill_prevented_is_written_later(tree):
+    """Steps that are finished are skipped; their report is written if it is missing or older."""
+    command = ("--recipe", "quiet", "--output-dir", "out")
+    assert "no report: out: no metrics there" in train(*command).stdout
+    page, figures = tree / "out/report.html", tree / "out/figures"
+    figures.mkdir()
+    page.touch()
+    assert "report" not in train(*command).stdout
+    page.unlink()
+    assert "no report: out: no metrics there" in train(*command).stdout

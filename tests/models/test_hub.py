@@ -49,8 +49,11 @@ def test_a_folder_needs_no_network(network, tiny):
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_proxy_may_know_the_address(network, monkeypatch):
-    network(AssertionError("looked up"))
-    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy:3128"})
+@pytest.mark.parametrize(
+    ("proxies", "is_off"), [({"https": "http://proxy:3128"}, False), ({"no": "localhost"}, True)]
+)
+def test_a_proxy_may_know_the_address(network, monkeypatch, proxies, is_off):
+    network(socket.gaierror("Name or service not known"))
+    monkeypatch.setattr(hub, "getproxies", lambda: proxies)
     hub.prepare("nobody/nothing")
-    assert not constants.HF_HUB_OFFLINE
+    assert is_off == constants.HF_HUB_OFFLINE
