@@ -12,7 +12,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from cases import GRPO, STEP1
+from cases import STEP1
 from orphans import train_py
 from runs import (
     TIMEOUT_S,
@@ -28,6 +28,8 @@ from runs import (
 )
 
 PPO = Case(3, "--kl_coef 0.1", ranks=2)
+# Without the dynamic sampling of `GRPO`: where that keeps no answer, their means are NaN.
+GRPO_ZERO3 = Case(3, "--advantage_estimator grpo --kl_coef 0.1 --actor_zero_stage 3", ranks=2)
 slow = pytest.mark.slow
 
 
@@ -153,7 +155,7 @@ def test_nan_on_one_rank_skips_that_step_on_all(zero, models, tmp_path):
     [
         (PPO, "nan_scores 2 1", "1 scores not finite"),
         (PPO, "nan_logprobs 2 1", "1 log-probs of the reference not finite"),
-        (Case(3, f"{GRPO} --actor_zero_stage 3", 2), "nan_logprobs 2 0", "1 log-probs of the ref"),
+        (GRPO_ZERO3, "nan_logprobs 2 0", "1 log-probs of the reference not finite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
