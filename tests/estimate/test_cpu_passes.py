@@ -21,6 +21,12 @@ from dschat.observability.flops import shape_of
 CPU = replace(DEVICES["V100-32"], name="cpu", flops=1e9)
 
 
+@pytest.fixture(autouse=True)
+def measured_briefly(monkeypatch):
+    monkeypatch.setattr(cpu_passes, "_REPEATS", 1)
+    monkeypatch.setattr(cpu_passes, "_LEAST_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def fields(tiny):
     """One device: 8 prompts, 16 answers, 2 optimizer steps of 2 micro-batches."""
