@@ -1,7 +1,7 @@
-"""Does without the Hugging Face hub where there is no network.
+"""Turns the Hugging Face hub off if there is no network.
 
-Its client repeats every request five times, half a minute for each file of a model, also of one
-that is downloaded already.
+Its client repeats every request five times. That takes half a minute for each file of a model, even
+if the model was downloaded before.
 """
 
 import logging
