@@ -1,4 +1,4 @@
-"""Turns the Hugging Face hub off if there is no network.
+"""Turns the Hugging Face hub off if it cannot be reached.
 
 Its client repeats every request five times. That takes half a minute for each file of a model, even
 if the model was downloaded before.
@@ -24,7 +24,7 @@ def prepare(name_or_path: str) -> None:
 
 
 def missing() -> str:
-    """Why there is no model of a name."""
+    """Why a model was not found."""
     reason = ": no such folder, and no such model on the hub; check the name"
     if constants.HF_HUB_OFFLINE:
         reason += " (only downloaded models are found: no network, or HF_HUB_OFFLINE)"
