@@ -10,16 +10,16 @@ Before sequences are admitted or preempted, all steps are read: the scheduler se
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dschat.inference.cuda_graphs import DecodeGraphs, Step
 from dschat.inference.decode_state import RING
-from dschat.inference.eager_loop import EagerLoop, Event
+from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.sampler import SamplingKind
-from dschat.inference.sequence import Sequence
+from dschat.inference.sequence import Event, Sequence
 from dschat.observability.device_span import DeviceSpan
 
 
@@ -36,7 +36,7 @@ class DeviceLoop(EagerLoop):
     _live: list[tuple[int, Sequence]] = field(default_factory=list)  # that need another step
     _unread: deque[Tensor] = field(default_factory=deque)  # steps that `pause` has read
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Generator[Event, None, None]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:

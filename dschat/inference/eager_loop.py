@@ -1,7 +1,7 @@
 """Generates step by step: schedule, compute, draw, and wait for the tokens before the next step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +9,11 @@ from torch import Tensor
 
 from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Sequence, StepSchedule
+from dschat.inference.sequence import Event, Sequence, StepSchedule
 from dschat.inference.speculation import Drafter
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.observability.device_span import DeviceSpan
-
-Event = tuple[Sequence, int, bool]  # a token drawn, and whether it is the sequence's last one
 
 
 @dataclass
@@ -33,7 +31,7 @@ class EagerLoop:
     until: Callable[[], bool] = lambda: False
     drafter: Drafter | None = None
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Generator[Event, None, None]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:
@@ -60,8 +58,9 @@ class EagerLoop:
         drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
         stats.count_draws(schedule, len(events), drafted, accepted)
         stats.follow(scheduler)
-        if self.drafter is not None and not schedule.chunks:
-            self.drafter.took(len(tokens), time.perf_counter() - started)
+        if self.drafter is not None:
+            seconds, is_prefill = time.perf_counter() - started, bool(schedule.chunks)
+            self.drafter.took(schedule.num_tokens + drafted, seconds, is_prefill)
         return events
 
     def is_end(self, sequence: Sequence, token: int) -> bool:

@@ -20,7 +20,7 @@ from dschat.config.errors import first_line
 from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
-from dschat.inference.eager_loop import EagerLoop, Event
+from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.engine_config import EngineConfig, device_named
 from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
@@ -41,8 +41,8 @@ from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampler import Sampler
 from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Prompt, Sequence
-from dschat.inference.speculation import AnswerHistory, Drafter, StepCost
+from dschat.inference.sequence import Event, Prompt, Sequence
+from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
@@ -108,8 +108,8 @@ class InferenceEngine:
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
-        self._history = None if sizes.speculate == "off" else AnswerHistory()
-        self._step_cost = StepCost()
+        drafts = sizes.speculate != "off"
+        self.speculation = Speculation(sizes.speculate == "auto") if drafts else None
         self.stats = GenerationStats()
 
     @classmethod
@@ -183,11 +183,6 @@ class InferenceEngine:
     def max_positions(self) -> int:
         """Longest prompt + answer that fits the model's positions and the cache."""
         return min(self.max_seq_len, self.cache.num_pages * self.page_size)
-
-    @property
-    def speculates(self) -> bool:
-        """Whether decode steps compute drafted tokens too."""
-        return self._history is not None
 
     @property
     def captures(self) -> bool:
@@ -289,8 +284,8 @@ class InferenceEngine:
             for sequence, _, finished in self.steps(queue, sampling):
                 if finished:
                     done.add(sequence)
-            if self._history is not None:
-                self._history.add((s.prompt.ids, s.answer) for s in done.sequences)
+            if self.speculation is not None:
+                self.speculation.history.add(done.sequences)
         return done.rollout()
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
@@ -310,11 +305,13 @@ class InferenceEngine:
         Raises:
             UserError: as `generate`, on all ranks.
         """
-        pooled = self.group.gather_objects((self.problem(entries), self._step_cost, entries, more))
+        costs = None if self.speculation is None else self.speculation.costs
+        pooled = self.group.gather_objects((self.problem(entries), costs, entries, more))
         for problem, *_ in pooled:
             if problem is not None:
                 raise UserError(problem)
-        self._step_cost = copy.deepcopy(pooled[0][1])  # all ranks must draft alike
+        if self.speculation is not None and self.group.size > 1:
+            self.speculation.costs = copy.deepcopy(pooled[0][1])  # all ranks must draft alike
         return [(part, value) for _, _, part, value in pooled]
 
     def problem(self, entries: list[Entry]) -> str | None:
@@ -373,16 +370,18 @@ class InferenceEngine:
         scheduler = Scheduler(self.cache, *limits, separate_prefill)
         scheduler.add(queue, begun)
         parts = runner, scheduler, sampler, stats, stops, until
-        drafter = None
-        if self._history is not None:
-            is_auto = self._sizes.speculate == "auto"
-            drafter = Drafter(scheduler, self._history, self._step_cost, is_auto)
+        call = drafter = None
+        if self.speculation is not None:
+            call = self.speculation.call(scheduler, queue, begun, sampling)
+            drafter = call.drafter
+        loop: EagerLoop
         if self._capture is None:
-            yield from EagerLoop(*parts, drafter).run()
+            loop = EagerLoop(*parts, drafter)
         elif drafter is None:
-            yield from DeviceLoop(*parts, streaming=streaming).run()
+            loop = DeviceLoop(*parts, streaming=streaming)
         else:
-            yield from GuessingLoop(*parts, guesser=drafter).run()
+            loop = GuessingLoop(*parts, drafter)
+        yield from loop.run() if call is None else call.timed(loop.run(), stats)
 
     def step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release; new weights empty the cache."""
@@ -395,6 +394,6 @@ class InferenceEngine:
             sizes = self.max_num_seqs, self.max_seq_len
             options = self._capture, self._kernels
             self._runner = StepRunner(
-                self._decoder, self.cache, *sizes, *options, guesses=self.speculates
+                self._decoder, self.cache, *sizes, *options, guesses=self.speculation is not None
             )
         return self._runner

@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.decode_state import NO_GUESS, WINDOW, WRONG_GUESS, Guesses
 from dschat.inference.device_loop import DeviceLoop, is_over
-from dschat.inference.eager_loop import Event
-from dschat.inference.sequence import Sequence
+from dschat.inference.sequence import Event, Sequence
 from dschat.inference.speculation import Drafter
 from dschat.observability.device_span import DeviceSpan
 
 
 @dataclass
 class GuessingLoop(DeviceLoop):
-    """`DeviceLoop` with steps of several widths, chosen by ``guesser``."""
+    """`DeviceLoop` with steps of several widths, chosen by ``drafter``."""
 
-    guesser: Drafter | None = None
     _pending: deque[int] = field(default_factory=deque)  # widths of the steps that are not read
     _span: DeviceSpan | None = None  # since the last launch
     _timings: deque[tuple[int, DeviceSpan]] = field(default_factory=deque)  # rows, and their step
@@ -37,8 +35,8 @@ class GuessingLoop(DeviceLoop):
 
     @property
     def _drafter(self) -> Drafter:
-        assert self.guesser is not None
-        return self.guesser
+        assert self.drafter is not None
+        return self.drafter
 
     def _enter(self, sequences: list[Sequence]) -> DecodeGraphs:
         graphs = super()._enter(sequences)
@@ -55,7 +53,7 @@ class GuessingLoop(DeviceLoop):
         width = 1
         if len(widths) > 1:
             guesses = {row: self._drafter.guesses(s, WINDOW) for row, s in self._live}
-            found = [(len(tokens), rate) for tokens, rate in guesses.values()]
+            found = [chances for _, chances in guesses.values()]
             width = self._drafter.width(found, widths, size)
         if width > 1:
             rows = [Guesses(0, 0, [])] * len(self._rows)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import Group
-from dschat.inference.eager_loop import EagerLoop, Event
+from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampler import Sampler, refill_uniforms
 from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Prompt, Sequence
+from dschat.inference.sequence import Event, Prompt, Sequence
 from dschat.inference.stats import GenerationStats
 from dschat.observability.device_span import DeviceSpan
 

@@ -92,9 +92,9 @@ class Scheduler:
                 "the KV cache has no room: other answers of this engine are not finished; read or "
                 "close their streams, or raise kv_cache_gib"
             )
-        # Whole prompts first, longest first; then by prefix: they attend as padded batches.
-        chunks.sort(key=lambda item: (item[0].computed, -item[1]))
-        return StepSchedule(decodes, chunks)
+        schedule = StepSchedule(decodes, chunks)
+        schedule.sort_chunks()
+        return schedule
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Whether a running sequence is a row of the next step's decodes."""
@@ -300,9 +300,9 @@ class Scheduler:
 
         Returns only ``sequence`` if it is the only sample or the others already exist.
         """
-        prompt = sequence.prompt
-        if prompt.num_samples == 1 or sequence.sample > 0 or sequence.answer:
+        if not sequence.draws_for_all:
             return [sequence]
+        prompt = sequence.prompt
         return [sequence, *(Sequence(prompt, i, forked=True) for i in range(1, prompt.num_samples))]
 
     def queue_samples(self, first: Sequence, samples: list[Sequence]) -> None:

@@ -39,6 +39,11 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.answer)
 
+    @property
+    def draws_for_all(self) -> bool:
+        """Whether the other samples of its prompt, which do not exist yet, draw from its row."""
+        return self.prompt.num_samples > 1 and self.sample == 0 and not self.answer
+
     def tokens(self, first: int, last: int) -> list[int]:
         ids, num_ids = self.prompt.ids, len(self.prompt.ids)
         if first >= num_ids:
@@ -48,8 +53,8 @@ class Sequence:
 
 @dataclass
 class StepSchedule:
-    """The sequences of one step: each decode computes one token and its draft, each chunk a number
-    of tokens.
+    """The sequences of one step: each decode computes one token, each chunk a number of tokens, and
+    those whose tokens are all computed then their drafts.
     """
 
     decodes: list[Sequence]
@@ -60,9 +65,21 @@ class StepSchedule:
         """Sequences whose tokens are all computed after the step, in row order: each draws one, and
         one more for each token of its draft.
         """
-        return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
+        return self.decodes + self.completed
+
+    @property
+    def completed(self) -> list[Sequence]:
+        """Sequences of the chunks whose tokens are all computed after the step."""
+        return [s for s, count in self.chunks if s.computed + count == len(s)]
+
+    def sort_chunks(self) -> None:
+        """Whole prompts first, longest first; then by prefix: they attend as padded batches."""
+        self.chunks.sort(key=lambda item: (item[0].computed, -item[1] - len(item[0].draft)))
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes, without drafts."""
         return len(self.decodes) + sum(count for _, count in self.chunks)
+
+
+Event = tuple[Sequence, int, bool]  # a token drawn, and whether it is the sequence's last one

@@ -57,7 +57,7 @@ class StepRunner:
         # NOTE: keys and values of a draft that is not accepted are overwritten later, and no row
         # attends to them until then.
         decodes = [(s, 1 + len(s.draft)) for s in schedule.decodes]
-        spans = decodes + schedule.chunks
+        spans = decodes + [(s, count + len(s.draft)) for s, count in schedule.chunks]
         for i, (s, count) in enumerate(spans):
             first, end = s.computed, s.computed + count
             row = len(tokens)
@@ -65,12 +65,10 @@ class StepRunner:
             tokens += s.draft
             positions += range(first, end)
             slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
-            if i < len(decodes):
-                ready += range(row, row + count)
-                continue
-            chunks.append(Chunk(row, count, first, s.pages))
-            if end == len(s):
-                ready.append(row + count - 1)
+            if i >= len(decodes):
+                chunks.append(Chunk(row, count, first, s.pages))
+            if end >= len(s):
+                ready += range(row + len(s) - 1 - first, row + count)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
         longest = max((chunk.prefix + chunk.length for chunk in chunks), default=0)

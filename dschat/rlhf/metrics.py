@@ -121,7 +121,7 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     ranks = dist.world_size()
     names = (
         *("prefill_tokens", "prefill_s", "decode_tokens", "decode_s", "preemptions"),
-        *("cached_tokens", "decoded_rows", "drafted_tokens", "accepted_tokens"),
+        *("cached_tokens", "answer_tokens", "drafted_tokens", "accepted_tokens"),
     )
     local = [refresh.seconds, float(refresh.num_bytes)]
     if engine is not None:
@@ -132,13 +132,16 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
     if engine is None:
         return metrics
-    (prefill, prefill_s, decode, decode_s, preemptions, cached, rows, drafted, accepted) = rest[:-2]
+    (prefill, prefill_s, decode, decode_s, preemptions, cached, drawn, drafted, accepted) = rest[
+        :-2
+    ]
     occupancy, cache_use = rest[-2:]
     groups = ranks / engine.group.size  # the ranks of a group count the same tokens
     if engine.cache.keeps_prefixes:
         metrics["throughput/cached_prompt_share"] = cached / max(cached + prefill, 1.0)
-    if engine.speculates:
-        metrics["throughput/accepted_per_step"] = accepted / max(rows, 1.0)
+    if engine.speculation is not None:
+        # A sequence draws one token in each of its steps, beside those.
+        metrics["throughput/accepted_per_step"] = accepted / max(drawn - accepted, 1.0)
         metrics["throughput/accepted_share"] = accepted / max(drafted, 1.0)
     return metrics | {
         "throughput/prefill_tokens_per_s": prefill / max(prefill_s, 1e-9) * groups,

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from dschat.inference import EngineConfig, InferenceEngine
+from dschat.inference.sequence import Prompt, Sequence
 
 VOCAB, EOS, POSITIONS = 64, 0, 64
 HEADS, HIDDEN = 4, 32
@@ -192,6 +193,11 @@ def assert_same_but_for_ties(got, expected, gap):
         end = next((i + 1 for i, (a, b) in enumerate(pairs) if a != b), None)
         assert one.logprobs[:end] == pytest.approx(other.logprobs[:end], abs=gap)
         assert end is not None or len(one.token_ids) == len(other.token_ids)
+
+
+def answered(prompt, answer):
+    """A sequence as `AnswerHistory.add` takes it."""
+    return Sequence(Prompt(prompt, 0, 1, len(answer)), 0, answer)
 
 
 def cache_gib(made, num_tokens):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
-from families import CONFIGS
+from families import CONFIGS, answered
 from transformers import LlamaConfig, OPTConfig
 
 from dschat.inference.model import attention
@@ -75,14 +75,14 @@ def test_new_pages_follow_without_a_wait():
 @pytest.mark.parametrize("name", ["llama", slow("bloom"), slow("opt"), slow("qwen3")])
 def test_a_step_with_guesses_waits_for_nothing(name):
     """Outside the step, a rollout waits as often as without guesses: for its prompts."""
-    sampling = dataclasses.replace(SAMPLED, max_new_tokens=8, stop_token_ids=(60,))
+    sampling = dataclasses.replace(SAMPLED, n=2, max_new_tokens=8, stop_token_ids=(60,))
     found = []
     for mode in ("off", "history"):
         with fake_cuda() as watch:
             made = fake_engine(watch, CONFIGS[name](), speculate=mode, page_size=64)
             made.generate(PROMPTS, sampling)
             if mode == "history":
-                made._history.add((ids, [0] * 8) for ids in PROMPTS)
+                made.speculation.history.add(answered(ids, [0] * 8) for ids in PROMPTS)
             watch.counts.clear()
             made.generate(PROMPTS, sampling)
         found.append(watch.counts)

@@ -57,8 +57,8 @@ def soak(name, rollouts, layout, seed, speculate="off"):
         kv_cache_gib=cache_gib(roomy, POSITIONS + 16),
         speculate=speculate,
     )
-    if tight.speculates:
-        tight._history = AnswerHistory(max_tokens=300)
+    if tight.speculation:
+        tight.speculation.history = AnswerHistory(max_tokens=300)
     tensors = dict(module.named_parameters())
     if layout == "borrowed":
         tight.weights.borrow(tensors)
@@ -78,7 +78,7 @@ def soak(name, rollouts, layout, seed, speculate="off"):
         assert got.finish_reasons == expected.finish_reasons
         assert tight.cache.num_free == tight.cache.num_pages
         check_ends(got, sampling)
-        assert not tight.speculates or tight._history.num_tokens <= 300
+        assert not tight.speculation or tight.speculation.history.num_tokens <= 300
         accepted += tight.stats.accepted_tokens
         preemptions += tight.stats.preemptions
         waited += tight.stats.cache_use == 1.0

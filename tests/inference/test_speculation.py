@@ -1,17 +1,28 @@
 """Drafted tokens are kept exactly where they are what would have been drawn."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from families import PROMPTS as TP_PROMPTS
-from families import assert_same, assert_same_but_for_ties, cache_gib, engine, every_family
+from families import (
+    answered,
+    assert_same,
+    assert_same_but_for_ties,
+    cache_gib,
+    engine,
+    every_family,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams
-from dschat.inference.speculation import AnswerHistory, Drafter, StepCost
+from dschat.inference.draft_costs import Acceptance, CallChoice, Costs, StepCost
+from dschat.inference.partial import OpenPrompt, advance
+from dschat.inference.sequence import StepSchedule
+from dschat.inference.speculation import AnswerHistory, Drafter
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
 
@@ -20,8 +31,8 @@ def remember(made, prompts, rollout, changed, seed=0):
     """Put answers into the history, of which a share ``changed`` of the tokens is another."""
     draw = random.Random(seed)
     n = len(rollout) // len(prompts)
-    made._history.add(
-        (
+    made.speculation.history.add(
+        answered(
             prompts[i // n],
             [draw.randrange(3, 50) if draw.random() < changed else t for t in answer],
         )
@@ -116,12 +127,12 @@ def test_a_stream_repeats_itself(module_of):
 
 def test_the_history_is_bounded():
     history = AnswerHistory(max_tokens=10)
-    history.add([([1], [5, 6, 7]), ([1], [5, 6]), ([2], [4] * 4)])
+    history.add([answered([1], [5, 6, 7]), answered([1], [5, 6]), answered([2], [4] * 4)])
     assert [list(a) for a in history.of([1])] == [[5, 6, 7], [5, 6]]
-    history.add([([1], [8])])
+    history.add([answered([1], [8])])
     assert [list(a) for a in history.of([1])] == [[8]]
     assert history.num_tokens == 5
-    history.add([([3], [9] * 6)])  # 11: the prompt that was answered longest ago goes
+    history.add([answered([3], [9] * 6)])  # 11: the prompt that was answered longest ago goes
     assert history.of([2]) == []
     assert history.num_tokens == 7
 
@@ -136,62 +147,97 @@ def test_costs_are_fitted():
 
 def test_a_call_keeps_the_costs_that_it_began_with():
     """Tensor-parallel ranks have those of one clock only at its beginning."""
-    cost = StepCost()
-    drafter = Drafter(None, None, cost, is_auto=True)
-    before = drafter._worth(4)
-    cost.add(9, 1.0)
-    cost.add_looks(1, 1.0)
-    assert drafter._worth(4) == before != Drafter(None, None, cost, is_auto=True)._worth(4)
+    costs, step = Costs(), StepSchedule([None] * 4, [])
+    drafter = Drafter(None, None, costs, is_auto=True)
+    before = drafter._worth(step)
+    drafter.took(9, 1.0)
+    assert drafter._worth(step) == before != Drafter(None, None, costs, is_auto=True)._worth(step)
 
 
-@pytest.mark.parametrize(
-    ("foreseen", "look_s", "looked_at"),
-    [
-        (0.02, 1e-5, "known"),
-        (0.9, 1e-5, "both"),
-        (0.9, 1e-2, "known"),  # a look takes longer than a step: once, where one knows most
-    ],
-)
-def test_auto_looks_where_it_pays(foreseen, look_s, looked_at, module_of, monkeypatch):
-    """At prompts with earlier answers, new ones, or one of 32 in any case."""
-    made, looks = engine(module_of("llama"), speculate="auto"), []
-    known, new = PROMPTS[:2], PROMPTS[2:]
-    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    answers = engine(module_of("llama")).generate(known, sampling)
-    remember(made, known, answers, 0.0)
-    cost = made._step_cost
-    cost.foreseen, cost.look_s, cost.num_new = foreseen, look_s, 1
-    for rows in (1, 9):
-        cost.add(rows, 1e-3 + 1e-5 * rows)
-    catch_up = Drafter._catch_up
-
-    def counted(drafter, follower, sequence):
-        looks.append(sequence.prompt.ids)
-        catch_up(drafter, follower, sequence)
-
-    monkeypatch.setattr(Drafter, "_catch_up", counted)
-    made.generate(known + new, sampling)
-    assert all(p in looks for p in known)
-    assert any(p in looks for p in new) == (looked_at == "both")
-    looks.clear()
-    made._step_cost.foreseen, made._step_cost.num_new = 0.02, 1
-    made.generate([[i, 9, 8] for i in range(3, 45)], sampling)  # new ones too
-    assert {tuple(p) for p in looks} == {(34, 9, 8)}  # the one of 32
+def test_a_drafted_token_is_worth_what_it_saves():
+    """It takes a row of this step, and saves one of a later one and its share of that step."""
+    costs = Costs()
+    for rows in (1, 9) * 99:
+        costs.decode.add(rows, 1e-3 + 1e-5 * rows)
+        costs.prefill.add(rows, 2e-3 + 2e-5 * rows)
+    drafter = Drafter(None, None, costs, is_auto=True)
+    chunks = [(None, 20)] * 4
+    assert drafter._worth(StepSchedule([None] * 4, [])) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
+    assert drafter._worth(StepSchedule([], chunks)) == pytest.approx(2e-5 / (1e-3 / 4 + 1e-5))
 
 
-def test_samples_that_wait_for_a_place_are_drafted_for(module_of, monkeypatch):
-    """They enter a step without a prompt in it, where another one has left: as many as before."""
-    made, seen = engine(module_of("llama"), speculate="auto", max_num_seqs=4), set()
-    made._step_cost.foreseen = 0.02
-    follower = Drafter._follower
+def test_acceptance_is_that_of_the_place():
+    """Of answers that begin as before every time and end as before half the time."""
+    acceptance = Acceptance()
+    for i in range(400):
+        for run in (0, 2, 3):
+            acceptance.add(True, run, run < 3 or i % 2 == 0)
+    chances = acceptance.chances(True, 0)
+    assert chances[1] == pytest.approx(0.7, abs=0.01)  # no token has been wrong yet
+    assert acceptance.chances(True, 2)[:2] == pytest.approx([1.0, 0.5], abs=0.03)
+    assert acceptance.chances(False, 2)[0] == 0.7  # nothing is known of new prompts
+    assert len(acceptance.chances(True, 16)) == 16
+    assert sorted(chances, reverse=True) == chances
 
-    def noted(drafter, sequence):
-        seen.add(sequence)
-        return follower(drafter, sequence)
 
-    monkeypatch.setattr(Drafter, "_follower", noted)
-    made.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, n=64, ignore_eos=True))
-    assert len(seen) == 64
+def calls(choice, drafted_s, plain_s, count, kind=(7, 2, True)):
+    """Which of ``count`` calls drafted."""
+    made = []
+    for _ in range(count):
+        made.append(choice.drafts(kind))
+        choice.add(kind, made[-1], drafted_s if made[-1] else plain_s)
+    return made
+
+
+def test_auto_chooses_the_faster_calls():
+    choice = CallChoice()
+    first = calls(choice, 3.0, 2.0, 200)
+    assert first[:4] == [True, True, False, False]  # the first of each warms up
+    assert 4 <= sum(first[4:]) <= 8  # the slower one is tried again now and then
+    assert sum(calls(choice, 1.0, 2.0, 400)[-100:]) >= 96  # drafts have become better
+    assert choice.drafts((7, 0, True))  # another kind of calls, nothing is known of them
+    assert sum(calls(choice, 2.0, 1.98, 200, kind=(1, 0, True))[4:]) < 20
+
+
+def test_auto_counts_the_warm_up_of_no_side():
+    """A first call compiles, captures or allocates."""
+    choice, kind = CallChoice(), (7, 2, True)
+    for drafted, seconds in ((True, 60.0), (True, 1.0), (False, 60.0), (False, 2.0)):
+        assert choice.drafts(kind) == drafted
+        choice.add(kind, drafted, seconds)
+    assert choice.drafts(kind)
+
+
+def test_auto_times_calls_by_kind(module_of):
+    made = engine(module_of("llama"), speculate="auto", max_num_seqs=4)
+    choice, sampling = made.speculation.costs.choice, SamplingParams(max_new_tokens=6, n=2)
+    for i in range(5):
+        made.generate(PROMPTS, replace(sampling, seed=i))
+    known, new = (4, 2, True), (4, 0, True)
+    tried = {kind: [side.last > 0 for side in sides] for kind, sides in choice._sides.items()}
+    assert tried == {new: [True, False], known: [True, True]}
+
+
+def test_a_known_answer_is_computed_with_its_prompt(module_of):
+    """All of it in the prefill of a single sample; not where all samples draw from one row."""
+    made, plain = engine(module_of("llama"), speculate="history"), engine(module_of("llama"))
+    sampling = SamplingParams(max_new_tokens=12, seed=3, ignore_eos=True)
+    for _ in range(40):  # it learns that earlier answers are right
+        made.generate(PROMPTS, sampling)
+    assert made.stats.decode_steps == 0
+    assert made.stats.accepted_tokens == len(PROMPTS) * 11
+    assert_same(made.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
+    group = replace(sampling, n=3)
+    assert_same(made.generate(PROMPTS, group), plain.generate(PROMPTS, group))
+    assert made.stats.decode_steps > 0
+
+
+def test_an_answer_continued_later_is_remembered(module_of):
+    made = engine(module_of("llama"), speculate="history")
+    sampling = SamplingParams(max_new_tokens=9, n=2, ignore_eos=True)
+    opened = [OpenPrompt(ids) for ids in PROMPTS]
+    advance(made, opened, sampling, list(range(len(PROMPTS))), wanted=len(PROMPTS))
+    assert [list(a) for a in made.speculation.history.of(PROMPTS[0])] == opened[0].token_ids
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
@@ -202,7 +248,12 @@ def test_tensor_parallel_ranks_draft_alike(mode, module_of):
     def prepare(made):
         made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
         for rows in (1, 9):  # a row costs nothing on rank 0, and everything on rank 1
-            made._step_cost.add(rows, 1.0 if made.group.rank == 0 else float(rows))
+            made.speculation.costs.decode.add(rows, 1.0 if made.group.rank == 0 else float(rows))
+        kinds = list(made.speculation.costs.choice._sides)
+        for kind in kinds:  # drafts save time on rank 0, and cost time on rank 1
+            for drafted in (True, True, False, False):
+                seconds = 1.0 if drafted == (made.group.rank == 0) else 2.0
+                made.speculation.costs.choice.add(kind, drafted, seconds)
 
     expected = engine(module).generate(TP_PROMPTS, SAMPLING)
     shares = [range(3), range(3, len(TP_PROMPTS))]

@@ -33,7 +33,7 @@ def tight_engine(module):
     gib = cache_gib(empty_engine(module.config, max_num_seqs=8), POSITIONS + 16)
     sizes = {"max_num_seqs": 8, "page_size": 4, "max_num_batched_tokens": 21}
     made = empty_engine(module.config, kv_cache_gib=gib, speculate="history", **sizes)
-    made._history = AnswerHistory(MOST_REMEMBERED)
+    made.speculation.history = AnswerHistory(MOST_REMEMBERED)
     return made
 
 
@@ -152,7 +152,7 @@ def soak(iterations, seed):
             assert first.token_ids == second.token_ids
             totals["accepted_tokens"] += made.stats.accepted_tokens
             check_pages(made)
-            check_history(made._history)
+            check_history(made.speculation.history)
         if i % 40 == 39:
             state = rollouts.state_dict() | {"left": vars(rollouts._more._left)}
             rollouts = source(json.loads(json.dumps(state)))
