@@ -9,7 +9,7 @@ warm-up, on the same prompts.
 - speculate: answers a second with --speculate history, auto and off. fresh_s: prompts that were not
   answered before. again_s: the same prompts with another seed. With --actor, a checkpoint, they are
   questions of builtin/arithmetic; else random ids, answered by a model with random weights, which
-  never repeats itself, once more greedily, which it does exactly.
+  never repeats itself; again_s is then of other prompts, answered greedily a second time.
 - partial: prompts with answers of geometric lengths, of 64 tokens on average and 320 at most.
   answer_s: seconds of a rollout for each finished answer, in whole rollouts and in partial ones.
 
@@ -158,6 +158,8 @@ def speculate(s: Setting) -> dict:
         for name, seed in (("fresh_s", 2 * number), ("again_s", 2 * number + 1)):
             # Random weights repeat themselves only where nothing is drawn.
             greedy = name == "again_s" and not s.actor
+            if greedy:
+                prompts = s.prompts(s.rows, prompt, seed=-1 - number)
             sampling = SamplingParams(
                 max_new_tokens=new,
                 temperature=0.0 if greedy else 1.0,

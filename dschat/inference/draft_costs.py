@@ -111,10 +111,12 @@ class Acceptance:
     def __init__(self) -> None:
         # Of prompts without and with earlier answers: by `_Follower.run`.
         self._rates = [[_FIRST_RATE] * (MAX_DRAFT + 1) for _ in range(2)]
+        self._counts = [[1] * (MAX_DRAFT + 1) for _ in range(2)]
 
     def add(self, is_known: bool, run: int, is_right: bool) -> None:
-        rates, i = self._rates[is_known], min(run, MAX_DRAFT)
-        rates[i] += _SHARE * (is_right - rates[i])
+        rates, counts, i = self._rates[is_known], self._counts[is_known], min(run, MAX_DRAFT)
+        counts[i] += 1
+        rates[i] += max(_SHARE, 1 / counts[i]) * (is_right - rates[i])
 
     def chances(self, is_known: bool, run: int) -> list[float]:
         """The probabilities that the next 1, 2, ... `MAX_DRAFT` tokens are all right."""
