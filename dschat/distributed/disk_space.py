@@ -27,8 +27,9 @@ def free_bytes(folder: str | os.PathLike) -> int:
 
 
 def needed_and_free(needed: int, folder: str | os.PathLike) -> str:
-    """``5.0 MiB needed, 1.0 MiB free``"""
-    return f"{_shown(needed)} needed, {_shown(free_bytes(folder))} free"
+    """``5.0 MiB needed, 1.0 MiB free``; what was written before an error is free again."""
+    free = free_bytes(folder)
+    return f"{_shown(needed)} needed" + (f", {_shown(free)} free" if free < needed else "")
 
 
 def _shown(num_bytes: int) -> str:

@@ -51,7 +51,9 @@ class Dropped(Counter[str]):
         if not self and kept:
             return
         why = ", ".join(f"{count} with {problem}" for problem, count in self.items())
-        require(kept > 0, f"{FLAG}: no usable rows ({why or 'it is empty'}); see --prompt_column")
+        # A chat that the tokenizer's template refuses has a prompt.
+        hint = "" if any("template" in problem for problem in self) else "; see --prompt_column"
+        require(kept > 0, f"{FLAG}: no usable rows ({why or 'it is empty'}){hint}")
         logger.warning("dropped %d of %d rows: %s", self.total(), kept + self.total(), why)
 
 

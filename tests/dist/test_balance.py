@@ -13,10 +13,10 @@ SAMPLED += (("reward_fn", "mostly_alike"), ("reward_model_weight", 0.0))
 
 
 CASES = [
-    Case("balance", 0, 4, shares=(8, 0), options=BUDGET + PROGRAM),
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + SAMPLED),
 ]
 SLOW = [
+    Case("balance", 0, 4, shares=(8, 0), options=BUDGET + PROGRAM),
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + PROGRAM),
     Case("balance", 3, 4, shares=(8, 0), options=BUDGET + SAMPLED),
 ]

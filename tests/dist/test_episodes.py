@@ -17,10 +17,10 @@ AS_THEY_COME = (("environment_lag", 0),)
 FEEDBACK = (("environment", "Failing"), ("on_environment_error", "feedback"))
 
 TWO = [
-    Case("ppo", 2, 4, "llama_stops", iterations=1, shares=(3, 5), options=CRITIC),
     Case("ppo", 3, 4, "llama_stops", iterations=1, shares=(8, 0), options=GROUPS + TP),
 ]
 SLOW_TWO = [
+    Case("ppo", 2, 4, "llama_stops", iterations=1, shares=(3, 5), options=CRITIC),
     Case("ppo", 3, 4, "llama_stops", iterations=1, shares=(5, 3), options=GROUPS),
     Case("ppo", 3, 2, "llama_stops", iterations=2, options=CRITIC),
     Case("ppo", 2, 4, "llama_stops", iterations=2, shares=(8, 0), options=GROUPS + BUDGET),

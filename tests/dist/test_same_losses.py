@@ -62,9 +62,7 @@ GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # slow.
 HERE = [
     Case("sft", 3, 2),
-    Case("reward", 3, 8),
     Case("reward", 0, 2, rows="ranked", options=LORA),
-    Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("ppo", 0, 4, options=BUDGET),
     Case("ppo", 3, 4, iterations=1, options=TOP),
 ]
@@ -80,6 +78,7 @@ SLOW_HERE = [
 ]
 SLOW_HERE += [
     Case("ppo", 3, 2, options=GRPO),
+    Case("ppo", 0, 4, iterations=1, options=DR_GRPO),
     Case("ppo", 0, 4, options=DR_GRPO),
     Case("ppo", 3, 4, options=TEACHER),
     Case("ppo", 0, 2, iterations=1, options=TOP_LORA + BUDGET),

@@ -19,6 +19,7 @@ from dschat.inference import InferenceEngine, SamplingParams
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
+from dschat.offline.rows import Dropped
 
 
 def rows_of(path: str | Path) -> list[dict]:
@@ -156,6 +157,19 @@ def test_sigkill(flags, tmp_path):
         command = [word for word in command if word != "--overwrite"]
     subprocess.run(command, check=True)
     assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("problem", "hint"),
+    [
+        ("no usable prompt", "; see --prompt_column"),
+        ("a chat that the tokenizer's template refuses (alternate roles)", ""),
+    ],
+)
+def test_no_usable_row_is_an_error(problem, hint):
+    with pytest.raises(UserError) as error:
+        Dropped({problem: 3}).report(kept=0)
+    assert str(error.value) == f"--data_path: no usable rows (3 with {problem}){hint}"
 
 
 def test_unusable_rows_are_dropped(models, write, tmp_path, caplog):
