@@ -159,7 +159,7 @@ def speculate(s: Setting) -> dict:
             # Random weights repeat themselves only where nothing is drawn.
             greedy = name == "again_s" and not s.actor
             if greedy:
-                prompts = s.prompts(s.rows, prompt, seed=-1 - number)
+                prompts = s.prompts(s.rows, prompt, seed=s.rounds + 1 + number)
             sampling = SamplingParams(
                 max_new_tokens=new,
                 temperature=0.0 if greedy else 1.0,
@@ -193,7 +193,7 @@ def partial(s: Setting) -> dict:
         s.record(number, "without", "answer_s", seconds / s.rows)
         under_way += map(OpenPrompt, prompts)
         if not number:
-            under_way += map(OpenPrompt, s.prompts(extra, prompt, seed=-1))
+            under_way += map(OpenPrompt, s.prompts(extra, prompt, seed=s.rounds + 1))
         numbers = list(range(len(under_way)))
         seconds, _ = _timed(advance, engines["with"], under_way, sampling, numbers, s.rows)
         done = [p for p in under_way if p.is_complete][: s.rows]

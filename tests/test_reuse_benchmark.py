@@ -24,6 +24,20 @@ def test_the_prefill_of_common_pages_is_counted_once():
     assert {f"ratio_{turn.removesuffix('_s')}" for turn in turns} <= line.keys()
 
 
+def test_no_prompt_is_measured_twice(monkeypatch):
+    drawn = []
+    prompts = Setting.prompts
+    monkeypatch.setattr(
+        Setting, "prompts", lambda *args, **kw: drawn.append(prompts(*args, **kw)) or drawn[-1]
+    )
+    module = make_module(Case("opt-tiny", 0, 0, 0, 0), torch.device("cpu"), torch.float32)
+    for case in (rollout_reuse.speculate, rollout_reuse.partial):
+        drawn.clear()
+        case(Setting(module, torch.device("cpu"), 2, 0.1, rows=4))
+        ids = [tuple(prompt) for call in drawn for prompt in call]
+        assert len(set(ids)) == len(ids) > 6
+
+
 def test_speculation_and_partial_rollouts_report_all_sides():
     device = torch.device("cpu")
     module = make_module(Case("opt-tiny", 0, 0, 0, 0), device, torch.float32)

@@ -153,6 +153,11 @@ class RolloutConfig:
             "--speculate history needs --enable_hybrid_engine",
         )
         require(
+            self.speculate != "history" or not self.partial_rollout,
+            "--speculate history: with --partial_rollout, which answers are complete would depend "
+            "on drafts; drop one of them",
+        )
+        require(
             self.inference_tp_size == 1 or self.rollout_layout != "zero_copy",
             "--rollout_layout zero_copy needs --inference_tp_size 1",
         )

@@ -12,6 +12,7 @@ from dschat.estimate.result import Device
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
+from dschat.inference.draft_costs import MAX_DRAFTED
 from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
 from dschat.inference.model.rotary import model_positions
@@ -88,12 +89,13 @@ class RolloutEstimator:
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
+        drafted = 0 if c.speculate == "off" else MAX_DRAFTED
         source = "its own copy" if choice.layout == "copy" else "training weights"
         return RolloutBytes(
             weights=weights,
             cache=(pages + 1) * page_bytes,  # one page for rows that pad a captured batch
             work=max(self._step(spec, engine), self._refresh()),
-            logits=self._sampling(engine.max_num_seqs, spec.vocab_size),
+            logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
             form=(
                 f"inference engine on {source}, TP {tp}, up to {engine.max_num_seqs} sequences of "
                 f"{seq_len}"

@@ -9,38 +9,50 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from statistics import median
+from typing import NamedTuple
 
-MAX_DRAFT = 16
+MAX_DRAFT = 16  # tokens of a sequence in a step
+MAX_DRAFTED = 512  # of all sequences: each has a row of logits
 _FIRST_RATE = 0.7  # assumed acceptance before any is known
 _SHARE = 0.05  # of one observation in the moving averages
-_CALLS, _ANSWERS = 9, 128  # compares medians of so many calls, of few answers more
+_MIN_CALLS = 3  # of each side before one of them is the faster
+_CALLS, _ANSWERS = 5, 128  # compares medians of so many calls, of few answers more
 _TRIED_AGAIN = 16, 32  # calls between two with the slower side
 
-# Of calls that take about the same seconds a token: bits of the number of answers, halves of the
-# prompts with earlier answers, and whether tokens are drawn or the likeliest ones.
-CallKind = tuple[int, int, bool]
+
+class CallKind(NamedTuple):
+    """Calls of a kind take about the same seconds a token."""
+
+    num_answers: int  # bits of it
+    max_new_tokens: int  # bits of it
+    known: int  # halves of the prompts that have earlier answers
+    draws: bool  # not the likeliest tokens
 
 
 class StepCost:
-    """Seconds of a step as a + b rows, fitted to the latest steps."""
+    """Seconds of a step as a + b rows, fitted to the latest steps but the first, which warms up."""
 
     _DECAY = 0.98  # of a step's weight with the next one
 
     def __init__(self) -> None:
+        self._is_warm = False
         self._sums = (0.0,) * 5  # weights, rows, seconds, rows^2, rows x seconds
 
     def add(self, rows: int, seconds: float) -> None:
+        if not self._is_warm:
+            self._is_warm = True
+            return
         d, (w, r, s, rr, rs) = self._DECAY, self._sums
         self._sums = (
             *(d * w + 1, d * r + rows, d * s + seconds),
             *(d * rr + rows * rows, d * rs + rows * seconds),
         )
 
-    def fit(self) -> tuple[float, float]:
+    def fit(self) -> tuple[float, float] | None:
         """a and b. Without steps of different sizes: half of the seconds each."""
         weight, rows, seconds, squares, products = self._sums
         if not weight:
-            return 1.0, 1.0
+            return None
         rows, seconds, squares, products = (x / weight for x in (rows, seconds, squares, products))
         variance, most = squares - rows * rows, seconds / rows
         row_s = most / 2
@@ -88,6 +100,8 @@ class CallChoice:
         for side in sides:
             if not side.seconds:
                 return side is sides[0]
+        if min(len(side.seconds) for side in sides) < _MIN_CALLS:
+            return sides[0].last < sides[1].last
         fast, slow = sorted(sides, key=lambda side: side.token_s)
         loss = slow.token_s / fast.token_s - 1
         is_due = fast.last - slow.last >= min(max(100 * loss, _TRIED_AGAIN[0]), _TRIED_AGAIN[1])
@@ -97,7 +111,7 @@ class CallChoice:
         """A call took ``token_s`` seconds for a token."""
         sides = self._sides.get(kind)
         if sides is None:
-            count = max(_CALLS, _ANSWERS >> kind[0])
+            count = max(_CALLS, _ANSWERS >> kind.num_answers)
             sides = self._sides[kind] = _Side(deque(maxlen=count)), _Side(deque(maxlen=count))
         sides[0 if drafted else 1].add(token_s, 1 + max(side.last for side in sides))
 
@@ -121,7 +135,9 @@ class Acceptance:
     def chances(self, is_known: bool, run: int) -> list[float]:
         """The probabilities that the next 1, 2, ... `MAX_DRAFT` tokens are all right."""
         rates = self._rates[is_known]
-        return list(accumulate((rates[min(run + i, MAX_DRAFT)] for i in range(MAX_DRAFT)), mul))
+        after = max(run, 1) + 1  # `run` after a right token
+        runs = [run, *range(after, after + MAX_DRAFT - 1)]
+        return list(accumulate((rates[min(run, MAX_DRAFT)] for run in runs), mul))
 
 
 @dataclass

@@ -61,6 +61,9 @@ class EagerLoop:
         if self.drafter is not None:
             seconds, is_prefill = time.perf_counter() - started, bool(schedule.chunks)
             self.drafter.took(schedule.num_tokens + drafted, seconds, is_prefill)
+            for sequence, _, is_last in events:
+                if is_last:
+                    self.drafter.ended(sequence)
         return events
 
     def is_end(self, sequence: Sequence, token: int) -> bool:

@@ -292,8 +292,7 @@ class InferenceEngine:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
-        if (problem := self.problem([(prompt, 0, sampling.max_new_tokens)])) is not None:
-            raise UserError(problem)
+        self.gathered([(prompt, 0, sampling.max_new_tokens)], None)
         # A copy: the caller may extend its list while it reads the answer.
         queue = [Prompt(list(prompt), 0, 1, sampling.max_new_tokens)]
         for _, token, _ in self.steps(queue, sampling, streaming=True):
@@ -342,12 +341,13 @@ class InferenceEngine:
         sampling: SamplingParams,
         streaming: bool = False,
         begun: Iterable[Sequence] = (),
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> Iterator[Event]:
         """Yields (sequence, token id, whether it is the last one) for every token drawn.
 
         ``begun``: sequences with tokens, to be continued. ``until``: asked between two steps
-        whether to stop before all sequences have ended.
+        whether to stop before all sequences have ended; nothing is drafted then, because where
+        they stop would depend on it.
         """
         yield from locked(self._steps(queue, sampling, streaming, list(begun), until), self._lock)
 
@@ -357,7 +357,7 @@ class InferenceEngine:
         sampling: SamplingParams,
         streaming: bool,
         begun: list[Sequence],
-        until: Callable[[], bool],
+        until: Callable[[], bool] | None,
     ) -> Generator[Event, None, None]:
         self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
         if not queue and not begun:
@@ -369,10 +369,10 @@ class InferenceEngine:
         separate_prefill = self._separate_prefill or self._capture is not None
         scheduler = Scheduler(self.cache, *limits, separate_prefill)
         scheduler.add(queue, begun)
-        parts = runner, scheduler, sampler, stats, stops, until
+        parts = runner, scheduler, sampler, stats, stops, until or (lambda: False)
         call = drafter = None
-        if self.speculation is not None:
-            call = self.speculation.call(scheduler, queue, begun, sampling)
+        if self.speculation is not None and until is None:
+            call = self.speculation.call(scheduler, queue, sampling)
             drafter = call.drafter
         loop: EagerLoop
         if self._capture is None:

@@ -107,6 +107,7 @@ class GuessingLoop(DeviceLoop):
             sequence.computed = len(sequence) - 1
             if is_over(sequence):
                 self.scheduler.finish(sequence)
+                self._drafter.ended(sequence)
         accepted = len(events) - num_sequences
         self.stats.count_drafts(accepted + num_wrong, accepted)
         self._live = [(row, sequence) for row, sequence in self._live if sequence.pages]

@@ -78,9 +78,6 @@ def advance(
             group.missing -= 1
             if not group.missing:
                 group.rank.complete(group)
-    if engine.speculation is not None:
-        complete = (group for group in groups if not group.missing)
-        engine.speculation.history.add(s for group in complete for s in group.samples.values())
     mine = [group for group in groups if group.rank is ranks[engine.group.rank]]
     for open_prompt, group in zip(prompts, mine, strict=True):
         group.write(open_prompt)

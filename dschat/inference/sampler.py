@@ -92,7 +92,7 @@ def refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None
     """
     if not sequences:
         return
-    ahead = min(_AHEAD, sampling.max_new_tokens)
+    ahead = min(_AHEAD, max(s.prompt.max_new_tokens for s in sequences))
     prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
     number = torch.tensor([s.prompt.first_sample + s.sample for s in sequences]).unsqueeze(1)
     first = [s.prompt.first_position + len(s.answer) for s in sequences]

@@ -65,12 +65,7 @@ class StepSchedule:
         """Sequences whose tokens are all computed after the step, in row order: each draws one, and
         one more for each token of its draft.
         """
-        return self.decodes + self.completed
-
-    @property
-    def completed(self) -> list[Sequence]:
-        """Sequences of the chunks whose tokens are all computed after the step."""
-        return [s for s, count in self.chunks if s.computed + count == len(s)]
+        return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
 
     def sort_chunks(self) -> None:
         """Whole prompts first, longest first; then by prefix: they attend as padded batches."""

@@ -6,10 +6,11 @@ answer itself (prompt lookup decoding). The step that computes the draft draws a
 its positions, with the random number that belongs there, and keeps the draft as far as it equals
 them. So the answers are those of decoding one by one; drafts decide only how many steps it takes.
 
-A step that completes a prompt may compute a draft too: an earlier answer that is right again needs
-no decode step. A drafted token costs a row of a step, which may be worth it or not (`Costs`).
-Captured steps have drafts of fixed lengths (`GuessingLoop`). Depends on tokens, and under tensor
-parallelism on one rank's clock, so that all ranks draft alike.
+The step that completes a prompt of one sample may compute a draft too: an earlier answer of up to
+17 tokens that is right again then needs no decode step. A drafted token costs a row of a step,
+which may be worth it or not (`Costs`). Captured steps have drafts of fixed lengths
+(`GuessingLoop`). Depends on tokens, and under tensor parallelism on one rank's clock, so that all
+ranks draft alike.
 """
 
 import time
@@ -19,7 +20,7 @@ from collections.abc import Generator, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from dschat.inference.draft_costs import CallChoice, CallKind, Costs
+from dschat.inference.draft_costs import MAX_DRAFTED, CallChoice, CallKind, Costs
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Event, Prompt, Sequence, StepSchedule
@@ -89,14 +90,15 @@ class Drafter:
     ) -> None:
         self._scheduler, self._history, self._costs = scheduler, history, costs
         # NOTE: not later: ranks must draft alike.
-        self._fit = (costs.decode.fit(), costs.prefill.fit()) if is_auto else None
+        self._fit = costs.decode.fit() if is_auto else None
+        self._prefill_fit = costs.prefill.fit()
         self._indices: dict[Prompt, tuple[bool, dict[_Context, _Place]]] = {}
         self._followers: dict[Sequence, _Follower] = {}
 
     def propose(self, schedule: StepSchedule) -> None:
         """Set `Sequence.draft` of the sequences that draw a token in a step."""
         worth = self._worth(schedule)
-        budget = self._scheduler.draft_budget(schedule)
+        budget = min(self._scheduler.draft_budget(schedule), MAX_DRAFTED)
         lengths: dict[tuple[bool, int], int] = {}
         for sequence in schedule.ready:
             if sequence.draws_for_all:
@@ -125,13 +127,15 @@ class Drafter:
         """
         if self._fit is None:
             return _WORTH
-        (start_s, row_s), (_, prefill_row_s) = self._fit
-        num_sequences = len(schedule.decodes) + len(schedule.chunks)
-        return (prefill_row_s if schedule.chunks else row_s) / (start_s / num_sequences + row_s)
+        start_s, row_s = self._fit
+        here_s = row_s
+        if schedule.chunks and self._prefill_fit is not None:
+            _, here_s = self._prefill_fit
+        return here_s / (start_s / (len(schedule.decodes) + len(schedule.chunks)) + row_s)
 
     def guesses(self, sequence: Sequence, most: int) -> tuple[Tokens[int], list[float]]:
         """Up to ``most`` next tokens of an answer, and the probabilities that the first 1, 2, ...
-        of them are right.
+        of them, at most `MAX_DRAFT`, are right.
         """
         f = self._follow(sequence)
         tokens = f.tokens[f.position : f.position + most]
@@ -147,7 +151,7 @@ class Drafter:
             worth = [sum(chance >= _WORTH for chance in chances) for chances in found]
             mean = sum(worth) / max(1, len(worth))
             return next((w for w in widths if w >= 1 + mean), widths[-1])
-        (start_s, row_s), _ = self._fit
+        start_s, row_s = self._fit
 
         def tokens_per_s(width: int) -> float:
             tokens = sum(1 + sum(chances[: width - 1]) for chances in found)
@@ -159,8 +163,14 @@ class Drafter:
         """Whether a step of so many positions of ``size`` rows could save time."""
         if self._fit is None:
             return True
-        (start_s, _), _ = self._fit
+        start_s, _ = self._fit
         return start_s * (1 - 1 / width) > _LOOK_S * size  # if all guesses are right
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn from the last tokens of an answer."""
+        if sequence in self._followers:
+            self._follow(sequence)
+            del self._followers[sequence]
 
     def took(self, rows: int, seconds: float, is_prefill: bool = False) -> None:
         """A step of ``rows`` rows took ``seconds``."""
@@ -208,7 +218,7 @@ class Call:
     def timed(
         self, events: Generator[Event, None, None], stats: GenerationStats
     ) -> Generator[Event, None, None]:
-        """Passes ``events`` on, and counts the seconds from the first to the last of them."""
+        """Passes ``events`` on, and counts the seconds until all are there."""
         started = time.perf_counter()
         yield from events
         if stats.answer_tokens:
@@ -224,17 +234,15 @@ class Speculation:
         self.history = AnswerHistory()
         self.costs = Costs()
 
-    def call(
-        self,
-        scheduler: Scheduler,
-        queue: list[Prompt],
-        begun: list[Sequence],
-        sampling: SamplingParams,
-    ) -> Call:
-        """See `InferenceEngine.steps`."""
-        count = len(begun) + sampling.n * len(queue)
-        share = round(2 * self.history.num_known(queue) / max(1, len(queue)))
-        kind, choice = (count.bit_length(), share, sampling.temperature > 0), self.costs.choice
+    def call(self, scheduler: Scheduler, queue: list[Prompt], sampling: SamplingParams) -> Call:
+        """How to answer the prompts of ``queue``."""
+        choice, known = self.costs.choice, self.history.num_known(queue)
+        kind = CallKind(
+            (sampling.n * len(queue)).bit_length(),
+            max(prompt.max_new_tokens for prompt in queue).bit_length(),
+            round(2 * known / len(queue)),
+            sampling.temperature > 0,
+        )
         drafts = not self._is_auto or choice.drafts(kind)
         drafter = Drafter(scheduler, self.history, self.costs, self._is_auto) if drafts else None
         return Call(choice, kind, drafter)

@@ -71,7 +71,7 @@ class StepRunner:
                 ready += range(row + len(s) - 1 - first, row + count)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
-        longest = max((chunk.prefix + chunk.length for chunk in chunks), default=0)
+        longest = max((s.computed + count for s, count in schedule.chunks), default=0)
         if longest <= MAX_PROMPT and (fused := self._fused_step()) is not None:
             rows, counts = self._rows(spans, positions, positions_T), [n for _, n in spans]
             return fused.logits(tokens_T, positions_T, slots_T, rows, counts, ready)

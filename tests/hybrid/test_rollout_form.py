@@ -46,6 +46,10 @@ def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
             {"enable_hybrid_engine": False, "speculate": "history", "inference_tp_size": 1},
             "--speculate history needs --enable_hybrid_engine",
         ),
+        (
+            {"speculate": "history", "partial_rollout": True},
+            "--speculate history: with --partial_rollout, which answers are complete would depend",
+        ),
         ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
     ],
 )

@@ -75,7 +75,7 @@ def test_staleness_counts_from_the_first_token(module_of):
 )
 @given(st.data())
 def test_any_cut_under_pressure(module_of, data):
-    """Few pages and slots, preemption, chunks, speculation."""
+    """Few pages and slots, preemption, chunks; --speculate, which drafts nothing here."""
     sizes = {
         "page_size": data.draw(st.sampled_from([1, 3, 8])),
         "max_num_seqs": data.draw(st.integers(1, 4)),

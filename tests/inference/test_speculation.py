@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
-from dschat.inference import SamplingParams
-from dschat.inference.draft_costs import Acceptance, CallChoice, Costs, StepCost
+from dschat.inference import SamplingParams, speculation
+from dschat.inference.draft_costs import Acceptance, CallChoice, CallKind, Costs, StepCost
 from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.sequence import StepSchedule
 from dschat.inference.speculation import AnswerHistory, Drafter
+from dschat.inference.step_runner import StepRunner
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
 
@@ -148,6 +149,7 @@ def test_costs_are_fitted():
 def test_a_call_keeps_the_costs_that_it_began_with():
     """Tensor-parallel ranks have those of one clock only at its beginning."""
     costs, step = Costs(), StepSchedule([None] * 4, [])
+    costs.decode.add(9, 0.5)
     drafter = Drafter(None, None, costs, is_auto=True)
     before = drafter._worth(step)
     drafter.took(9, 1.0)
@@ -166,21 +168,54 @@ def test_a_drafted_token_is_worth_what_it_saves():
     assert drafter._worth(StepSchedule([], chunks)) == pytest.approx(2e-5 / (1e-3 / 4 + 1e-5))
 
 
+def test_a_drafted_token_is_worth_a_quarter_before_steps_are_timed():
+    costs, steps = Costs(), [StepSchedule([None], []), StepSchedule([], [(None, 20)])]
+    assert [Drafter(None, None, costs, True)._worth(step) for step in steps] == [0.25, 0.25]
+    for rows in (1, 9):
+        costs.prefill.add(rows, 1.0)
+    assert [Drafter(None, None, costs, True)._worth(step) for step in steps] == [0.25, 0.25]
+    for seconds in (60.0, 1e-3):  # the first one loads kernels
+        costs.decode.add(4, seconds)
+    assert costs.decode.fit() == pytest.approx((5e-4, 1.25e-4))
+
+
 def test_acceptance_is_that_of_the_place():
-    """Of answers that begin as before every time and end as before half the time."""
+    """Of answers that begin as before every time, end as before half the time, and hardly ever come
+    back after a wrong token.
+    """
     acceptance = Acceptance()
     for i in range(400):
-        for run in (0, 2, 3):
-            acceptance.add(True, run, run < 3 or i % 2 == 0)
-    chances = acceptance.chances(True, 0)
-    assert chances[1] == pytest.approx(0.7, abs=0.01)  # no token has been wrong yet
+        for run in range(4):
+            acceptance.add(True, run, run in (0, 2) or (run == 3 and i % 2 == 0))
+    assert acceptance.chances(True, 0)[:3] == pytest.approx([1.0, 1.0, 0.5], abs=0.03)
+    assert acceptance.chances(True, 1)[0] == pytest.approx(0.0, abs=0.03)
     assert acceptance.chances(True, 2)[:2] == pytest.approx([1.0, 0.5], abs=0.03)
-    assert acceptance.chances(False, 2)[0] == 0.7  # nothing is known of new prompts
-    assert len(acceptance.chances(True, 16)) == 16
+    assert acceptance.chances(False, 2)[:2] == pytest.approx([0.7, 0.49])  # nothing is known
+    chances = acceptance.chances(True, 16)
+    assert len(chances) == 16
     assert sorted(chances, reverse=True) == chances
 
 
-def calls(choice, drafted_s, plain_s, count, kind=(7, 2, True)):
+def test_a_sequence_is_in_the_places_that_chances_go_through(module_of, monkeypatch):
+    """Of an answer that is right up to a token, wrong there, and right again."""
+    made, runs = engine(module_of("llama"), speculate="history"), []
+    sampling = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
+    (answer,) = engine(module_of("llama")).generate(PROMPTS[:1], sampling).token_ids
+    other = answer[:3] + [answer[3] % 40 + 5] + answer[4:]
+    made.speculation.history.add([answered(PROMPTS[0], other)])
+    add = Acceptance.add
+    monkeypatch.setattr(
+        Acceptance, "add", lambda self, *seen: (runs.append(seen[1:]), add(self, *seen))
+    )
+    assert made.generate(PROMPTS[:1], sampling).token_ids == [answer]
+    right = [(0, True), (2, True), (3, True), (4, False), (1, True), (2, True), (3, True)]
+    assert runs[: len(right)] == right
+
+
+KIND = CallKind(num_answers=7, max_new_tokens=5, known=2, draws=True)
+
+
+def calls(choice, drafted_s, plain_s, count, kind=KIND):
     """Which of ``count`` calls drafted."""
     made = []
     for _ in range(count):
@@ -193,19 +228,20 @@ def test_auto_chooses_the_faster_calls():
     choice = CallChoice()
     first = calls(choice, 3.0, 2.0, 200)
     assert first[:4] == [True, True, False, False]  # the first of each warms up
-    assert 4 <= sum(first[4:]) <= 8  # the slower one is tried again now and then
-    assert sum(calls(choice, 1.0, 2.0, 400)[-100:]) >= 96  # drafts have become better
-    assert choice.drafts((7, 0, True))  # another kind of calls, nothing is known of them
-    assert sum(calls(choice, 2.0, 1.98, 200, kind=(1, 0, True))[4:]) < 20
+    assert sum(first[4:8]) == 2  # by turns, until each has three
+    assert 4 <= sum(first[8:]) <= 8  # the slower one is tried again now and then
+    assert sum(calls(choice, 1.0, 2.0, 300)[-150:]) >= 145  # drafts have become better
+    assert choice.drafts(KIND._replace(known=0))  # nothing is known of other calls
+    assert sum(calls(choice, 2.0, 1.98, 200, KIND._replace(num_answers=1))[8:]) < 20
 
 
 def test_auto_counts_the_warm_up_of_no_side():
-    """A first call compiles, captures or allocates."""
-    choice, kind = CallChoice(), (7, 2, True)
-    for drafted, seconds in ((True, 60.0), (True, 1.0), (False, 60.0), (False, 2.0)):
-        assert choice.drafts(kind) == drafted
-        choice.add(kind, drafted, seconds)
-    assert choice.drafts(kind)
+    """A first call compiles, captures or allocates; one more is slow by chance."""
+    choice = CallChoice()
+    for seconds in ((60.0, 60.0), (9.0, 2.0), (1.0, 2.0), (1.0, 2.0)):
+        for drafted in (True, False):
+            choice.add(KIND, drafted, seconds[0 if drafted else 1])
+    assert choice.drafts(KIND)
 
 
 def test_auto_times_calls_by_kind(module_of):
@@ -213,9 +249,11 @@ def test_auto_times_calls_by_kind(module_of):
     choice, sampling = made.speculation.costs.choice, SamplingParams(max_new_tokens=6, n=2)
     for i in range(5):
         made.generate(PROMPTS, replace(sampling, seed=i))
-    known, new = (4, 2, True), (4, 0, True)
     tried = {kind: [side.last > 0 for side in sides] for kind, sides in choice._sides.items()}
-    assert tried == {new: [True, False], known: [True, True]}
+    assert tried == {
+        CallKind(4, 3, known=0, draws=True): [True, False],
+        CallKind(4, 3, known=2, draws=True): [True, True],
+    }
 
 
 def test_a_known_answer_is_computed_with_its_prompt(module_of):
@@ -226,18 +264,48 @@ def test_a_known_answer_is_computed_with_its_prompt(module_of):
         made.generate(PROMPTS, sampling)
     assert made.stats.decode_steps == 0
     assert made.stats.accepted_tokens == len(PROMPTS) * 11
+    assert made.speculation.costs.acceptance.chances(True, 0)[10] > 0.9
     assert_same(made.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
     group = replace(sampling, n=3)
     assert_same(made.generate(PROMPTS, group), plain.generate(PROMPTS, group))
     assert made.stats.decode_steps > 0
 
 
-def test_an_answer_continued_later_is_remembered(module_of):
-    made = engine(module_of("llama"), speculate="history")
-    sampling = SamplingParams(max_new_tokens=9, n=2, ignore_eos=True)
-    opened = [OpenPrompt(ids) for ids in PROMPTS]
-    advance(made, opened, sampling, list(range(len(PROMPTS))), wanted=len(PROMPTS))
-    assert [list(a) for a in made.speculation.history.of(PROMPTS[0])] == opened[0].token_ids
+def test_partial_rollouts_draft_nothing(module_of):
+    """Which of them are complete would depend on earlier calls, which no checkpoint holds."""
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    left = []
+    for mode in ("off", "history"):
+        made = engine(module_of("llama"), speculate=mode)
+        for _ in range(2):
+            made.generate(PROMPTS, sampling)
+        opened = [OpenPrompt(ids) for ids in PROMPTS]
+        advance(made, opened, sampling, list(range(len(PROMPTS))), wanted=1)
+        left.append([prompt.token_ids for prompt in opened])
+        assert made.stats.drafted_tokens == 0
+    assert left[0] == left[1]
+
+
+def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
+    """A limit of a prompt above the sampling's; and few rows for drafts."""
+    made, plain = engine(module_of("llama"), speculate="history"), engine(module_of("llama"))
+    short, limits = SamplingParams(max_new_tokens=2, seed=3, ignore_eos=True), [20] * len(PROMPTS)
+    expected = plain.generate(PROMPTS, short, max_new_tokens=limits)
+    remember(made, PROMPTS, expected, 0.0)
+    assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
+    assert made.stats.accepted_tokens > 20
+    monkeypatch.setattr(speculation, "MAX_DRAFTED", 5)
+    sizes = []
+    logits = StepRunner.logits
+    monkeypatch.setattr(
+        StepRunner,
+        "logits",
+        lambda self, schedule: (
+            sizes.append(sum(len(s.draft) for s in schedule.ready)) or logits(self, schedule)
+        ),
+    )
+    assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
+    assert max(sizes) == 5
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
@@ -247,19 +315,19 @@ def test_tensor_parallel_ranks_draft_alike(mode, module_of):
 
     def prepare(made):
         made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
-        for rows in (1, 9):  # a row costs nothing on rank 0, and everything on rank 1
+        for rows in (1, 9) * 2:  # a row costs nothing on rank 0, and everything on rank 1
             made.speculation.costs.decode.add(rows, 1.0 if made.group.rank == 0 else float(rows))
-        kinds = list(made.speculation.costs.choice._sides)
-        for kind in kinds:  # drafts save time on rank 0, and cost time on rank 1
-            for drafted in (True, True, False, False):
-                seconds = 1.0 if drafted == (made.group.rank == 0) else 2.0
-                made.speculation.costs.choice.add(kind, drafted, seconds)
+        for drafted in (True, False) * 4:  # drafts save time on rank 0, and cost time on rank 1
+            seconds = 1.0 if drafted == (made.group.rank == 0) else 2.0
+            made.speculation.costs.choice.add(again, drafted, seconds)
 
+    again = CallKind((2 * len(TP_PROMPTS)).bit_length(), 4, known=2, draws=True)
     expected = engine(module).generate(TP_PROMPTS, SAMPLING)
     shares = [range(3), range(3, len(TP_PROMPTS))]
     ranks = shared_rollout(module, 2, shares, prepare, speculate=mode)
     for (rollout, made), share in zip(ranks, shares, strict=True):
         assert rollout.token_ids == cut(expected, share)
         assert made.stats.accepted_tokens > 50
+        assert made.speculation.costs.choice._sides[again][0].last == 9  # the call was one of them
     first, second = (made.stats.drafted_tokens for _, made in ranks)
     assert first == second
