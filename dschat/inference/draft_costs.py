@@ -16,7 +16,7 @@ MAX_DRAFTED = 512  # of all sequences: each has a row of logits
 _FIRST_RATE = 0.7  # assumed acceptance before any is known
 _SHARE = 0.05  # of one observation in the moving averages
 _MIN_CALLS = 3  # of each side before one of them is the faster
-_CALLS, _ANSWERS = 5, 128  # compares medians of so many calls, of few answers more
+_CALLS, _ANSWERS = 5, 64  # compares medians of so many calls, of few answers more
 _TRIED_AGAIN = 16, 32  # calls between two with the slower side
 
 
@@ -140,6 +140,22 @@ class Acceptance:
         return list(accumulate((rates[min(run, MAX_DRAFT)] for run in runs), mul))
 
 
+class Progress:
+    """What sequences draw in a step, and compute for it: means of the latest steps.
+
+    Attributes:
+        tokens: drawn in a step: one, and what was accepted.
+        rows: computed in a step: one, and what was drafted.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.rows = 1.0
+
+    def add(self, tokens: int, rows: int) -> None:
+        self.tokens += _SHARE * (tokens - self.tokens)
+        self.rows += _SHARE * (rows - self.rows)
+
+
 @dataclass
 class Costs:
     """What ``auto`` knows of earlier calls; under tensor parallelism from one rank's clock."""
@@ -148,3 +164,5 @@ class Costs:
     prefill: StepCost = field(default_factory=StepCost)
     choice: CallChoice = field(default_factory=CallChoice)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    # Of prompts without and with earlier answers.
+    progress: list[Progress] = field(default_factory=lambda: [Progress(), Progress()])

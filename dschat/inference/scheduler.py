@@ -5,10 +5,11 @@ It depends on lengths and tokens alone, so all ranks of a tensor-parallel group 
 schedule without communication.
 
 A sequence's tokens are prompt + answer; the first ``computed`` of them have keys and values in the
-cache. A step computes the others and then draws one token: the others are usually one (decode), at
-first the whole prompt (prefill), after a preemption everything. Samples of one prompt share its
-pages; the last page, if it is partly filled, is copied, because their answers differ. A sequence
-whose first pages another one has computed, now or in an earlier call, shares those.
+cache. A step computes the others and then draws one token, or more with a draft: the others are
+usually one (decode), at first the whole prompt (prefill), after a preemption everything. Samples of
+one prompt share its pages; the last page, if it is partly filled, is copied, because their answers
+differ. A sequence whose first pages another one has computed, now or in an earlier call, shares
+those.
 """
 
 from collections import deque

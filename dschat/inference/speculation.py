@@ -80,6 +80,7 @@ class _Follower:
     position: int
     run: int = 0
     known: int = 0  # number of answer tokens taken into account
+    rows: int = 0  # of the step that drew those after them
 
 
 class Drafter:
@@ -97,33 +98,35 @@ class Drafter:
 
     def propose(self, schedule: StepSchedule) -> None:
         """Set `Sequence.draft` of the sequences that draw a token in a step."""
-        worth = self._worth(schedule)
+        worth = [self._worth(schedule, is_known) for is_known in (False, True)]
         budget = min(self._scheduler.draft_budget(schedule), MAX_DRAFTED)
         lengths: dict[tuple[bool, int], int] = {}
         for sequence in schedule.ready:
             if sequence.draws_for_all:
                 continue
             f = self._follow(sequence)
+            f.rows = 1
             found = len(f.tokens) - f.position
             if found <= 0:
                 continue
             state = f.is_known, f.run
             if state not in lengths:
                 chances = self._costs.acceptance.chances(*state)
-                lengths[state] = sum(chance >= worth for chance in chances)
+                lengths[state] = sum(chance >= worth[f.is_known] for chance in chances)
             rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
             size = min(lengths[state], found, rest, budget)
             if size > 0:
                 size = self._scheduler.room_for(sequence, size)
                 sequence.draft = list(f.tokens[f.position : f.position + size])
                 budget -= size
+                f.rows += size
         schedule.sort_chunks()
 
-    def _worth(self, schedule: StepSchedule) -> float:
+    def _worth(self, schedule: StepSchedule, is_known: bool) -> float:
         """Least probability of a drafted token.
 
-        A token adds a row to this step. If it is accepted, its sequence takes one decode step less,
-        that is its share of a step: a / sequences + b.
+        A token adds a row to this step. If it is accepted, it saves what a token takes otherwise:
+        a / sequences + b without drafts, less where later steps draft too.
         """
         if self._fit is None:
             return _WORTH
@@ -131,7 +134,9 @@ class Drafter:
         here_s = row_s
         if schedule.chunks and self._prefill_fit is not None:
             _, here_s = self._prefill_fit
-        return here_s / (start_s / (len(schedule.decodes) + len(schedule.chunks)) + row_s)
+        mean = self._costs.progress[is_known]
+        share_s = start_s / (len(schedule.decodes) + len(schedule.chunks))
+        return here_s * mean.tokens / (share_s + row_s * mean.rows)
 
     def guesses(self, sequence: Sequence, most: int) -> tuple[Tokens[int], list[float]]:
         """Up to ``most`` next tokens of an answer, and the probabilities that the first 1, 2, ...
@@ -178,7 +183,7 @@ class Drafter:
 
     def _follow(self, sequence: Sequence) -> _Follower:
         """Where a sequence is, with all its tokens."""
-        prompt, answer, acceptance = sequence.prompt, sequence.answer, self._costs.acceptance
+        prompt, answer, costs = sequence.prompt, sequence.answer, self._costs
         f = self._followers.get(sequence)
         if f is None:
             if prompt not in self._indices:
@@ -187,11 +192,14 @@ class Drafter:
             (is_known, index), context = self._indices[prompt], _end(prompt.ids)
             f = _Follower(is_known, context, index, *index.get(context, ((), 0)))
             self._followers[sequence] = f
+        if f.rows and len(answer) > f.known:
+            costs.progress[f.is_known].add(len(answer) - f.known, f.rows)
+            f.rows = 0
         for i in range(f.known, len(answer)):
             token, is_right = answer[i], False
             if f.position < len(f.tokens):
                 is_right = f.tokens[f.position] == token
-                acceptance.add(f.is_known, f.run, is_right)
+                costs.acceptance.add(f.is_known, f.run, is_right)
                 if not is_right:  # the next one here may follow this answer instead
                     f.index[f.context] = answer, i
             f.run = max(1, f.run) + 1 if is_right else 1

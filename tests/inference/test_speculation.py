@@ -151,9 +151,10 @@ def test_a_call_keeps_the_costs_that_it_began_with():
     costs, step = Costs(), StepSchedule([None] * 4, [])
     costs.decode.add(9, 0.5)
     drafter = Drafter(None, None, costs, is_auto=True)
-    before = drafter._worth(step)
+    before = drafter._worth(step, True)
     drafter.took(9, 1.0)
-    assert drafter._worth(step) == before != Drafter(None, None, costs, is_auto=True)._worth(step)
+    assert drafter._worth(step, True) == before
+    assert Drafter(None, None, costs, is_auto=True)._worth(step, True) != before
 
 
 def test_a_drafted_token_is_worth_what_it_saves():
@@ -164,16 +165,21 @@ def test_a_drafted_token_is_worth_what_it_saves():
         costs.prefill.add(rows, 2e-3 + 2e-5 * rows)
     drafter = Drafter(None, None, costs, is_auto=True)
     chunks = [(None, 20)] * 4
-    assert drafter._worth(StepSchedule([None] * 4, [])) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
-    assert drafter._worth(StepSchedule([], chunks)) == pytest.approx(2e-5 / (1e-3 / 4 + 1e-5))
+    decode, prefill = StepSchedule([None] * 4, []), StepSchedule([], chunks)
+    assert drafter._worth(decode, True) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
+    assert drafter._worth(prefill, True) == pytest.approx(2e-5 / (1e-3 / 4 + 1e-5))
+    for _ in range(200):  # later steps will draft seven tokens, and have drawn five by it
+        costs.progress[True].add(5, 8)
+    assert drafter._worth(decode, True) == pytest.approx(5e-5 / (1e-3 / 4 + 8e-5), rel=1e-3)
+    assert drafter._worth(decode, False) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
 
 
 def test_a_drafted_token_is_worth_a_quarter_before_steps_are_timed():
     costs, steps = Costs(), [StepSchedule([None], []), StepSchedule([], [(None, 20)])]
-    assert [Drafter(None, None, costs, True)._worth(step) for step in steps] == [0.25, 0.25]
+    assert [Drafter(None, None, costs, True)._worth(step, True) for step in steps] == [0.25, 0.25]
     for rows in (1, 9):
         costs.prefill.add(rows, 1.0)
-    assert [Drafter(None, None, costs, True)._worth(step) for step in steps] == [0.25, 0.25]
+    assert [Drafter(None, None, costs, True)._worth(step, True) for step in steps] == [0.25, 0.25]
     for seconds in (60.0, 1e-3):  # the first one loads kernels
         costs.decode.add(4, seconds)
     assert costs.decode.fit() == pytest.approx((5e-4, 1.25e-4))
@@ -265,6 +271,8 @@ def test_a_known_answer_is_computed_with_its_prompt(module_of):
     assert made.stats.decode_steps == 0
     assert made.stats.accepted_tokens == len(PROMPTS) * 11
     assert made.speculation.costs.acceptance.chances(True, 0)[10] > 0.9
+    mean = made.speculation.costs.progress[True]
+    assert (mean.tokens, mean.rows) == pytest.approx((12, 12), rel=0.1)
     assert_same(made.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
     group = replace(sampling, n=3)
     assert_same(made.generate(PROMPTS, group), plain.generate(PROMPTS, group))
