@@ -17,6 +17,7 @@ from dschat.inference import SamplingParams
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.decode_state import DecodeState
 from dschat.inference.draft_costs import Costs
+from dschat.inference.partial import OpenPrompt, advance, rollout_of
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.speculation import Drafter
 
@@ -151,6 +152,21 @@ def test_tensor_parallel_ranks_guess_alike(mode, module_of, monkeypatch):
         assert made.stats.accepted_tokens > 30
     first, second = (made.stats.drafted_tokens for _, made in ranks)
     assert first == second
+
+
+def test_partial_rollouts_are_captured_without_guesses(monkeypatch, module_of):
+    use(monkeypatch)
+    module = module_of("llama")
+    sampling = SamplingParams(max_new_tokens=16, n=3, seed=3)
+    expected = engine(module).generate(PROMPTS, sampling)
+    made = on_graphs(module, speculate="history", max_num_seqs=8)
+    remember(made, PROMPTS, expected, 0.1)
+    prompts, numbers = list(map(OpenPrompt, PROMPTS)), list(range(len(PROMPTS)))
+    for wanted in (2, 5, 8):
+        advance(made, prompts, sampling, numbers, wanted)
+        assert made.stats.drafted_tokens == 0
+        assert_idle(made)
+    assert_same(rollout_of(prompts), expected)
 
 
 # Faults that must show
