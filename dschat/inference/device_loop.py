@@ -10,7 +10,7 @@ Before sequences are admitted or preempted, all steps are read: the scheduler se
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class DeviceLoop(EagerLoop):
     _live: list[tuple[int, Sequence]] = field(default_factory=list)  # that need another step
     _unread: deque[Tensor] = field(default_factory=deque)  # steps that `pause` has read
 
-    def run(self) -> Generator[Event, None, None]:
+    def run(self) -> Iterator[Event]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:

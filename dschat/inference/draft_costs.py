@@ -1,7 +1,7 @@
 """Measures what decides whether, and how far, `--speculate auto` drafts.
 
 Seconds of steps by their rows, how often drafted tokens are right, and seconds of whole calls with
-drafts and without. Engines that draft in all calls use the second alone.
+drafts and without. `--speculate history` uses the second alone.
 """
 
 from collections import deque
@@ -158,7 +158,10 @@ class Progress:
 
 @dataclass
 class Costs:
-    """What ``auto`` knows of earlier calls; under tensor parallelism from one rank's clock."""
+    """What is known of earlier steps and calls; under tensor parallelism from one rank's clock.
+
+    ``decode``, ``prefill`` and ``choice`` serve ``auto`` alone.
+    """
 
     decode: StepCost = field(default_factory=StepCost)
     prefill: StepCost = field(default_factory=StepCost)

@@ -1,7 +1,7 @@
 """Generates step by step: schedule, compute, draw, and wait for the tokens before the next step."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ class EagerLoop:
     until: Callable[[], bool] = lambda: False
     drafter: Drafter | None = None
 
-    def run(self) -> Generator[Event, None, None]:
+    def run(self) -> Iterator[Event]:
         """Collective in the tensor-parallel group. Every token, in the order of drawing."""
         scheduler = self.scheduler
         try:

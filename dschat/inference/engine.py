@@ -371,7 +371,7 @@ class InferenceEngine:
         scheduler.add(queue, begun)
         parts = runner, scheduler, sampler, stats, stops, until or (lambda: False)
         call = drafter = None
-        if self.speculation is not None and until is None:
+        if self.speculation is not None and queue and until is None:
             call = self.speculation.call(scheduler, queue, sampling)
             drafter = call.drafter
         loop: EagerLoop

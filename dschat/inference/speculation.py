@@ -16,7 +16,7 @@ ranks draft alike.
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -223,9 +223,7 @@ class Call:
     kind: CallKind
     drafter: Drafter | None
 
-    def timed(
-        self, events: Generator[Event, None, None], stats: GenerationStats
-    ) -> Generator[Event, None, None]:
+    def timed(self, events: Iterator[Event], stats: GenerationStats) -> Iterator[Event]:
         """Passes ``events`` on, and counts the seconds until all are there."""
         started = time.perf_counter()
         yield from events

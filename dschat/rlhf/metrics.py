@@ -132,10 +132,8 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
     if engine is None:
         return metrics
-    (prefill, prefill_s, decode, decode_s, preemptions, cached, drawn, drafted, accepted) = rest[
-        :-2
-    ]
-    occupancy, cache_use = rest[-2:]
+    *sums, occupancy, cache_use = rest
+    prefill, prefill_s, decode, decode_s, preemptions, cached, drawn, drafted, accepted = sums
     groups = ranks / engine.group.size  # the ranks of a group count the same tokens
     if engine.cache.keeps_prefixes:
         metrics["throughput/cached_prompt_share"] = cached / max(cached + prefill, 1.0)

@@ -21,7 +21,7 @@ from test_tensor_parallel import SAMPLING, cut, shared_rollout
 from dschat.inference import SamplingParams, speculation
 from dschat.inference.draft_costs import Acceptance, CallChoice, CallKind, Costs, StepCost
 from dschat.inference.partial import OpenPrompt, advance
-from dschat.inference.sequence import StepSchedule
+from dschat.inference.sequence import Prompt, Sequence, StepSchedule
 from dschat.inference.speculation import AnswerHistory, Drafter
 from dschat.inference.step_runner import StepRunner
 
@@ -292,6 +292,16 @@ def test_partial_rollouts_draft_nothing(module_of):
         left.append([prompt.token_ids for prompt in opened])
         assert made.stats.drafted_tokens == 0
     assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("mode", ["history", "auto"])
+def test_answers_that_were_begun_go_on_without_new_prompts(mode, module_of):
+    made, prompt = engine(module_of("llama"), speculate=mode), Prompt(PROMPTS[0], 0, 1, 9)
+    sampling = SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True)
+    (expected,) = made.generate(PROMPTS[:1], sampling).token_ids
+    begun = Sequence(prompt, 0, expected[:4], [0.0] * 4)
+    tokens = [token for _, token, _ in made.steps([], sampling, begun=[begun])]
+    assert tokens == expected[4:]
 
 
 def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
