@@ -50,7 +50,8 @@ class EagerLoop:
         started = time.perf_counter()
         ready, logits = schedule.ready, self.runner.logits(schedule)
         scheduler.computed(schedule)
-        rows = [scheduler.spawn(s) for s in ready]
+        rows = [s.row for s in ready]
+        num_drafted = sum(len(s.draft) for s in ready)
         tokens, logprobs = self._draw(rows, logits)
         stats.count(schedule, span.stop())
         events = self._advance(rows, tokens, logprobs)
@@ -60,7 +61,7 @@ class EagerLoop:
         stats.follow(scheduler)
         if self.drafter is not None:
             seconds, is_prefill = time.perf_counter() - started, bool(schedule.chunks)
-            self.drafter.took(schedule.num_tokens + drafted, seconds, is_prefill)
+            self.drafter.took(schedule.num_tokens + num_drafted, seconds, is_prefill)
             for sequence, _, is_last in events:
                 if is_last:
                     self.drafter.ended(sequence)
@@ -70,23 +71,31 @@ class EagerLoop:
         return token in self.stops
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
-        """Draw a token for each sequence and each token of its draft. ``rows[r]``: sequences that
-        share a row of the logits; they have no drafts.
+        """Draw a token for each sequence, and each token of its row's draft.
+
+        ``rows``: sequences that share rows of the logits, first the one that has the draft.
         """
+        for row in rows:
+            for twin in row[1:]:
+                twin.draft = row[0].draft
         places = [(s, ahead) for row in rows for s in row for ahead in range(len(s.draft) + 1)]
         if not places:
             return [], []
         if len(places) > len(logits):
-            uses = [n for row in rows for n in [len(row)] + [1] * len(row[0].draft)]
-            # On a CPU repeat_interleave starts all threads: 0.1 ms.
-            row_of_place = [i for i, n in enumerate(uses) for _ in range(n)]
+            row_of_place: list[int] = []
+            first = 0
+            for row in rows:
+                end = first + len(row[0].draft) + 1
+                # On a CPU repeat_interleave starts all threads: 0.1 ms.
+                row_of_place += [*range(first, end)] * len(row)
+                first = end
             logits = logits.index_select(0, torch.tensor(row_of_place, device=logits.device))
         return self.sampler.draw(logits, places)
 
     def _advance(
         self, rows: list[list[Sequence]], tokens: list[int], logprobs: list[float]
     ) -> list[Event]:
-        """Append the drawn tokens; finish sequences, and queue the other samples of new prompts.
+        """Append the drawn tokens; a row goes on as one for each answer that it has now.
 
         Of a sequence with a draft, up to the first token that differs from the draft: those after
         it were drawn from logits of other tokens.
@@ -102,15 +111,13 @@ class EagerLoop:
                     events.append(event)
                     if event[2] or drafted != event[1]:
                         break
-                sequence.computed += i
                 place += len(draft) + 1
                 if not event[2]:
                     unfinished.append(sequence)
             first = row[0]
-            if len(row) > 1:
-                self.scheduler.queue_samples(first, [s for s in unfinished if s is not first])
-            if first not in unfinished:
-                self.scheduler.finish(first)
+            first.computed = len(first) - 1
+            if len(row) > 1 or not unfinished:
+                self.scheduler.go_on(first, unfinished)
         return events
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:

@@ -6,13 +6,15 @@ schedule without communication.
 
 A sequence's tokens are prompt + answer; the first ``computed`` of them have keys and values in the
 cache. A step computes the others and then draws one token, or more with a draft: the others are
-usually one (decode), at first the whole prompt (prefill), after a preemption everything. Samples of
-one prompt share its pages; the last page, if it is partly filled, is copied, because their answers
+usually one (decode), at first the whole prompt (prefill), after a preemption everything.
+
+Samples of a prompt are one row (`Sequence.twins`) as long as their answers are the same. Then they
+share the pages so far; the last one, if it is partly filled, is copied, because their answers
 differ. A sequence whose first pages another one has computed, now or in an earlier call, shares
 those.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import islice
 
@@ -49,14 +51,27 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
+        self._held: Counter[int] = Counter()  # the waiting sequences whose last page this is
         self.preemptions = 0
         self.peak_pages = 0
         self.cached_tokens = 0
 
     def add(self, prompts: list[Prompt], begun: Iterable[Sequence] = ()) -> None:
-        """Queue sequences ``begun`` before and the first sample of each prompt, longest first."""
-        for sequences in (begun, [Sequence(prompt, 0) for prompt in prompts]):
-            self._waiting.extend(sorted(sequences, key=lambda s: -len(s)))
+        """Queue sequences ``begun`` before and all samples of each prompt, longest first."""
+        fresh = [Sequence(prompt, i) for prompt in prompts for i in range(prompt.num_samples)]
+        for sequences in (begun, fresh):
+            self._waiting.extend(sorted(self._rows_of(sequences), key=lambda s: -len(s)))
+
+    def _rows_of(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Make those with the same tokens a row; returns the first one of each."""
+        alike: dict[object, list[Sequence]] = {}
+        for s in sequences:
+            # NOTE: a decode step on the device draws for one sequence a row, a prompt's for all.
+            own = s.sample if self._separate_prefill and s.answer else None
+            alike.setdefault((s.prompt, own, *s.answer), []).append(s)
+        for first, *twins in alike.values():
+            first.twins = twins
+        return [row[0] for row in alike.values()]
 
     @property
     def page_size(self) -> int:
@@ -144,7 +159,7 @@ class Scheduler:
     @property
     def would_admit(self) -> bool:
         """Whether `schedule` would admit a sequence; only with separate prefill."""
-        return self._fits_next() and (_shares(self._waiting[0]) or self._worth_a_prefill())
+        return self._fits_next() and (bool(self._waiting[0].pages) or self._worth_a_prefill())
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate pages for all tokens of a running sequence, preempting the newest if needed."""
@@ -160,19 +175,26 @@ class Scheduler:
             sequence.pages += self._cache.allocate(missing)
 
     def _release_held(self) -> bool:
-        """Release pages held for waiting samples, which will then compute their prompt again."""
-        for sequence in reversed(self._waiting):  # the first in the queue needs them soonest
-            if sequence.forked and sequence.prompt.pages:
-                self._cache.release(sequence.prompt.pages)
-                sequence.prompt.pages = []
-                return True
-        return False
+        """Release the pages of a sequence that waits, which will then be computed again."""
+        # The first in the queue needs them soonest.
+        return any(self._give_up_pages(sequence) for sequence in reversed(self._waiting))
+
+    def _give_up_pages(self, sequence: Sequence) -> bool:
+        """Release what a waiting sequence holds, if it does."""
+        if not sequence.pages:
+            return False
+        self._held[sequence.pages[-1]] -= 1
+        self._release(sequence)
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        self._cache.release(sequence.pages)
+        sequence.pages, sequence.computed, sequence.next_key = [], 0, None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release a sequence's pages; it waits at the front of the queue and is computed again."""
         self._running.remove(sequence)
-        self._cache.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.next_key = [], 0, None
+        self._release(sequence)
         self._waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -182,7 +204,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens - sum(map(self._cost, self._running))
         may_prefill = not self._separate_prefill or self._worth_a_prefill()
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
-            if not _shares(self._waiting[0]) and not may_prefill:
+            if not self._waiting[0].pages and not may_prefill:
                 return
             if self._is_being_computed(self._waiting[0]):
                 return
@@ -192,11 +214,10 @@ class Scheduler:
                     continue
                 return
             sequence = self._waiting.popleft()
-            if _shares(sequence):
-                self._fork(sequence)
+            if sequence.pages:
+                self._resume(sequence)
             else:
                 self._allocate(sequence)
-            self._leave_group(sequence)
             self._running.append(sequence)
             budget -= self._cost(sequence)
 
@@ -234,40 +255,31 @@ class Scheduler:
 
     def _pages_to_admit(self, sequence: Sequence) -> int:
         needed = self._cache.pages_for(len(sequence))
-        if not _shares(sequence):
+        if not sequence.pages:
             found, _ = self._cache.find(_findable(sequence))
             return needed - sum(self._cache.num_users(page) > 0 for page in found)
-        return needed - len(sequence.prompt.pages) + self._must_copy(sequence.prompt)
+        return needed - len(sequence.pages) + self._must_copy(sequence)
 
-    def _must_copy(self, prompt: Prompt) -> bool:
-        """Whether another sample already writes to the prompt's last page."""
-        partial = len(prompt.ids) % self._cache.page_size > 0
-        return partial and self._cache.num_users(prompt.pages[-1]) > 1
+    def _must_copy(self, sequence: Sequence) -> bool:
+        """Whether the page that a waiting sequence will write to is in use by others.
 
-    def _fork(self, sequence: Sequence) -> None:
-        """Share the prompt's pages; copy the last one if another sample writes to it."""
-        prompt, cache = sequence.prompt, self._cache
-        pages = list(prompt.pages)
-        if self._must_copy(prompt):
+        Not by those that wait, too: they come later, with no more tokens in it.
+        """
+        page = sequence.pages[-1]
+        partial = sequence.computed % self._cache.page_size > 0
+        return partial and self._cache.num_users(page) > self._held[page]
+
+    def _resume(self, sequence: Sequence) -> None:
+        """Give a sequence that held its pages those that it writes to."""
+        cache, pages = self._cache, sequence.pages
+        must_copy, last = self._must_copy(sequence), pages[-1]
+        self._held[last] -= 1
+        if must_copy:
             (copy,) = cache.allocate(1)
-            cache.copy_page(pages[-1], copy, (len(prompt.ids) - 1) % cache.page_size + 1)
-            cache.retain(pages[:-1])
+            cache.copy_page(last, copy, sequence.computed % cache.page_size)
+            cache.release([last])
             pages[-1] = copy
-        else:
-            cache.retain(pages)
-        missing = cache.pages_for(len(sequence)) - len(pages)
-        sequence.pages = pages + cache.allocate(missing)
-        sequence.computed = len(prompt.ids)
-
-    def _leave_group(self, sequence: Sequence) -> None:
-        if not sequence.forked:
-            return
-        sequence.forked = False
-        prompt = sequence.prompt
-        prompt.waiting -= 1
-        if prompt.waiting == 0 and prompt.pages:
-            self._cache.release(prompt.pages)
-            prompt.pages = []
+        pages += cache.allocate(cache.pages_for(len(sequence)) - len(pages))
 
     def _compact(self) -> None:
         """If a page holds a whole sequence, move the used pages to the front of the cache.
@@ -296,33 +308,45 @@ class Scheduler:
             self._cache.publish(sequence.tokens(0, sequence.computed), sequence.pages)
             _, sequence.next_key = self._cache.find(_findable(sequence))
 
-    def spawn(self, sequence: Sequence) -> list[Sequence]:
-        """All samples of a prompt that its first sample has just computed; they draw from one row.
+    def go_on(self, first: Sequence, unfinished: list[Sequence]) -> None:
+        """Record that the sequences of ``first``'s row have drawn, and which have more to draw.
 
-        Returns only ``sequence`` if it is the only sample or the others already exist.
+        Each answer that these have now is a row.
         """
-        if not sequence.draws_for_all:
-            return [sequence]
-        prompt = sequence.prompt
-        return [sequence, *(Sequence(prompt, i, forked=True) for i in range(1, prompt.num_samples))]
-
-    def queue_samples(self, first: Sequence, samples: list[Sequence]) -> None:
-        """Queue ``samples`` of ``first``'s prompt, which have one token, to share its pages."""
-        if not samples:
+        if not unfinished:
+            self.finish(first)
             return
-        prompt = first.prompt
-        prompt.pages = first.pages[: self._cache.pages_for(len(prompt.ids))]
-        self._cache.retain(prompt.pages)
-        prompt.waiting = len(samples)
-        self._waiting.extendleft(reversed(samples))
+        # NOTE: the row with the most tokens in the cache keeps the pages. It will write to none of
+        # those tokens, some of which the others need: all that a shorter draft has in common.
+        rows = self._rows_of(sorted(unfinished, key=lambda s: -len(s)))
+        pages = first.pages
+        self._replace(first, rows[0])
+        for sequence in rows:
+            sequence.computed = len(sequence) - 1
+        for sequence in rows[1:]:
+            sequence.pages = pages[: self._cache.pages_for(sequence.computed)]
+            self._cache.retain(sequence.pages)
+            self._held[sequence.pages[-1]] += 1
+        self._waiting.extendleft(reversed(rows[1:]))
+
+    def _replace(self, first: Sequence, heir: Sequence) -> None:
+        """``heir``, of the same row, takes the place of ``first`` and its pages."""
+        if heir is first:
+            return
+        queue = self._running if first in self._running else self._waiting
+        queue[queue.index(first)] = heir
+        heir.pages, heir.computed, heir.next_key = first.pages, first.computed, first.next_key
+        first.pages = []
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence that has its last token."""
         self._running.remove(sequence)
         # NOTE: steps on the device may have run past the last token.
         known = min(sequence.computed, len(sequence) - 1)
-        if sequence.prompt.waiting:  # a sample that waits will write to the prompt's last page
-            known = min(known, len(sequence.prompt.ids))
+        size = self._cache.page_size
+        for i in range(len(sequence.prompt.ids) // size, len(sequence.pages)):
+            if self._cache.num_users(sequence.pages[i]) > 1:  # one that waits may write to it
+                known = min(known, i * size)
         self._cache.publish(sequence.tokens(0, known), sequence.pages)
         self._cache.release(sequence.pages)
         sequence.pages = []
@@ -330,13 +354,18 @@ class Scheduler:
     def drop(self, prompt: Prompt, sample: int | None = None) -> None:
         """Remove the samples of ``prompt``, or one of them, before they have their last token."""
         for sequence in [*self._running, *self._waiting]:
-            if sequence.prompt is not prompt or sample not in (None, sequence.sample):
+            row = sequence.row
+            left = [s for s in row if sample not in (None, s.sample)]
+            if sequence.prompt is not prompt or len(left) == len(row):
                 continue
-            if sequence in self._running:
+            if left:
+                left[0].twins = left[1:]
+                self._replace(sequence, left[0])
+            elif sequence in self._running:
                 self.finish(sequence)
             else:
+                self._give_up_pages(sequence)
                 self._waiting.remove(sequence)
-                self._leave_group(sequence)
 
     def clear(self) -> None:
         """Drop all sequences and free their pages."""
@@ -351,8 +380,3 @@ class Scheduler:
 def _findable(sequence: Sequence) -> list[int]:
     """The tokens whose keys and values may be found: the last one's logits are needed."""
     return sequence.tokens(0, len(sequence) - 1)
-
-
-def _shares(sequence: Sequence) -> bool:
-    """Whether a waiting sequence will share its prompt's pages."""
-    return sequence.forked and bool(sequence.prompt.pages)

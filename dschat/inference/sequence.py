@@ -16,13 +16,15 @@ class Prompt:
     # Of an answer that continues an earlier turn: its random numbers follow on from there.
     first_sample: int = 0
     first_position: int = 0
-    pages: list[int] = field(default_factory=list)  # held for samples that wait to share them
-    waiting: int = 0  # number of such samples
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a prompt: the answer so far and its pages."""
+    """One sample of a prompt: the answer so far and its pages.
+
+    ``twins``: other samples with the same answer so far. They have no pages: what this one computes
+    is theirs too, and they draw from the same row of logits.
+    """
 
     prompt: Prompt
     sample: int
@@ -33,16 +35,16 @@ class Sequence:
     computed: int = 0
     draft: list[int] = field(default_factory=list)  # of the next positions, for one step
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
-    forked: bool = False  # waits to share its prompt's pages
     next_key: Key | None = None  # of the first page that it computes itself
+    twins: list["Sequence"] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.answer)
 
     @property
-    def draws_for_all(self) -> bool:
-        """Whether the other samples of its prompt, which do not exist yet, draw from its row."""
-        return self.prompt.num_samples > 1 and self.sample == 0 and not self.answer
+    def row(self) -> list["Sequence"]:
+        """The sequences that draw from its row: itself and its twins."""
+        return [self, *self.twins]
 
     def tokens(self, first: int, last: int) -> list[int]:
         ids, num_ids = self.prompt.ids, len(self.prompt.ids)

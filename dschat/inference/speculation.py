@@ -102,8 +102,6 @@ class Drafter:
         budget = min(self._scheduler.draft_budget(schedule), MAX_DRAFTED)
         lengths: dict[tuple[bool, int], int] = {}
         for sequence in schedule.ready:
-            if sequence.draws_for_all:
-                continue
             f = self._follow(sequence)
             f.rows = 1
             found = len(f.tokens) - f.position

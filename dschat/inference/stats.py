@@ -23,7 +23,7 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
-    decoded_rows: int = 0  # sequences in decode steps, summed over the steps
+    decoded_rows: int = 0  # of decode steps, without drafts; equal answers to a prompt share one
     decode_s: float = 0.0
     answer_tokens: int = 0
     drafted_tokens: int = 0  # computed beside an answer's last token
@@ -61,8 +61,6 @@ class GenerationStats:
             self.prefill_tokens += sum(count for _, count in schedule.chunks)
             self.prefill_steps += 1
         else:
-            # One sequence may draw for several samples.
-            self.decode_tokens += len(schedule.decodes)
             self.decoded_rows += len(schedule.decodes)
             self.decode_steps += 1
         self._add(bool(schedule.chunks), span)
@@ -75,7 +73,7 @@ class GenerationStats:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         if not schedule.chunks:
-            self.decode_tokens += accepted
+            self.decode_tokens += num_drawn
 
     def count_decodes(self, num_drawn: int, span: DeviceSpan) -> None:
         """Add decode steps of the device, whose number is counted when they are launched."""

@@ -3,7 +3,8 @@
 For every token a number is written into the cache, at the slot that the schedule implies: one that
 stands for the token and all before it, as keys and values do. Before a sequence draws, its pages
 must hold exactly its numbers: that catches a page that was lost, shared in writing, copied short,
-freed early, or found by the wrong tokens.
+freed early, or found by the wrong tokens. Drafts are those tokens that will be drawn, up to a wrong
+one.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Case:
     separate_prefill: bool = False
     vocabulary: int = 0  # 0: every token is another; few tokens: prompts and answers share prefixes
     keeps_prefixes: bool = False
+    drafts: int = 0  # tokens of a draft at most
 
     def token(self, prompt, sample, position):
         """The same in every run."""
@@ -62,6 +64,7 @@ def cases(draw):
         draw(st.booleans()),
         draw(st.sampled_from([0, 1, 2])),
         draw(st.booleans()),
+        draw(st.sampled_from([0, 3])),
     )
 
 
@@ -108,9 +111,10 @@ class Run:
         limits = case.max_num_seqs, case.max_num_batched_tokens
         self.scheduler = Scheduler(self.cache, *limits, case.separate_prefill)
         answers = case.answer_lengths
-        self.scheduler.add(
-            [Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)]
-        )
+        self.prompts = [
+            Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)
+        ]
+        self.scheduler.add(self.prompts)
         self.finished, self.steps = [], 0
         self.bound = 50 + 60 * sum(map(len, answers)) * MAX_SEQ_LEN
 
@@ -124,6 +128,7 @@ class Run:
     def step(self):
         schedule = self.scheduler.schedule()
         self.check_limits(schedule)
+        self.draft(schedule)
         self.write(schedule)
         self.trace.append(
             [(s.prompt.number, s.sample, s.pages[:], 1) for s in schedule.decodes]
@@ -133,8 +138,20 @@ class Run:
         self.scheduler.computed(schedule)
         for first in ready:
             self.check_content(first)
-            self.advance(first, self.scheduler.spawn(first))
+            self.advance(first)
         self.steps += 1
+
+    def draft(self, schedule):
+        budget = self.scheduler.draft_budget(schedule)
+        for s in schedule.ready:
+            prompt, position = s.prompt.number, len(s.answer)
+            size = min(self.case.drafts, budget, s.prompt.max_new_tokens - position - 1)
+            if size > 0:
+                size = self.scheduler.room_for(s, size)
+                s.draft = [self.case.token(prompt, s.sample, position + i) for i in range(size)]
+                if (position + s.sample) % 4 < size:
+                    s.draft[(position + s.sample) % 4] += 1
+                budget -= size
 
     def check_limits(self, schedule):
         case = self.case
@@ -160,10 +177,12 @@ class Run:
     def write(self, schedule):
         size = self.case.page_size
         for s, count in [(s, 1) for s in schedule.decodes] + schedule.chunks:
-            tokens = s.tokens(s.computed, s.computed + count)
-            assert len(tokens) == count
-            numbers = prefix_numbers(s.prompt.ids + s.answer)[s.computed : s.computed + count]
-            for position, number in enumerate(numbers, start=s.computed):
+            first, end = s.computed, s.computed + count
+            assert len(s.tokens(first, end)) == count
+            if end == len(s):
+                end += len(s.draft)
+            numbers = prefix_numbers(s.prompt.ids + s.answer + s.draft)[first:end]
+            for position, number in enumerate(numbers, start=first):
                 self.cache.keys[0, s.pages[position // size], position % size] = number
             self.prefilled += count if not s.answer else 0
 
@@ -172,18 +191,24 @@ class Run:
         assert held == prefix_numbers(s.prompt.ids + s.answer)
         assert s.computed == len(s)
 
-    def advance(self, first, row):
+    def advance(self, first):
+        """As `EagerLoop`: a row's samples keep its draft as far as each draws the same."""
         alive = []
-        for s in row:
-            s.answer.append(self.case.token(s.prompt.number, s.sample, len(s.answer)))
-            if len(s.answer) == self.case.answer_lengths[s.prompt.number][s.sample]:
+        draft, first.draft = first.draft, []
+        assert all(s.tokens(0, 99) == first.tokens(0, 99) for s in first.row)
+        for s in first.row:
+            for drafted in (*draft, None):
+                s.answer.append(self.case.token(s.prompt.number, s.sample, len(s.answer)))
+                ends = len(s.answer) == self.case.answer_lengths[s.prompt.number][s.sample]
+                if ends or s.answer[-1] != drafted:
+                    break
+            if ends:
                 self.finished.append((s.prompt.number, s.sample, tuple(s.answer)))
             else:
                 alive.append(s)
-        if len(row) > 1:
-            self.scheduler.queue_samples(first, [s for s in alive if s is not first])
-        if first not in alive:
-            self.scheduler.finish(first)
+        first.computed = len(first) - 1
+        if len(first.row) > 1 or not alive:
+            self.scheduler.go_on(first, alive)
 
 
 def expected(case):
@@ -240,6 +265,25 @@ def test_giving_up_frees_every_page(case, steps):
     run.scheduler.clear()
     assert run.cache.num_free == case.num_pages
     assert not run.scheduler.has_work
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_what_is_dropped_changes_no_other_answer(case, random):
+    run, dropped = Run(case), set()
+    while run.scheduler.has_work:
+        if random.random() < 0.4:
+            prompt = random.choice(run.prompts)
+            sample = random.choice([None, *range(prompt.num_samples)])
+            run.scheduler.drop(prompt, sample)
+            samples = range(prompt.num_samples) if sample is None else [sample]
+            dropped.update((prompt.number, i) for i in samples)
+        if run.scheduler.has_work:
+            run.step()
+    assert run.cache.num_free == case.num_pages
+    assert len(run.finished) == len(set(run.finished))
+    assert set(run.finished) <= set(expected(case))
+    assert all(answer in run.finished for answer in expected(case) if answer[:2] not in dropped)
 
 
 @settings(max_examples=60, deadline=None)
@@ -309,6 +353,22 @@ def test_samples_share_the_whole_pages_of_their_prompt():
     assert run.prefilled == 9
 
 
+def test_samples_are_one_row_as_long_as_their_answers_are_the_same():
+    """The same tokens, of 2, 4 and 6: one row, which the shorter ones leave."""
+    case = Case([3], [[2, 4, 6]], 4, 9, 3, 99, vocabulary=1)
+    run = Run(case)
+    run.step()
+    copied = []
+    run.cache.copy_page = lambda *args: copied.append(args)
+    run.to_the_end()
+    assert sorted(run.finished) == expected(case)
+    assert [len(step) for step in run.trace] == [1] * 6
+    assert not copied
+    # Captured steps draw for one sequence a row.
+    case.separate_prefill = True
+    assert [len(step) for step in Run(case).to_the_end().trace] == [1, 3, 2, 2, 1, 1]
+
+
 def test_whole_sequence_pages_stay_in_front_once_nobody_waits():
     """Then a decode batch is a plain slice of the cache."""
     case = Case([5, 4, 3, 2], [[2], [3], [8], [9]], MAX_SEQ_LEN, 4, 4, 99)
@@ -352,6 +412,16 @@ def test_a_later_call_finds_the_pages_of_an_earlier_one():
     run.cache.forget()
     scheduler.add([Prompt([case.token(0, 0, 0)] * 20, 1, 1, 4)])
     assert scheduler.schedule().chunks[0][1] == 20
+
+
+def test_a_page_that_another_sample_still_writes_to_is_not_found():
+    """One slot: the first sample fills a page of four, the second then writes its third token."""
+    case = Case([2], [[6, 2]], 4, 3, 1, 99, keeps_prefixes=True)
+    run = Run(case).to_the_end()
+    text = [case.token(0, 7, 0), case.token(0, 7, 1), *(case.token(0, 0, i) for i in range(6))]
+    case.answer_lengths = [[2]]
+    run.call([text])
+    run.to_the_end()
 
 
 def test_separate_prompts_are_admitted_in_groups():
