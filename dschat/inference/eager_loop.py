@@ -15,6 +15,8 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.observability.device_span import DeviceSpan
 
+_DRAWN_TOGETHER = 1 << 22  # copied logits, at least
+
 
 @dataclass
 class EagerLoop:
@@ -81,16 +83,26 @@ class EagerLoop:
         places = [(s, ahead) for row in rows for s in row for ahead in range(len(s.draft) + 1)]
         if not places:
             return [], []
-        if len(places) > len(logits):
-            row_of_place: list[int] = []
-            first = 0
-            for row in rows:
-                end = first + len(row[0].draft) + 1
-                # On a CPU repeat_interleave starts all threads: 0.1 ms.
-                row_of_place += [*range(first, end)] * len(row)
-                first = end
-            logits = logits.index_select(0, torch.tensor(row_of_place, device=logits.device))
-        return self.sampler.draw(logits, places)
+        if len(places) == len(logits):
+            return self.sampler.draw(logits, places)
+        row_of_place: list[int] = []
+        first = 0
+        for row in rows:
+            end = first + len(row[0].draft) + 1
+            row_of_place += [*range(first, end)] * len(row)
+            first = end
+        # On a CPU repeat_interleave starts all threads: 0.1 ms.
+        index = torch.tensor(row_of_place, device=logits.device)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        # Many samples take no more memory than many prompts.
+        size = max(len(logits), _DRAWN_TOGETHER // logits.shape[1])
+        for first in range(0, len(places), size):
+            part = slice(first, first + size)
+            drawn = self.sampler.draw(logits.index_select(0, index[part]), places[part])
+            tokens += drawn[0]
+            logprobs += drawn[1]
+        return tokens, logprobs
 
     def _advance(
         self, rows: list[list[Sequence]], tokens: list[int], logprobs: list[float]
@@ -123,7 +135,8 @@ class EagerLoop:
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:
         sequence.answer.append(token)
         sequence.logprobs.append(logprob)
-        del sequence.uniforms[-1:]  # NOTE: greedy decoding has none
+        if sequence.uniforms:  # greedy decoding has none
+            sequence.uniforms.pop()
         sequence.stopped = self.is_end(sequence, token)
         is_last = sequence.stopped or len(sequence.answer) == sequence.prompt.max_new_tokens
         return sequence, token, is_last

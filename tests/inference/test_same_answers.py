@@ -4,10 +4,13 @@ In fp32 sampled answers are the same ids, and their log-probs the same to roundi
 batch, the order, the pages and the budget. The reference is one prompt at a time.
 """
 
+from dataclasses import replace
+
 import pytest
 from families import EOS, PROMPTS, assert_same, cache_gib, engine
 
-from dschat.inference import SamplingParams
+from dschat.inference import SamplingParams, eager_loop
+from dschat.inference.open_batch import OpenBatch
 from dschat.inference.protocol import Rollout
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
@@ -59,6 +62,32 @@ def joined(rollouts):
 def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     made = engine(module_of("llama"), **LAYOUTS[layout])
     assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+    assert made.cache.num_free == made.cache.num_pages
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("layout", ["3 slots", "pages of 4", "more slots than samples"])
+@pytest.mark.parametrize("drawn_together", [1, 1 << 22])
+def test_samples_are_one_row_until_they_differ(layout, drawn_together, module_of, monkeypatch):
+    """At a low temperature, for a while; the reference has each sample as a request of its own."""
+    monkeypatch.setattr(eager_loop, "_DRAWN_TOGETHER", drawn_together)
+    sampling = replace(SAMPLING, temperature=0.4, ignore_eos=True, top_p=1.0)
+    made, alone = engine(module_of("llama"), **LAYOUTS[layout]), engine(module_of("llama"))
+    got = made.generate(PROMPTS, sampling)
+    batch, expected = OpenBatch(alone), Rollout()
+    for i, ids in enumerate(PROMPTS):
+        for sample in range(SAMPLING.n):
+            batch.add(ids, replace(sampling, n=1), key=(i, sample, 0))
+    events = []
+    while batch.has_work:
+        events += batch.step()
+    done = [sequence for sequence, _, finished in events if finished]
+    done.sort(key=lambda s: (s.prompt.number, s.prompt.first_sample))
+    expected.token_ids = [s.answer for s in done]
+    expected.logprobs = [s.logprobs for s in done]
+    expected.finish_reasons = ["length"] * len(done)
+    assert_same(got, expected)
+    assert made.stats.decoded_rows < 0.95 * made.stats.decode_tokens
     assert made.cache.num_free == made.cache.num_pages
 
 
