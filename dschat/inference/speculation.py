@@ -7,10 +7,10 @@ its positions, with the random number that belongs there, and keeps the draft as
 them. So the answers are those of decoding one by one; drafts decide only how many steps it takes.
 
 The step that completes a prompt may compute a draft too: an earlier answer of up to 17 tokens that
-is right again then needs no decode step. Samples with the same answer so far share a draft. A drafted token costs a row of a step,
-which may be worth it or not (`Costs`). Captured steps have drafts of fixed lengths
-(`GuessingLoop`). Depends on tokens, and under tensor parallelism on one rank's clock, so that all
-ranks draft alike.
+is right again then needs no decode step. Samples with the same answer so far share a draft. A
+drafted token costs a row of a step, which may be worth it or not (`Costs`). Captured steps have
+drafts of fixed lengths (`GuessingLoop`). Depends on tokens, and under tensor parallelism on one
+rank's clock, so that all ranks draft alike.
 """
 
 import time
