@@ -10,6 +10,9 @@ warm-up, on the same prompts.
   answered before. again_s: the same prompts with another seed. With --actor, a checkpoint, they are
   questions of builtin/arithmetic; else random ids, answered by a model with random weights, which
   never repeats itself; again_s is then of other prompts, answered greedily a second time.
+- alike: eight answers to each of --rows prompts, computed as one row while they are the same, and
+  as a row each. With --actor to questions as above; else greedily, so that all eight are the same.
+  rows: of the decode steps.
 - partial: prompts with answers of geometric lengths, of 64 tokens on average and 320 at most.
   answer_s: seconds of a rollout for each finished answer, in whole rollouts and in partial ones.
 
@@ -42,7 +45,7 @@ MODEL = "llama-384x6"
 
 @dataclass
 class Setting:
-    """``scale``: of all numbers of tokens; ``rows``: prompts of speculate and partial."""
+    """``scale``: of all numbers of tokens; ``rows``: prompts of speculate, alike and partial."""
 
     module: nn.Module
     device: torch.device
@@ -59,6 +62,13 @@ class Setting:
         ids = range(3, self.module.config.vocab_size)
         draw = random.Random(seed)
         return [draw.choices(ids, k=length) for _ in range(count)]
+
+    def questions(self, number: int) -> list[list[int]]:
+        """Other ``rows`` questions of arithmetic for each number."""
+        assert self.actor is not None
+        texts = [row["prompt"] for row in arithmetic_rows()["train"]]
+        tokenizer = AutoTokenizer.from_pretrained(self.actor)
+        return tokenizer(texts[number * self.rows :][: self.rows])["input_ids"]
 
     def engine(self, num_seqs: int, length: int, **options: object) -> InferenceEngine:
         sizes = EngineConfig(max_num_seqs=num_seqs, max_seq_len=length, **options)
@@ -143,8 +153,6 @@ def speculate(s: Setting) -> dict:
     prompt, new = (16, 12) if s.actor else s.tokens(32, 64)
     sizes = {"max_num_seqs": s.rows, "max_seq_len": prompt + new}
     if s.actor:
-        tokenizer = AutoTokenizer.from_pretrained(s.actor)
-        questions = [row["prompt"] for row in arithmetic_rows()["train"]]
         sides = {
             mode: InferenceEngine.from_pretrained(s.actor, speculate=mode, **sizes)
             for mode in modes
@@ -154,7 +162,7 @@ def speculate(s: Setting) -> dict:
     for number in range(s.rounds + 1):
         prompts = s.prompts(s.rows, prompt, seed=number)
         if s.actor:
-            prompts = tokenizer(questions[number * s.rows :][: s.rows])["input_ids"]
+            prompts = s.questions(number)
         for name, seed in (("fresh_s", 2 * number), ("again_s", 2 * number + 1)):
             # Random weights repeat themselves only where nothing is drawn.
             greedy = name == "again_s" and not s.actor
@@ -177,6 +185,32 @@ def speculate(s: Setting) -> dict:
                 s.record(number, side, name, seconds)
             assert all(a.token_ids == answers[0].token_ids for a in answers), "answers differ"
     return s.line("off") | {"rows": s.rows}
+
+
+def alike(s: Setting) -> dict:
+    prompt, new = (16, 12) if s.actor else s.tokens(32, 64)
+    sizes = {"max_num_seqs": 8 * s.rows, "max_seq_len": prompt + new}
+    sides = {
+        side: InferenceEngine.from_pretrained(s.actor, **sizes)
+        if s.actor
+        else s.engine(8 * s.rows, prompt + new)
+        for side in ("with", "without")
+    }
+    sides["without"]._separate_prefill = True  # as for captured steps: a row each
+    rows = {}
+    for number in range(s.rounds + 1):
+        prompts = s.questions(number) if s.actor else s.prompts(s.rows, prompt, seed=number)
+        sampling = SamplingParams(
+            max_new_tokens=new, n=8, temperature=float(bool(s.actor)), seed=number
+        )
+        answers = []
+        for side, engine in list(sides.items())[:: 1 if number % 2 else -1]:
+            seconds, answer = _timed(engine.generate, prompts, sampling)
+            answers.append(answer)
+            rows[side] = engine.stats.decoded_rows
+            s.record(number, side, "wall_s", seconds)
+        assert answers[0].token_ids == answers[1].token_ids, "answers differ"
+    return s.line("without") | {"rows": rows}
 
 
 def partial(s: Setting) -> dict:
@@ -213,5 +247,6 @@ CASES: dict[str, Callable[[Setting], dict]] = {
     "prefix": prefix,
     "chat": chat,
     "speculate": speculate,
+    "alike": alike,
     "partial": partial,
 }
