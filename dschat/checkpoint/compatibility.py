@@ -120,11 +120,13 @@ def check_step_size(checkpoint: CheckpointInfo, config: CommonConfig, num_proces
 
 def check_weights(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
     """``UserError`` where the checkpoint holds other trained weights: LoRA adapters of another
-    rank or on other modules, or none; a critic or none.
+    rank or on other modules, or none; a critic or none; no moving average.
     """
     before = _config_of(checkpoint, type(config))
     for model in config.deepspeed_models:
         then, now = _trained_by(before, model), _trained_by(config, model)
+        if isinstance(config, RLHFConfig) and isinstance(before, RLHFConfig) and config.enable_ema:
+            then["enable_ema"], now["enable_ema"] = before.enable_ema, True
         for flag in now | then:
             if then.get(flag) != now.get(flag):
                 raise UserError(

@@ -123,6 +123,9 @@ LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4}
             RLHFConfig(advantage_estimator="rloo"),
             "^--advantage_estimator rloo: .*--advantage_estimator gae",
         ),
+        (RLHFConfig(), RLHFConfig(enable_ema=True), "^--enable_ema true: .*--enable_ema false"),
+        (RLHFConfig(enable_ema=True), RLHFConfig(enable_ema=True), ""),
+        (RLHFConfig(enable_ema=True), RLHFConfig(), ""),
     ],
 )
 def test_other_weights_than_were_trained_are_refused(before, now, message, tmp_path):
