@@ -196,7 +196,7 @@ def alike(s: Setting) -> dict:
         else s.engine(8 * s.rows, prompt + new)
         for side in ("with", "without")
     }
-    sides["without"]._separate_prefill = True  # as for captured steps: a row each
+    sides["without"]._samples_apart = True  # as for captured steps
     rows = {}
     for number in range(s.rounds + 1):
         prompts = s.questions(number) if s.actor else s.prompts(s.rows, prompt, seed=number)

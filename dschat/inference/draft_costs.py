@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 MAX_DRAFT = 16  # tokens of a sequence in a step
-MAX_DRAFTED = 512  # of all sequences: each has a row of logits
+MAX_DRAFTED = 512  # in a step, of all sequences: each draws from a row of logits
 _FIRST_RATE = 0.7  # assumed acceptance before any is known
 _SHARE = 0.05  # of one observation in the moving averages
 _MIN_CALLS = 3  # of each side before one of them is the faster

@@ -127,9 +127,10 @@ class EagerLoop:
                 if not event[2]:
                     unfinished.append(sequence)
             first = row[0]
-            first.computed = len(first) - 1
             if len(row) > 1 or not unfinished:
                 self.scheduler.go_on(first, unfinished)
+            else:
+                first.computed = len(first) - 1
         return events
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:

@@ -104,6 +104,7 @@ class InferenceEngine:
         self._decoder: Decoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
         self._separate_prefill = device.type == "cuda"
+        self._samples_apart = False
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
@@ -366,8 +367,8 @@ class InferenceEngine:
         runner, stops = self.step_runner(), sampling.end_ids(self.stop_ids)
         sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
         limits = self.max_num_seqs, self.max_num_batched_tokens
-        separate_prefill = self._separate_prefill or self._capture is not None
-        scheduler = Scheduler(self.cache, *limits, separate_prefill)
+        apart = self._separate_prefill or self.captures, self._samples_apart or self.captures
+        scheduler = Scheduler(self.cache, *limits, *apart)
         scheduler.add(queue, begun)
         parts = runner, scheduler, sampler, stats, stops, until or (lambda: False)
         call = drafter = None

@@ -20,7 +20,7 @@ class EngineConfig:
         stop_ids: tokens that end an answer (see ``SamplingParams.ignore_eos``).
         num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
             never drawn.
-        max_num_seqs: sequences that decode together.
+        max_num_seqs: sequences that decode together; equal answers to a prompt count once.
         max_seq_len: longest prompt + answer; default and maximum: the model's positions.
         length_flags: what an error calls ``max_seq_len``.
         max_num_batched_tokens: tokens per step, longer prompts are computed in chunks; default:

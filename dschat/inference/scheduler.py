@@ -28,12 +28,15 @@ _GROUP = 1 / 8
 
 
 class Scheduler:
-    """Runs up to ``max_num_seqs`` sequences, with up to ``max_num_batched_tokens`` tokens a step.
+    """Runs up to ``max_num_seqs`` rows, with up to ``max_num_batched_tokens`` tokens a step.
 
     ``separate_prefill``: no sequence decodes in a step with prompt chunks, and prompts are admitted
     in groups, so that most steps are decode steps that a graph can replay. Between two calls of
     `schedule` the caller may then run any number of decode steps (`extend`) and append their tokens
     later; it has appended them all when it calls `schedule` again.
+
+    ``samples_apart``: each sample is a row of its own from its second token on, because captured
+    steps draw for one sequence a row.
 
     Statistics: ``preemptions``, ``peak_pages``, ``cached_tokens`` (found, not computed).
     """
@@ -44,9 +47,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         separate_prefill: bool = False,
+        samples_apart: bool = False,
     ) -> None:
         self._cache = cache
-        self._separate_prefill = separate_prefill
+        self._separate_prefill, self._samples_apart = separate_prefill, samples_apart
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Sequence] = deque()
@@ -62,13 +66,14 @@ class Scheduler:
         for sequences in (begun, fresh):
             self._waiting.extend(sorted(self._rows_of(sequences), key=lambda s: -len(s)))
 
-    def _rows_of(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Make those with the same tokens a row; returns the first one of each."""
+    def _rows_of(self, sequences: Iterable[Sequence], known: int = 0) -> list[Sequence]:
+        """Make those with the same tokens a row; returns the first one of each. ``known``: the
+        first tokens of the answers, which are the same.
+        """
         alike: dict[object, list[Sequence]] = {}
         for s in sequences:
-            # NOTE: a decode step on the device draws for one sequence a row, a prompt's for all.
-            own = s.sample if self._separate_prefill and s.answer else None
-            alike.setdefault((s.prompt, own, *s.answer), []).append(s)
+            own = s.sample if self._samples_apart and s.answer else None
+            alike.setdefault((s.prompt, own, *s.answer[known:]), []).append(s)
         for first, *twins in alike.values():
             first.twins = twins
         return [row[0] for row in alike.values()]
@@ -176,16 +181,18 @@ class Scheduler:
 
     def _release_held(self) -> bool:
         """Release the pages of a sequence that waits, which will then be computed again."""
-        # The first in the queue needs them soonest.
-        return any(self._give_up_pages(sequence) for sequence in reversed(self._waiting))
+        for sequence in reversed(self._waiting):  # the first in the queue needs them soonest
+            if sequence.pages:
+                self._give_up_pages(sequence)
+                self.preemptions += 1
+                return True
+        return False
 
-    def _give_up_pages(self, sequence: Sequence) -> bool:
-        """Release what a waiting sequence holds, if it does."""
-        if not sequence.pages:
-            return False
-        self._held[sequence.pages[-1]] -= 1
-        self._release(sequence)
-        return True
+    def _give_up_pages(self, sequence: Sequence) -> None:
+        """Release what a waiting sequence holds."""
+        if sequence.pages:
+            self._held[sequence.pages[-1]] -= 1
+            self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)
@@ -194,7 +201,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Release a sequence's pages; it waits at the front of the queue and is computed again."""
         self._running.remove(sequence)
+        pages = sequence.pages
         self._release(sequence)
+        self._promote_holders(pages)
         self._waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -260,6 +269,14 @@ class Scheduler:
             return needed - sum(self._cache.num_users(page) > 0 for page in found)
         return needed - len(sequence.pages) + self._must_copy(sequence)
 
+    def _promote_holders(self, pages: list[int]) -> None:
+        """Queue first who may go on in one of ``pages`` without a copy, that is, a new page."""
+        for page in pages:
+            if 0 < self._held[page] == self._cache.num_users(page):
+                heir = next(s for s in self._waiting if s.pages and s.pages[-1] == page)
+                self._waiting.remove(heir)
+                self._waiting.appendleft(heir)
+
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether the page that a waiting sequence will write to is in use by others.
 
@@ -279,6 +296,8 @@ class Scheduler:
             cache.copy_page(last, copy, sequence.computed % cache.page_size)
             cache.release([last])
             pages[-1] = copy
+        elif sequence.computed % cache.page_size:
+            cache.withdraw(last)  # it may be full of the tokens of another one, which has ended
         pages += cache.allocate(cache.pages_for(len(sequence)) - len(pages))
 
     def _compact(self) -> None:
@@ -318,7 +337,8 @@ class Scheduler:
             return
         # NOTE: the row with the most tokens in the cache keeps the pages. It will write to none of
         # those tokens, some of which the others need: all that a shorter draft has in common.
-        rows = self._rows_of(sorted(unfinished, key=lambda s: -len(s)))
+        known = first.computed - len(first.prompt.ids)
+        rows = self._rows_of(sorted(unfinished, key=lambda s: -len(s)), known)
         pages = first.pages
         self._replace(first, rows[0])
         for sequence in rows:
@@ -343,20 +363,19 @@ class Scheduler:
         self._running.remove(sequence)
         # NOTE: steps on the device may have run past the last token.
         known = min(sequence.computed, len(sequence) - 1)
-        size = self._cache.page_size
-        for i in range(len(sequence.prompt.ids) // size, len(sequence.pages)):
-            if self._cache.num_users(sequence.pages[i]) > 1:  # one that waits may write to it
-                known = min(known, i * size)
-        self._cache.publish(sequence.tokens(0, known), sequence.pages)
-        self._cache.release(sequence.pages)
-        sequence.pages = []
+        pages, sequence.pages = sequence.pages, []
+        self._cache.publish(sequence.tokens(0, known), pages)
+        self._cache.release(pages)
+        self._promote_holders(pages)
 
     def drop(self, prompt: Prompt, sample: int | None = None) -> None:
         """Remove the samples of ``prompt``, or one of them, before they have their last token."""
         for sequence in [*self._running, *self._waiting]:
+            if sequence.prompt is not prompt:
+                continue
             row = sequence.row
             left = [s for s in row if sample not in (None, s.sample)]
-            if sequence.prompt is not prompt or len(left) == len(row):
+            if len(left) == len(row):
                 continue
             if left:
                 left[0].twins = left[1:]
@@ -369,10 +388,9 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all sequences and free their pages."""
-        for sequence in self._running:
+        for sequence in [*self._running, *self._waiting]:
             self._cache.release(sequence.pages)
-        while self._release_held():
-            pass
+        self._held.clear()
         self._running.clear()
         self._waiting.clear()
 

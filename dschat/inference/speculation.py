@@ -80,6 +80,7 @@ class _Follower:
     position: int
     run: int = 0
     known: int = 0  # number of answer tokens taken into account
+    first: int = 0  # from this token of the answer on, something is learned
     rows: int = 0  # of the step that drew those after them
 
 
@@ -112,11 +113,12 @@ class Drafter:
                 chances = self._costs.acceptance.chances(*state)
                 lengths[state] = sum(chance >= worth[f.is_known] for chance in chances)
             rest = sequence.prompt.max_new_tokens - len(sequence.answer) - 1
-            size = min(lengths[state], found, rest, budget)
+            # Each of the row's sequences draws at each position.
+            size = min(lengths[state], found, rest, budget // len(sequence.row))
             if size > 0:
                 size = self._scheduler.room_for(sequence, size)
                 sequence.draft = list(f.tokens[f.position : f.position + size])
-                budget -= size
+                budget -= size * len(sequence.row)
                 f.rows += size
         schedule.sort_chunks()
 
@@ -189,6 +191,7 @@ class Drafter:
                 self._indices[prompt] = bool(answers), _index(prompt.ids, answers)
             (is_known, index), context = self._indices[prompt], _end(prompt.ids)
             f = _Follower(is_known, context, index, *index.get(context, ((), 0)))
+            f.first = len(answer)  # a twin before, or begun earlier: others learned from the rest
             self._followers[sequence] = f
         if f.rows and len(answer) > f.known:
             costs.progress[f.is_known].add(len(answer) - f.known, f.rows)
@@ -197,7 +200,8 @@ class Drafter:
             token, is_right = answer[i], False
             if f.position < len(f.tokens):
                 is_right = f.tokens[f.position] == token
-                costs.acceptance.add(f.is_known, f.run, is_right)
+                if i >= f.first:
+                    costs.acceptance.add(f.is_known, f.run, is_right)
                 if not is_right:  # the next one here may follow this answer instead
                     f.index[f.context] = answer, i
             f.run = max(1, f.run) + 1 if is_right else 1

@@ -26,7 +26,7 @@ class GenerationStats:
     decoded_rows: int = 0  # of decode steps, without drafts; equal answers to a prompt share one
     decode_s: float = 0.0
     answer_tokens: int = 0
-    drafted_tokens: int = 0  # computed beside an answer's last token
+    drafted_tokens: int = 0  # that draws were compared with
     accepted_tokens: int = 0  # of these, those that were drawn
     preemptions: int = 0
     peak_pages: int = 0

@@ -188,7 +188,8 @@ def test_a_ring_that_is_full(monkeypatch, module_of):
 def test_sequences_are_admitted_as_early_as_step_by_step(monkeypatch, engines):
     use(monkeypatch)
     plain, graphs = engines("llama", page_size=4)
-    monkeypatch.setattr(plain, "_separate_prefill", True)
+    for name in ("_separate_prefill", "_samples_apart"):
+        monkeypatch.setattr(plain, name, True)
     sampling = SamplingParams(max_new_tokens=20, n=3, seed=6, ignore_eos=True)
     limits = [20, 3, 3, 5, 5, 9, 14, 16]
     expected = plain.generate(PROMPTS, sampling, max_new_tokens=limits)

@@ -3,8 +3,8 @@
 For every token a number is written into the cache, at the slot that the schedule implies: one that
 stands for the token and all before it, as keys and values do. Before a sequence draws, its pages
 must hold exactly its numbers: that catches a page that was lost, shared in writing, copied short,
-freed early, or found by the wrong tokens. Drafts are those tokens that will be drawn, up to a wrong
-one.
+freed early, or found by the wrong tokens. Drafts are what one of a row's samples will draw, up to a
+wrong token.
 """
 
 from dataclasses import dataclass, field
@@ -35,9 +35,15 @@ class Case:
     vocabulary: int = 0  # 0: every token is another; few tokens: prompts and answers share prefixes
     keeps_prefixes: bool = False
     drafts: int = 0  # tokens of a draft at most
+    agree: int = 0  # first tokens of all answers to a prompt; as many more of every second one
+    samples_apart: bool = False
 
     def token(self, prompt, sample, position):
-        """The same in every run."""
+        """The same in every run. The prompt's own are those of "sample" 7."""
+        if sample != 7 and position < self.agree:
+            sample = 6
+        elif sample != 7 and position < 2 * self.agree:
+            sample = 4 + sample % 2
         token = token_of(prompt, sample, position)
         return hash((token, 5)) // 8 % self.vocabulary if self.vocabulary else token
 
@@ -64,7 +70,9 @@ def cases(draw):
         draw(st.booleans()),
         draw(st.sampled_from([0, 1, 2])),
         draw(st.booleans()),
-        draw(st.sampled_from([0, 3])),
+        draw(st.sampled_from([0, 3, 8])),
+        draw(st.integers(0, 4)),
+        draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -109,7 +117,8 @@ class Run:
         """Begin a call of an engine with these prompts; the cache stays."""
         case = self.case
         limits = case.max_num_seqs, case.max_num_batched_tokens
-        self.scheduler = Scheduler(self.cache, *limits, case.separate_prefill)
+        apart = case.separate_prefill, case.samples_apart
+        self.scheduler = Scheduler(self.cache, *limits, *apart)
         answers = case.answer_lengths
         self.prompts = [
             Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)
@@ -137,8 +146,11 @@ class Run:
         ready = schedule.ready
         self.scheduler.computed(schedule)
         for first in ready:
-            self.check_content(first)
+            self.check_content(first, len(first))
             self.advance(first)
+        for waiting in self.scheduler._waiting:
+            self.check_content(waiting, waiting.computed)
+        self.check_found()
         self.steps += 1
 
     def draft(self, schedule):
@@ -148,7 +160,8 @@ class Run:
             size = min(self.case.drafts, budget, s.prompt.max_new_tokens - position - 1)
             if size > 0:
                 size = self.scheduler.room_for(s, size)
-                s.draft = [self.case.token(prompt, s.sample, position + i) for i in range(size)]
+                sample = s.row[self.steps % len(s.row)].sample
+                s.draft = [self.case.token(prompt, sample, position + i) for i in range(size)]
                 if (position + s.sample) % 4 < size:
                     s.draft[(position + s.sample) % 4] += 1
                 budget -= size
@@ -186,10 +199,18 @@ class Run:
                 self.cache.keys[0, s.pages[position // size], position % size] = number
             self.prefilled += count if not s.answer else 0
 
-    def check_content(self, s):
-        held = self.cache.keys[0, s.pages].flatten()[: len(s)].tolist()
-        assert held == prefix_numbers(s.prompt.ids + s.answer)
-        assert s.computed == len(s)
+    def check_content(self, s, count):
+        assert s.computed == count
+        held = self.cache.keys[0, s.pages].flatten()[:count].tolist()
+        assert held == prefix_numbers(s.prompt.ids + s.answer)[:count]
+
+    def check_found(self):
+        """What later prompts would find: the pages of whatever has ended."""
+        for number, _, answer in self.finished:
+            text = self.prompts[number].ids + list(answer)
+            pages, _ = self.cache.find(text)
+            found = self.cache.keys[0, pages].flatten().tolist()
+            assert found == prefix_numbers(text)[: len(found)]
 
     def advance(self, first):
         """As `EagerLoop`: a row's samples keep its draft as far as each draws the same."""
@@ -206,9 +227,10 @@ class Run:
                 self.finished.append((s.prompt.number, s.sample, tuple(s.answer)))
             else:
                 alive.append(s)
-        first.computed = len(first) - 1
         if len(first.row) > 1 or not alive:
             self.scheduler.go_on(first, alive)
+        else:
+            first.computed = len(first) - 1
 
 
 def expected(case):
@@ -364,9 +386,21 @@ def test_samples_are_one_row_as_long_as_their_answers_are_the_same():
     assert sorted(run.finished) == expected(case)
     assert [len(step) for step in run.trace] == [1] * 6
     assert not copied
-    # Captured steps draw for one sequence a row.
-    case.separate_prefill = True
+    case.samples_apart = True
     assert [len(step) for step in Run(case).to_the_end().trace] == [1, 3, 2, 2, 1, 1]
+
+
+def test_a_row_goes_on_without_its_first_sample():
+    """Dropped in the middle of a prompt of 6, and while it decodes: nothing is computed again."""
+    case = Case([6], [[6, 6, 6]], 4, 9, 3, 4, agree=8)
+    run = Run(case)
+    for step in (1, 3):
+        while run.steps < step:
+            run.step()
+        run.scheduler.drop(run.prompts[0], run.steps // 2)
+    run.to_the_end()
+    assert [entry[3] for step in run.trace for entry in step] == [4, 2, 1, 1, 1, 1, 1]
+    assert [answer[:2] for answer in run.finished] == [(0, 2)]
 
 
 def test_whole_sequence_pages_stay_in_front_once_nobody_waits():
@@ -414,14 +448,36 @@ def test_a_later_call_finds_the_pages_of_an_earlier_one():
     assert scheduler.schedule().chunks[0][1] == 20
 
 
-def test_a_page_that_another_sample_still_writes_to_is_not_found():
+def test_a_page_is_not_found_any_more_when_another_sample_writes_to_it():
     """One slot: the first sample fills a page of four, the second then writes its third token."""
     case = Case([2], [[6, 2]], 4, 3, 1, 99, keeps_prefixes=True)
     run = Run(case).to_the_end()
     text = [case.token(0, 7, 0), case.token(0, 7, 1), *(case.token(0, 0, i) for i in range(6))]
+    assert run.cache.find(text[:4])[0] == []
     case.answer_lengths = [[2]]
     run.call([text])
     run.to_the_end()
+
+
+def test_answers_of_several_samples_are_found_later():
+    """A prompt of 3 and six common tokens, then each its own: 16 of 17 tokens were computed."""
+    case = Case([3], [[14, 14]], 4, 20, 2, 99, keeps_prefixes=True, agree=6)
+    run = Run(case).to_the_end()
+    for number, _, answer in run.finished:
+        text = run.prompts[number].ids + list(answer)
+        assert len(run.cache.find(text)[0]) == 4
+
+
+def test_slots_are_filled_where_samples_wait_for_pages():
+    """A page each: a sample that waits goes on in the page of one that has ended."""
+    case = Case(
+        [3] * 16, [[4 + (5 * i + j) % 7 for j in range(4)] for i in range(16)], 24, 16, 16, 99
+    )
+    run = Run(case).to_the_end()
+    assert sorted(run.finished) == expected(case)
+    assert run.prefilled == 3 * 16
+    filled = [len(step) for step in run.trace[:-12]]
+    assert sum(filled) > 0.9 * 16 * len(filled)
 
 
 def test_separate_prompts_are_admitted_in_groups():

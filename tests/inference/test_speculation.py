@@ -304,6 +304,17 @@ def test_answers_that_were_begun_go_on_without_new_prompts(mode, module_of):
     assert tokens == expected[4:]
 
 
+def test_what_samples_have_in_common_is_learned_from_once(module_of, monkeypatch):
+    """By the row that drew it, not again by those that part from it."""
+    learned = []
+    monkeypatch.setattr(Acceptance, "add", lambda *args: learned.append(args))
+    made = engine(module_of("llama"), speculate="history")
+    sampling = SamplingParams(max_new_tokens=30, n=8, temperature=0.3, seed=3, ignore_eos=True)
+    made.generate(PROMPTS, sampling)
+    stats = made.stats
+    assert len(learned) <= stats.decoded_rows + len(PROMPTS) + stats.accepted_tokens
+
+
 def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
     """A limit of a prompt above the sampling's; and few rows for drafts."""
     made, plain = engine(module_of("llama"), speculate="history"), engine(module_of("llama"))

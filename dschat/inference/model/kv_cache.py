@@ -108,6 +108,11 @@ class KVCache:
         if self.keeps_prefixes:
             self._index.add(tokens, pages)
 
+    def withdraw(self, page: int) -> None:
+        """Let nobody find a page in use, because its tokens will change."""
+        if page in self._index:
+            self._index.remove(page)
+
     def forget(self) -> None:
         """Find no page any more: the weights have changed."""
         self._index.clear()
