@@ -201,9 +201,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Release a sequence's pages; it waits at the front of the queue and is computed again."""
         self._running.remove(sequence)
-        pages = sequence.pages
         self._release(sequence)
-        self._promote_holders(pages)
         self._waiting.appendleft(sequence)
         self.preemptions += 1
 
