@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dschat.models.packing.segments import Segments
+from dschat.models.packing.segments import Batch, Segments
 
 Output = tuple[Tensor, Tensor]  # (1, H, N, D), and the log-sum-exp of the scores, (1, H, N) fp32
 Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
@@ -25,10 +25,12 @@ class Saved(NamedTuple):
     output: Tensor
     logsumexp: Tensor  # (1, H, N) fp32
 
-    def part(self, queries: slice, keys: slice) -> "Saved":
-        """The tokens ``queries`` and ``keys`` alone."""
-        q, output, logsumexp = (x[:, :, queries] for x in (self.q, self.output, self.logsumexp))
-        return Saved(q, self.k[:, :, keys], self.v[:, :, keys], output, logsumexp)
+    def part(self, batch: Batch) -> "Saved":
+        """The tokens of ``batch`` alone."""
+        q, output, logsumexp = (
+            _take(x, batch.queries) for x in (self.q, self.output, self.logsumexp)
+        )
+        return Saved(q, _take(self.k, batch.keys), _take(self.v, batch.keys), output, logsumexp)
 
 
 class Kernel(Protocol):
@@ -54,46 +56,75 @@ def join(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tens
 
 
 class SegmentKernel:
-    """One call of a dense kernel for every piece, and one for the answers and prefix of a group.
+    """One call of a dense kernel for every batch of pieces, and of answers with their prefixes.
 
     Args:
-        forward: (q, k, v, is_causal, scale) -> output (1, H, Q, D), log-sum-exp (1, H, Q).
+        forward: (q, k, v, is_causal, scale) -> output (B, H, Q, D), log-sum-exp (B, H, Q).
         backward: (grad, saved, is_causal, scale) -> gradients.
+        most: elements of the queries of short sequences that are taken together; 0: none are.
     """
 
-    def __init__(self, forward: Callable[..., Output], backward: Callable[..., Grads]) -> None:
-        self._forward, self._backward = forward, backward
+    def __init__(
+        self, forward: Callable[..., Output], backward: Callable[..., Grads], most: int = 0
+    ) -> None:
+        self._forward, self._backward, self._most = forward, backward, most
+
+    def _batches(self, q: Tensor, segments: Segments) -> list[Batch]:
+        return segments.batches(self._most // (q.shape[1] * q.shape[3]))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         # Heads of one token stand together, as the projection after attention reads them.
         output = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         output = output.transpose(1, 2)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
-        for start, end in segments.pieces:
-            piece = (slice(None), slice(None), slice(start, end))
-            part = self._forward(q[piece], k[piece], v[piece], True, scale)
-            output[piece], logsumexp[piece] = part
-        for (first, middle), (_, end) in segments.shared:
-            prefix = (slice(None), slice(None), slice(first, middle))
-            answers = (slice(None), slice(None), slice(middle, end))
-            other = self._forward(q[answers], k[prefix], v[prefix], False, scale)
-            output[answers], logsumexp[answers] = join(output[answers], logsumexp[answers], *other)
+        for batch in self._batches(q, segments):
+            keys = _take(k, batch.keys), _take(v, batch.keys)
+            part = self._forward(_take(q, batch.queries), *keys, batch.is_causal, scale)
+            if not batch.is_causal:
+                part = join(_take(output, batch.queries), _take(logsumexp, batch.queries), *part)
+            for total, values in zip((output, logsumexp), part, strict=True):
+                _put(total, batch.queries, values, batch.real)
         return output, logsumexp
 
     def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
         grads = _empty_grads(saved)
-        for start, end in segments.pieces:
-            piece = slice(start, end)
-            own = self._backward(grad[:, :, piece], saved.part(piece, piece), True, scale)
-            for total, part in zip(grads, own, strict=True):
-                total[:, :, piece] = part
-        for bounds in segments.shared:
-            prefix, answers = (slice(*each) for each in bounds)
-            shared = saved.part(answers, prefix)
-            more = self._backward(grad[:, :, answers], shared, False, scale)
-            for total, part, where in zip(grads, more, (answers, prefix, prefix), strict=True):
-                total[:, :, where] += part
+        for batch in self._batches(grad, segments):
+            of_output = _take(grad, batch.queries)
+            if batch.real is not None:
+                of_output = _without_padding(of_output, batch.real)
+            parts = self._backward(of_output, saved.part(batch), batch.is_causal, scale)
+            places = batch.queries, batch.keys, batch.keys
+            for i, (total, part, where) in enumerate(zip(grads, parts, places, strict=True)):
+                if not batch.is_causal:
+                    part = part + _take(total, where)
+                _put(total, where, part, batch.real if batch.is_causal or i == 0 else None)
         return grads
+
+
+def _take(x: Tensor, places: slice | Tensor) -> Tensor:
+    """Tokens of a stream (1, H, N, ...): those of a slice, or (B, Q) places as (B, H, Q, ...)."""
+    if isinstance(places, slice):
+        return x[:, :, places]
+    taken = x[0].transpose(0, 1).index_select(0, places.flatten())
+    return taken.unflatten(0, places.shape).transpose(1, 2)
+
+
+def _put(x: Tensor, places: slice | Tensor, values: Tensor, real: Tensor | None) -> None:
+    """Write what `_take` reads; of (B, Q) places those that ``real`` lists."""
+    if isinstance(places, slice):
+        x[:, :, places] = values
+        return
+    flat, where = values.transpose(1, 2).flatten(0, 1), places.flatten()
+    if real is not None:
+        flat, where = flat.index_select(0, real), where.index_select(0, real)
+    x[0].transpose(0, 1).index_copy_(0, where, flat)
+
+
+def _without_padding(values: Tensor, real: Tensor) -> Tensor:
+    """(B, H, Q, D) with zeros in all but ``real``: then they add nothing to other gradients."""
+    flat = values.transpose(1, 2).flatten(0, 1)
+    kept = torch.zeros_like(flat).index_copy_(0, real, flat.index_select(0, real))
+    return kept.unflatten(0, (values.shape[0], values.shape[2])).transpose(1, 2)
 
 
 def _empty_grads(saved: Saved) -> Grads:
@@ -157,6 +188,6 @@ class MetaKernel:
         return _empty_grads(saved)
 
 
-CPU = SegmentKernel(_cpu_forward, _cpu_backward)
+CPU = SegmentKernel(_cpu_forward, _cpu_backward, most=1 << 18)  # 1 MiB stays in a core's cache
 PLAIN = SegmentKernel(_plain_forward, _plain_backward)
 META = MetaKernel()

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Bounds = Sequence[tuple[int, int]]  # (first, last + 1)
+_Bounds = tuple[int, int]  # (first, last + 1)
+Bounds = Sequence[_Bounds]
+
+# Sequences are taken together where at least so many are alike, and a batch has room for so many:
+# copying fewer or longer ones takes what their calls do.
+_FEWEST, _SHORT = 4, 32
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,21 @@ class VarlenTable:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Sequences that attention takes in one call: one, or several short ones.
+
+    ``queries``, ``keys``: their places in the stream, those of several as (B, Q) and (B, K) int64.
+    Queries are padded at the end by repeating the last one; ``real`` are the others among B x Q, in
+    order, where there are padded ones. ``is_causal``: the keys are the queries' own tokens.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    real: Tensor | None
+    is_causal: bool
+
+
+@dataclass(frozen=True)
 class Segments:
     """Lengths of a stream's groups, on the host."""
 
@@ -71,10 +91,57 @@ class Segments:
             start = end
         return bounds
 
+    def batches(self, most: int) -> list[Batch]:
+        """Every piece as queries of itself, then answers as queries of their prefixes.
+
+        ``most``: tokens of several sequences; 0: each has a batch of its own.
+        """
+        if most not in self._batches:
+            pieces = [(bounds, bounds) for bounds in self.pieces]
+            shared = [(answers, prefix) for prefix, answers in self.shared]
+            self._batches[most] = _batches(pieces, most, True) + _batches(shared, most, False)
+        return self._batches[most]
+
+    @cached_property
+    def _batches(self) -> dict[int, list[Batch]]:
+        return {}
+
     @property
     def longest(self) -> int:
         """Tokens of the longest row, its prefix included."""
         return max((prefix + max(rest, default=0) for prefix, rest in self.groups), default=0)
+
+
+def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: bool) -> list[Batch]:
+    """Of (bounds of the queries, bounds of the keys)."""
+    alike: dict[tuple[int, int], list[tuple[_Bounds, _Bounds]]] = {}
+    for queries, keys in sequences:
+        length = queries[1] - queries[0]
+        padded = length if length <= 8 else -(-length // 8) * 8
+        # Causal queries do not see the keys that pad them, others would.
+        kind = padded, padded if is_causal else keys[1] - keys[0]
+        alike.setdefault(kind, []).append((queries, keys))
+    batches = []
+    for (padded, num_keys), members in alike.items():
+        size = most // padded
+        if len(members) < _FEWEST or max(padded, num_keys) * _SHORT > most:
+            batches += [Batch(slice(*q), slice(*k), None, is_causal) for q, k in members]
+            continue
+        for i in range(0, len(members), size):
+            bounds = torch.tensor(members[i : i + size]).unsqueeze(-1)  # (B, 2, 2, 1)
+            (first, end), first_key = bounds[:, 0].unbind(1), bounds[:, 1, 0]
+            ahead = torch.arange(padded)
+            places = first + torch.minimum(ahead, end - first - 1)
+            is_real = (ahead < end - first).flatten()
+            batches.append(
+                Batch(
+                    places,
+                    places if is_causal else first_key + torch.arange(num_keys),
+                    None if is_real.all() else is_real.nonzero().squeeze(-1),
+                    is_causal,
+                )
+            )
+    return batches
 
 
 def _varlen_table(segments: Segments) -> VarlenTable:

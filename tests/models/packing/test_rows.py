@@ -157,3 +157,39 @@ def test_to_moves_every_tensor_and_keeps_the_lengths():
     assert moved.segments == packed.segments
     assert moved.segments.table.pieces.queries.is_meta
     assert not packed.input_ids.is_meta
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), max_size=6)), max_size=12),
+    st.sampled_from([0, 10, 500, 5000]),
+)
+def test_batches_hold_every_sequence_once(groups, most):
+    """Each with its own keys, padded or not, in batches of at most ``most`` tokens."""
+    segments = Segments(tuple((prefix, tuple(answers)) for prefix, answers in groups))
+    found = {True: [], False: []}
+    for batch in segments.batches(most):
+        if isinstance(batch.queries, slice):
+            bounds = [(x.start, x.stop) for x in (batch.queries, batch.keys)]
+            found[batch.is_causal].append(tuple(bounds))
+            continue
+        assert batch.queries.numel() <= most
+        is_real = torch.ones(batch.queries.shape, dtype=torch.bool)
+        if batch.real is not None:
+            is_real = torch.zeros_like(is_real).flatten().index_fill(0, batch.real, True)
+            is_real = is_real.view(batch.queries.shape)
+        for queries, keys, kept in zip(batch.queries, batch.keys, is_real, strict=True):
+            own = queries[kept]
+            assert own.tolist() == [*range(int(own[0]), int(own[-1]) + 1)]
+            assert queries[len(own) :].tolist() == [int(own[-1])] * (len(queries) - len(own))
+            of_keys = own if batch.is_causal else keys
+            bounds = [(int(x[0]), int(x[-1]) + 1) for x in (own, of_keys)]
+            found[batch.is_causal].append(tuple(bounds))
+    assert sorted(found[True]) == [(piece, piece) for piece in segments.pieces]
+    assert sorted(found[False]) == [(answers, prefix) for prefix, answers in segments.shared]
+
+
+def test_short_sequences_of_like_length_are_one_batch():
+    segments = Segments(((10, (6, 7, 7, 8, 6, 6, 7, 8)),) * 32)
+    kinds = [batch.queries.shape for batch in segments.batches(1 << 13) if batch.is_causal]
+    assert kinds == [(32, 16), (96, 6), (96, 7), (64, 8)]
+    assert len(segments.batches(0)) == 32 * 9 + 32
