@@ -126,7 +126,7 @@ class Drafter:
         """Least probability of a drafted token.
 
         A token adds a row to this step. If it is accepted, it saves what a token takes otherwise:
-        a / sequences + b without drafts, less where later steps draft too.
+        a / rows of the step + b without drafts, less where later steps draft too.
         """
         if self._fit is None:
             return _WORTH
