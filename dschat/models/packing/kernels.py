@@ -49,7 +49,9 @@ def join(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tens
     """Attention over two sets of keys from the attention over each: outputs (..., D) weighed by
     their shares of exp(log-sum-exp), in fp32, and the log-sum-exp (...) of both.
     """
-    total = torch.logaddexp(logsumexp, other_logsumexp)
+    # NOTE: not torch.logaddexp, which on a CPU rounds by the place in the tensor.
+    gap = (logsumexp - other_logsumexp).abs()
+    total = torch.maximum(logsumexp, other_logsumexp) + gap.neg().exp().log1p()
     first, second = (logsumexp - total).exp(), (other_logsumexp - total).exp()
     joined = output.float() * first.unsqueeze(-1) + other.float() * second.unsqueeze(-1)
     return joined.to(output.dtype), total
@@ -83,21 +85,17 @@ class SegmentKernel:
             if not batch.is_causal:
                 part = join(_take(output, batch.queries), _take(logsumexp, batch.queries), *part)
             for total, values in zip((output, logsumexp), part, strict=True):
-                _put(total, batch.queries, values, batch.real)
+                _put(total, batch.queries, values)
         return output, logsumexp
 
     def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
         grads = _empty_grads(saved)
         for batch in self._batches(grad, segments):
             of_output = _take(grad, batch.queries)
-            if batch.real is not None:
-                of_output = _without_padding(of_output, batch.real)
             parts = self._backward(of_output, saved.part(batch), batch.is_causal, scale)
             places = batch.queries, batch.keys, batch.keys
-            for i, (total, part, where) in enumerate(zip(grads, parts, places, strict=True)):
-                if not batch.is_causal:
-                    part = part + _take(total, where)
-                _put(total, where, part, batch.real if batch.is_causal or i == 0 else None)
+            for total, part, where in zip(grads, parts, places, strict=True):
+                _put(total, where, part if batch.is_causal else _take(total, where) + part)
         return grads
 
 
@@ -109,22 +107,12 @@ def _take(x: Tensor, places: slice | Tensor) -> Tensor:
     return taken.unflatten(0, places.shape).transpose(1, 2)
 
 
-def _put(x: Tensor, places: slice | Tensor, values: Tensor, real: Tensor | None) -> None:
-    """Write what `_take` reads; of (B, Q) places those that ``real`` lists."""
+def _put(x: Tensor, places: slice | Tensor, values: Tensor) -> None:
+    """Write what `_take` reads."""
     if isinstance(places, slice):
         x[:, :, places] = values
-        return
-    flat, where = values.transpose(1, 2).flatten(0, 1), places.flatten()
-    if real is not None:
-        flat, where = flat.index_select(0, real), where.index_select(0, real)
-    x[0].transpose(0, 1).index_copy_(0, where, flat)
-
-
-def _without_padding(values: Tensor, real: Tensor) -> Tensor:
-    """(B, H, Q, D) with zeros in all but ``real``: then they add nothing to other gradients."""
-    flat = values.transpose(1, 2).flatten(0, 1)
-    kept = torch.zeros_like(flat).index_copy_(0, real, flat.index_select(0, real))
-    return kept.unflatten(0, (values.shape[0], values.shape[2])).transpose(1, 2)
+    else:
+        x[0].transpose(0, 1).index_copy_(0, places.flatten(), values.transpose(1, 2).flatten(0, 1))
 
 
 def _empty_grads(saved: Saved) -> Grads:

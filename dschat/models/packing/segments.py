@@ -53,13 +53,11 @@ class Batch:
     """Sequences that attention takes in one call: one, or several short ones.
 
     ``queries``, ``keys``: their places in the stream, those of several as (B, Q) and (B, K) int64.
-    Queries are padded at the end by repeating the last one; ``real`` are the others among B x Q, in
-    order, where there are padded ones. ``is_causal``: the keys are the queries' own tokens.
+    ``is_causal``: the keys are the queries' own tokens.
     """
 
     queries: slice | Tensor
     keys: slice | Tensor
-    real: Tensor | None
     is_causal: bool
 
 
@@ -115,32 +113,19 @@ class Segments:
 def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: bool) -> list[Batch]:
     """Of (bounds of the queries, bounds of the keys)."""
     alike: dict[tuple[int, int], list[tuple[_Bounds, _Bounds]]] = {}
-    for queries, keys in sequences:
-        length = queries[1] - queries[0]
-        padded = length if length <= 8 else -(-length // 8) * 8
-        # Causal queries do not see the keys that pad them, others would.
-        kind = padded, padded if is_causal else keys[1] - keys[0]
-        alike.setdefault(kind, []).append((queries, keys))
+    for sequence in sequences:
+        # NOTE: the same lengths, no padding: then results do not depend on other sequences.
+        of_queries, of_keys = (end - first for first, end in sequence)
+        alike.setdefault((of_queries, of_keys), []).append(sequence)
     batches = []
-    for (padded, num_keys), members in alike.items():
-        size = most // padded
-        if len(members) < _FEWEST or max(padded, num_keys) * _SHORT > most:
-            batches += [Batch(slice(*q), slice(*k), None, is_causal) for q, k in members]
+    for kind, members in alike.items():
+        if len(members) < _FEWEST or max(kind) * _SHORT > most:
+            batches += [Batch(slice(*q), slice(*k), is_causal) for q, k in members]
             continue
-        for i in range(0, len(members), size):
-            bounds = torch.tensor(members[i : i + size]).unsqueeze(-1)  # (B, 2, 2, 1)
-            (first, end), first_key = bounds[:, 0].unbind(1), bounds[:, 1, 0]
-            ahead = torch.arange(padded)
-            places = first + torch.minimum(ahead, end - first - 1)
-            is_real = (ahead < end - first).flatten()
-            batches.append(
-                Batch(
-                    places,
-                    places if is_causal else first_key + torch.arange(num_keys),
-                    None if is_real.all() else is_real.nonzero().squeeze(-1),
-                    is_causal,
-                )
-            )
+        for part in torch.tensor(members).split(most // kind[0]):  # (B, 2, 2)
+            starts = part[:, :, :1].unbind(1)
+            queries, keys = (x + torch.arange(n) for x, n in zip(starts, kind, strict=True))
+            batches.append(Batch(queries, keys, is_causal))
     return batches
 
 

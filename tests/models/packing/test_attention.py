@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat.models.packing import Segments, attention
-from dschat.models.packing.kernels import CPU, PLAIN
+from dschat.models.packing.kernels import CPU, PLAIN, Saved, SegmentKernel
 from dschat.models.packing.varlen import VarlenKernel
 
 GROUPS = {
@@ -334,3 +334,16 @@ def test_without_segments_it_is_sdpa():
         actual, _ = attention.attention(module, q, k, v, given, scaling=0.7, sliding_window=2)
         expected, _ = sdpa_attention_forward(module, q, k, v, given, scaling=0.7)
         assert torch.equal(actual, expected)
+
+
+def test_sequences_taken_together_give_the_same_bits():
+    """As each by itself: results do not depend on the rest of a micro-batch."""
+    alone = SegmentKernel(CPU._forward, CPU._backward)
+    segments = Segments(tuple((prefix, (6, 7, 7, 8, 9, 6)) for prefix in (9, 10, 10, 10, 10, 11)))
+    q, k, v, grad = (x.detach() for x in tensors(segments))
+    assert len(CPU._batches(q, segments)) < len(alone._batches(q, segments)) / 2
+    results = []
+    for kernel in (CPU, alone):
+        output = kernel.forward(q, k, v, segments, 0.3)
+        results.append((*output, *kernel.backward(grad, Saved(q, k, v, *output), segments, 0.3)))
+    assert all(map(torch.equal, *results))
