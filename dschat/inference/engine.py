@@ -104,7 +104,7 @@ class InferenceEngine:
         self._decoder: Decoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
         self._separate_prefill = device.type == "cuda"
-        self._samples_apart = False
+        self._samples_apart = False  # where nothing is captured; benchmarks compare both
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
