@@ -7,6 +7,7 @@ when weights or cache are reallocated.
 """
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -65,7 +66,7 @@ class CudaCapture:
         try:
             with torch.cuda.stream(self._stream):
                 step()
-                return self._record(step).replay
+                return self._recorded(step).replay
         except RuntimeError as error:
             if not self._required:
                 raise
@@ -76,11 +77,17 @@ class CudaCapture:
         finally:
             current.wait_stream(self._stream)
 
+    def _recorded(self, step: Step) -> torch.cuda.CUDAGraph:
+        try:
+            return self._record(step)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # the allocator does not do so while it captures
+            return self._record(step)
+
     def _record(self, step: Step) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # NOTE: in the default mode, any CUDA call of another thread would break the capture.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._begin(graph, self._pool)
         try:
             step()
             graph.capture_end()
@@ -91,8 +98,12 @@ class CudaCapture:
         self._holds_pool = self._holds_pool or graph
         return graph
 
+    def _begin(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        # NOTE: in the default mode, any CUDA call of another thread would break the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Leave stream and allocator as they are without a capture."""
+        """Leave stream, allocator and random numbers as they are without a capture."""
         self._failed.append(graph)
         with suppress(RuntimeError):  # raised for a capture that CUDA has invalidated
             graph.capture_end()
@@ -100,6 +111,12 @@ class CudaCapture:
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
+        # The default generator draws for the failed graph until another capture ends well.
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the graph is empty
+            empty = torch.cuda.CUDAGraph()
+            self._begin(empty, torch.cuda.graph_pool_handle())
+            empty.capture_end()
 
 
 def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
@@ -155,7 +172,7 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        return 0 if self.failed else len(self._graphs)
+        return len(self._graphs)
 
     def fits(self, decoder: Decoder, cache: KVCache) -> bool:
         """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
@@ -183,21 +200,23 @@ class DecodeGraphs:
             UserError: the capture failed and `CudaCapture` requires it.
         """
         key = size, kind, width
-        if key not in self._graphs:
-            run = self._run if width == 1 else partial(self._run_guessed, width)
-            step = partial(run, size, kind)
-            self._graphs[key] = step if self.failed else self._recorded(step)
-        return self._graphs[key]
-
-    def _recorded(self, step: Step) -> Step:
+        if key in self._graphs:
+            return self._graphs[key]
+        run = self._run if width == 1 else partial(self._run_guessed, width)
+        step = partial(run, size, kind)
+        if self.failed:
+            return step
         with self.state.asleep():
             try:
-                return self._capture(step)
+                replay = self._capture(step)
             except RuntimeError as error:
                 self.failed = True
+                self._graphs.clear()
                 message = "CUDA graph capture failed, decoding eagerly: %s"
                 logger.warning(message, first_line(error))
                 return step
+        self._graphs[key] = replay
+        return replay
 
     @torch.inference_mode()
     def _run(self, size: int, kind: SamplingKind) -> None:

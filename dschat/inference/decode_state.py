@@ -138,7 +138,7 @@ class DecodeState:
     def acquire(self, owner: Owner, sampling: SamplingParams, stops: list[int]) -> SamplingKind:
         """Steps are ``owner``'s from now on. They draw with ``sampling`` and end at ``stops``."""
         if self.owner is not None and self.owner is not owner:
-            self.owner.pause()  # NOTE: also one that was closed: its steps may be under way
+            self.owner.pause()
         self.owner = owner
         self._launched = self._fetched = self._read = 0
         self._fetches.clear()

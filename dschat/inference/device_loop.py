@@ -48,8 +48,17 @@ class DeviceLoop(EagerLoop):
                 else:
                     yield from self._decode(schedule.decodes, span)
         finally:
-            scheduler.clear()
-            self.stats.finish()
+            try:
+                self._leave()
+            finally:
+                scheduler.clear()
+                self.stats.finish()
+
+    def _leave(self) -> None:
+        """Read what is under way, and give up the rows: their owner keeps the cache alive."""
+        if self._graphs is not None and self._graphs.state.owner is self:
+            self.pause()
+            self._graphs.state.owner = None
 
     def pause(self) -> None:
         """Read all steps, because another loop needs the state."""

@@ -20,12 +20,13 @@ SAMPLING = SamplingParams(max_new_tokens=9, seed=4)
 
 
 class Driver:
-    """Stands for torch.cuda. ``invalidates``: captures end as one that CUDA has broken."""
+    """Stands for torch.cuda. ``invalidates``: so many captures end as ones that CUDA has broken."""
 
     def __init__(self, monkeypatch):
         self.calls, self.streams, self.pools = [], 0, 0
         self.graphs = {}  # alive, by pool
-        self.capturing, self.invalidates, self.on_stream = None, False, "main"
+        self.capturing, self.invalidates, self.on_stream = None, 0, "main"
+        self.draws_for = None  # the capture that the default generator draws for
         driver = self
 
         class Stream:
@@ -43,7 +44,7 @@ class Driver:
                     raise RuntimeError("use_count > 0")  # torch: of a pool that lost its graphs
                 driver.graphs.setdefault(pool, WeakSet()).add(self)
                 assert driver.on_stream != "main"
-                driver.capturing = self
+                driver.capturing = driver.draws_for = self
                 driver.calls.append(f"begin {pool} {capture_error_mode}")
 
             def capture_end(self):
@@ -52,7 +53,9 @@ class Driver:
                 driver.capturing = None
                 driver.calls.append("end")
                 if driver.invalidates:
+                    driver.invalidates -= 1
                     raise RuntimeError("capture invalidated")
+                driver.draws_for = None
 
             def replay(self):
                 driver.calls.append("replay")
@@ -130,36 +133,61 @@ def test_a_pool_outlives_its_graphs(driver):
     assert driver.pools == 1
 
 
-@pytest.mark.parametrize("invalidates", [False, True])
+@pytest.mark.parametrize("invalidates", [0, 1])
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_failed_capture_leaves_nothing_behind(driver, fails, invalidates):
     capture = CudaCapture(required=False)
     driver.invalidates = invalidates
     with pytest.raises(RuntimeError, match="operation not permitted"):
         number_of_runs(capture, fails={fails})
-    assert driver.capturing is None
+    assert driver.capturing is driver.draws_for is None
     assert driver.on_stream == "main"
     assert driver.calls[-1] == "main waits for side 1"
-    assert ("end" in driver.calls) == (fails == 1)  # not the warm-up run
-    assert driver.calls.count("_cuda_endAllocateToPool") == driver.calls.count("end")
-    driver.invalidates = False
+    # The warm-up run is not captured. After a capture that failed, an empty one ends well.
+    assert driver.calls.count("end") == 2 * fails
+    assert driver.calls.count("_cuda_endAllocateToPool") == fails
+    driver.invalidates = 0
     assert number_of_runs(capture) == 2
     assert driver.streams == 1
-    # what may refer to the failed graph is not used again
-    assert f"begin pool {1 + fails} thread_local" in driver.calls[-3:]
+    # What may refer to the failed graph is not used again.
+    assert f"begin pool {1 + 2 * fails} thread_local" in driver.calls[-3:]
+
+
+def test_a_capture_without_memory_is_tried_again_after_emptying_the_cache(driver):
+    runs = []
+
+    def step():
+        runs.append(driver.calls.count("empty_cache"))
+        if driver.capturing and not runs[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    CudaCapture(required=True)(step)
+    assert runs == [0, 0, 1]
+    assert driver.calls[-2:] == ["end", "main waits for side 1"]
+
+
+def test_a_capture_that_never_has_memory_fails(driver):
+    def step():
+        if driver.capturing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="CUDA out of memory"):
+        CudaCapture(required=True)(step)
+    assert driver.calls.count("empty_cache") == 1
+    assert driver.draws_for is None
 
 
 def test_a_capture_that_ends_broken_has_failed(driver):
-    driver.invalidates = True
+    driver.invalidates = 1
     with pytest.raises(RuntimeError, match="invalidated"):
         number_of_runs(CudaCapture(required=False))
-    assert driver.capturing is None
+    assert driver.capturing is driver.draws_for is None
 
 
 def test_graphs_that_were_demanded_fail_with_one_line(driver, module_of):
     made = engine(module_of("llama"))
     made._capture = CudaCapture(required=True)
-    driver.invalidates = True
+    driver.invalidates = 1
     with pytest.raises(UserError, match="cuda_graphs: a decode step cannot be captured: ") as error:
         made.generate(PROMPTS, SAMPLING)
     assert "\n" not in str(error.value)

@@ -1,6 +1,9 @@
 """Captured decode steps: padding, buckets and fallbacks, with a recorder that needs no GPU."""
 
+import gc
 import logging
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +101,35 @@ def test_where_capturing_fails_decoding_goes_on(module_of, caplog):
     (line,) = [r.getMessage() for r in caplog.records]
     assert "decoding eagerly: operation not permitted" in line
     assert "\n" not in line
+
+
+def weakly(step):
+    """As a CUDA graph, a replay refers to no object of ours."""
+    run, args = weakref.WeakMethod(step.func), step.args
+    return lambda: run()(*args)
+
+
+def refusing(step):
+    raise RuntimeError("not here")
+
+
+@pytest.mark.parametrize("capture", [weakly, refusing])
+@pytest.mark.parametrize("speculate", ["off", "history"])
+def test_a_released_cache_is_free_at_once(capture, speculate, module_of):
+    """Not when Python next looks for cycles: training needs the memory."""
+    made = on_graphs(module_of("llama"), capture, speculate=speculate, page_size=4)
+    stream = made.stream(PROMPTS[0], replace(SAMPLING, n=1))
+    next(stream)
+    stream.close()  # with steps under way
+    made.generate(PROMPTS, SAMPLING)
+    cached = weakref.ref(made.cache.pairs)
+    gc.collect()
+    gc.disable()
+    try:
+        made.release_cache()
+        assert cached() is None
+    finally:
+        gc.enable()
 
 
 def test_buckets():
