@@ -14,6 +14,7 @@ from dschat.distributed.collectives import gather_objects
 from dschat.distributed.env import complete_environment, is_launched, local_rank, rank, world_size
 from dschat.distributed.exits import announce_exit, watch
 from dschat.distributed.failure_detector import FailureDetector
+from dschat.startup.attention import avoid_cudnn_attention
 
 JOIN_MINUTES = 10.0  # timeout of the rendezvous
 
@@ -36,6 +37,7 @@ def init(timeout_minutes: float = 60.0) -> None:
     if torch.cuda.is_available():
         _check_device()
         torch.cuda.set_device(local_rank())
+        avoid_cudnn_attention()
     # Both backends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)

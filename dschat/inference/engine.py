@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from dschat.config import UserError
-from dschat.config.errors import first_line
+from dschat.config.errors import UserError, first_line
 from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
@@ -47,6 +46,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.config_files import read_config, read_generation_config
+from dschat.startup.attention import avoid_cudnn_attention
 from dschat.startup.openmp import limit_spinning_late
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class InferenceEngine:
         group: Group | None = None,
     ) -> None:
         limit_spinning_late()
+        avoid_cudnn_attention()
         self.config, self.dtype, self.device = config, dtype, device
         self._lock = threading.RLock()  # held by `generate`, and for each step of a stream
         self.spec = model_spec(config)
@@ -89,8 +90,7 @@ class InferenceEngine:
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = model_positions(self.spec, config)
-        self.max_seq_len = sizes.seq_len(bound)
-        self.max_num_seqs = sizes.max_num_seqs
+        self.max_seq_len, self.max_num_seqs = sizes.seq_len(bound), sizes.max_num_seqs
         self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
         self._capture = capture_for(device, sizes.cuda_graphs)
         page_size = sizes.tokens_per_page(

@@ -34,6 +34,7 @@ from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
 from dschat.memory import free_bytes
 from dschat.models.eval_mode import evaluating
+from dschat.startup.attention import avoid_cudnn_attention
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -79,6 +80,7 @@ class HuggingFaceGenerator:
         num_tokens: int | None = None,
         self_check: bool = False,
     ) -> None:
+        avoid_cudnn_attention()
         self.module = module
         self._stop_ids = stop_ids
         self._pad_id = pad_id

@@ -1,5 +1,7 @@
 """The inference engine on a CUDA device: graphs, eager steps and the CPU agree."""
 
+import gc
+
 import pytest
 import torch
 from families import CONFIGS, build
@@ -50,13 +52,50 @@ def test_guesses_change_no_answer(name, mode):
 
 
 def test_a_failed_capture_leaves_the_device_usable():
-    capture, x = CudaCapture(required=False), torch.ones(4, device="cuda")
+    capture, x, out = CudaCapture(required=False), *torch.ones(2, 4, device="cuda")
+    earlier = capture(lambda: torch.add(x, 1, out=out))
     with pytest.raises(RuntimeError):
-        capture(lambda: x * x.sum().item())  # a capture cannot wait for the device
-    replay = capture(lambda: x * 2)
+        capture(lambda: x * torch.rand(4, device="cuda").sum().item())  # it cannot wait
+    later = capture(lambda: torch.mul(x, 2, out=out))
     x.fill_(3.0)
-    assert replay().tolist() == [6.0] * 4
+    for replay, expected in ((later, 6.0), (earlier, 4.0)):
+        replay()
+        assert out.tolist() == [expected] * 4
+    assert torch.rand(1000, device="cuda").unique().numel() > 900
     assert (x + 1).tolist() == [4.0] * 4
+
+
+def test_a_failed_capture_is_followed_by_eager_steps(monkeypatch):
+    """In the middle of a call, with steps of other sizes already captured."""
+    module, recorded = build("llama"), []
+    expected = on("cpu", module).generate(PROMPTS, GREEDY)
+    record = CudaCapture._record
+
+    def second_fails(self, step):
+        recorded.append(step)
+        return record(self, step if len(recorded) == 1 else lambda: torch.ones(1).cuda().item())
+
+    monkeypatch.setattr(CudaCapture, "_record", second_fails)
+    made = on("cuda", module)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made.generate(PROMPTS[:1], GREEDY)
+    for _ in range(2):
+        assert made.generate(PROMPTS, GREEDY).token_ids == expected.token_ids
+    assert len(recorded) == 2
+    assert made._runner._graphs.failed
+
+
+def test_a_released_cache_is_free_at_once():
+    made = on("cuda", build("llama"), kv_cache_gib=0.25)
+    made.generate(PROMPTS, SAMPLED)
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        made.release_cache()
+        assert before - torch.cuda.memory_allocated() > 0.2 * 2**30
+    finally:
+        gc.enable()
 
 
 def test_graphs_survive_a_refresh_in_place():
