@@ -190,3 +190,4 @@ def _free() -> None:
     gc.collect()
     if dist.device().type == "cuda":
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned memory of an optimizer that is gone

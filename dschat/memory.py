@@ -33,14 +33,20 @@ def available_memory() -> int:
 def free_bytes(device: "torch.device") -> int:
     """Bytes that tensors can still take on ``device``: a CUDA device, or else the host.
 
-    On CUDA that includes what torch's allocator has reserved and no tensor uses.
+    On CUDA that includes what torch's allocator has reserved and no tensor uses, except in the
+    pools of captured graphs.
     """
     if device.type != "cuda":
         return_freed_memory()
         return available_memory()
     import torch
 
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    unused = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == number and segment["segment_pool_id"] == (0, 0)
+    )
     return torch.cuda.mem_get_info(device)[0] + unused
 
 

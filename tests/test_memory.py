@@ -60,16 +60,6 @@ def test_a_released_cache_comes_back_in_its_size(container):
     assert made.cache.num_pages == 10
 
 
-def test_memory_of_a_gpu_that_torch_keeps_unused_is_free(monkeypatch):
-    for name, value in (
-        ("mem_get_info", (500, 9000)),
-        ("memory_reserved", 4000),
-        ("memory_allocated", 3000),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory.free_bytes(torch.device("cuda")) == 1500
-
-
 def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(container):
     from families import build
 
@@ -110,9 +100,32 @@ def test_a_restarted_peak_counts_from_there_and_the_process_keeps_its_own():
     assert memory.peak_memory_gib(cpu) >= whole
 
 
+def test_free_memory_counts_what_tensors_can_still_take(monkeypatch):
+    """Not what another device or the pool of a graph has."""
+    segments = [
+        {"device": 1, "segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 60},
+        {"device": 1, "segment_pool_id": (0, 1), "total_size": 1000, "allocated_size": 0},
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 5000, "allocated_size": 0},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 10_000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert memory.free_bytes(torch.device("cuda", 1)) == 47
+    assert memory.free_bytes(torch.device("cuda")) == 47
+
+
+@pytest.mark.gpu
+def test_free_memory_shrinks_by_what_a_tensor_takes():
+    device = torch.device("cuda", 0)
+    before = memory.free_bytes(device)
+    held = torch.empty(2**30, dtype=torch.uint8, device=device)
+    assert before - memory.free_bytes(device) == pytest.approx(held.nbytes, rel=0.05)
+
+
 @pytest.mark.gpu
 def test_peak_memory_of_a_gpu_counts_its_tensors():
     torch.cuda.reset_peak_memory_stats()
+    memory._earlier_peaks.pop("cuda", None)
     before = memory.peak_memory_gib("cuda")
     torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
     assert memory.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)

@@ -1,8 +1,12 @@
-"""Moves optimizer states to CPU memory while the actor generates."""
+"""Moves optimizer states to CPU memory while the actor generates.
 
-from collections.abc import Iterator
+They come back on a stream of their own while the answers are scored; the optimizer waits for them.
+"""
+
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -12,6 +16,9 @@ from dschat.models.training_engine import TrainingEngine
 
 # Host memory of each optimizer's states, by name. It is kept: pinning it takes longer than copying.
 _buffers: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Tensor]] = WeakKeyDictionary()
+_ALIGNMENT = 512  # bytes
+_stream: torch.cuda.Stream | None = None  # of the copies back
+_waiting: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps wait for that stream
 
 
 @contextmanager
@@ -49,12 +56,32 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _buffer(engine: TrainingEngine, name: str, like: Tensor) -> Tensor:
+def _buffers_for(engine: TrainingEngine, states: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """The host memory of ``states`` (name, tensor), allocated together where it is new."""
     buffers = _buffers.setdefault(_adam(engine), {})
-    if name not in buffers:
-        pin = torch.cuda.is_available()
-        buffers[name] = torch.empty_like(like, device="cpu", pin_memory=pin)
-    return buffers[name]
+    new = [(name, tensor) for name, tensor in states if name not in buffers and tensor.numel()]
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in new]
+    parts = _pinned(sum(sizes), _adam(engine)).split(sizes) if new else ()
+    for (name, tensor), part in zip(new, parts, strict=True):
+        flat = part[: tensor.nbytes].view(tensor.dtype)
+        buffers[name] = flat.as_strided(tensor.shape, tensor.stride())
+    return [buffers.get(name, tensor) for name, tensor in states]
+
+
+def _pinned(num_bytes: int, owner: object) -> Tensor:
+    """Page-locked memory that lives as long as ``owner``. torch rounds its own up to a power of
+    two, and never gives it back to the system.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    if torch.cuda.is_available():
+        register = torch.cuda.cudart().cudaHostRegister
+        torch.cuda.check_error(register(memory.data_ptr(), num_bytes, 0))
+        finalize(owner, _unpin, memory)
+    return memory
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, str]]:
@@ -66,30 +93,62 @@ def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, s
 
 
 # NOTE: DeepSpeed's own functions pin new memory every time, and move the masters of ZeRO-3 for its
-# FusedAdam only. All copies are queued on the current stream, which orders them with the use of the
-# memory that they free; the host waits for none.
+# FusedAdam only. The host waits for no copy. Those to the host are queued on the current stream,
+# which orders them with the use of the memory that they free.
 
 
 @torch.no_grad()
 def _offload(engine: TrainingEngine) -> None:
+    wait_for_training_states()
     zero = engine.optimizer
     if clear_views := getattr(zero, "_clear_hp_buffer_references", None):
         clear_views()
-    for number, master in enumerate(_masters(engine)):
-        master.data = _buffer(engine, f"master {number}", master).copy_(master, non_blocking=True)
-    for state, key, name in _moments(engine):
-        state[key] = _buffer(engine, name, state[key]).copy_(state[key], non_blocking=True)
+    masters, moments = _masters(engine), list(_moments(engine))
+    named = [(f"master {number}", master) for number, master in enumerate(masters)]
+    named += [(name, state[key]) for state, key, name in moments]
+    buffers = _buffers_for(engine, named)
+    for (_, tensor), buffer in zip(named, buffers, strict=True):
+        buffer.copy_(tensor, non_blocking=True)
+    for master, buffer in zip(masters, buffers, strict=False):
+        master.data = buffer
+    for (state, key, _), buffer in zip(moments, buffers[len(masters) :], strict=True):
+        state[key] = buffer
 
 
 @torch.no_grad()
 def _reload(engine: TrainingEngine) -> None:
-    for master in _masters(engine):
-        master.data = _on_device(master.data)
-    for state, key, _ in _moments(engine):
-        state[key] = _on_device(state[key])
+    masters, moments = _masters(engine), list(_moments(engine))
+    buffers = [master.data for master in masters] + [state[key] for state, key, _ in moments]
+    tensors = [torch.empty_like(buffer, device=dist.device()) for buffer in buffers]
+    with _on_own_stream(engine):
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            tensor.copy_(buffer, non_blocking=True)
+    for master, tensor in zip(masters, tensors, strict=False):
+        master.data = tensor
+    for (state, key, _), tensor in zip(moments, tensors[len(masters) :], strict=True):
+        state[key] = tensor
     if link_views := getattr(engine.optimizer, "_link_all_hp_params", None):
         link_views()
 
 
-def _on_device(buffer: Tensor) -> Tensor:
-    return torch.empty_like(buffer, device=dist.device()).copy_(buffer, non_blocking=True)
+@contextmanager
+def _on_own_stream(engine: TrainingEngine) -> Iterator[None]:
+    """Queue copies into memory of the current stream beside its later work, until a step."""
+    global _stream
+    if not torch.cuda.is_available():
+        yield
+        return
+    if _stream is None:
+        _stream = torch.cuda.Stream()
+    if _adam(engine) not in _waiting:
+        _waiting.add(_adam(engine))
+        _adam(engine).register_step_pre_hook(lambda *_: wait_for_training_states())
+    _stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(_stream):
+        yield
+
+
+def wait_for_training_states() -> None:
+    """Work queued from now on follows the copies back. Optimizer steps call this themselves."""
+    if _stream is not None:
+        torch.cuda.current_stream().wait_stream(_stream)

@@ -5,6 +5,9 @@ and back to new memory, so that lost or stale ones would show. That device memor
 be tested on a GPU.
 """
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rollout_cases import Actor, build
@@ -76,6 +79,114 @@ def test_buffers_are_pinned_once(everything_moves):
         actor.step()
     assert seen[0] == seen[1]
     assert len(seen[0]) >= 3  # masters and two moments
+
+
+class FakeRuntime:
+    """Stands for CUDA's, where the device is a CPU: what is page-locked, which stream waits."""
+
+    def __init__(self, monkeypatch):
+        self.locked, self.events = {}, []
+        runtime, stack = self, ["main"]
+
+        class Stream:
+            name = "side"
+
+            def wait_stream(self, other):
+                runtime.events.append(f"{self.name} waits for {other.name}")
+
+            def __enter__(self):
+                stack.append(self.name)
+
+            def __exit__(self, *_):
+                stack.pop()
+
+        main = Stream()
+        main.name = "main"
+        fakes = {
+            "is_available": lambda: True,
+            "cudart": lambda: self,
+            "check_error": lambda error: None,
+            "Stream": Stream,
+            "current_stream": lambda: main,
+            "stream": lambda stream: stream,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(optimizer_offload, "_stream", None)
+        monkeypatch.setattr(optimizer_offload.dist, "device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
+        copy = torch.Tensor.copy_
+
+        def copied(target, source, non_blocking=False):
+            self.events.append(f"copy on {stack[-1]}")
+            return copy(target, source)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        self.locked[address] = num_bytes
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.locked[address]
+
+
+def optimizer_alone(sizes):
+    """An Adam that has stepped, as an engine without ZeRO."""
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = torch.optim.Adam(parameters)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    return SimpleNamespace(
+        optimizer=optimizer,
+        zero_optimization_stage=lambda: 0,
+        zero_offload_optimizer=lambda: None,
+    )
+
+
+def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(monkeypatch):
+    engine, runtime = optimizer_alone([1000, 7]), FakeRuntime(monkeypatch)
+    for _ in range(2):
+        with optimizer_offload.training_states_away([engine], enabled=True):
+            pass
+    # Two moments of each: 4,000 and 28 bytes, in units of 512.
+    assert list(runtime.locked.values()) == [2 * (4096 + 512)]
+    del engine
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_states_come_back_on_a_stream_of_their_own(monkeypatch):
+    """Steps wait for them, and so does whatever moves them away again."""
+    engine, runtime = optimizer_alone([5]), FakeRuntime(monkeypatch)
+    with optimizer_offload.training_states_away([engine], enabled=True):
+        pass
+    away, back = ["copy on main"] * 2, ["side waits for main"] + ["copy on side"] * 2
+    assert runtime.events == away + back
+    runtime.events.clear()
+    engine.optimizer.step()
+    assert runtime.events == ["main waits for side"]
+    runtime.events.clear()
+    with optimizer_offload.training_states_away([engine], enabled=True):
+        pass
+    assert runtime.events == ["main waits for side", *away, *back]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_steps_on_a_gpu_are_bit_identical_and_memory_is_free_meanwhile(zero):
+    plain, moved = Actor(build("llama"), zero), Actor(build("llama"), zero)
+    assert next(moved.module.parameters()).is_cuda
+    for _ in range(3):
+        for actor in (plain, moved):
+            actor.step()
+        states = sum(t.nbytes for t in moments(moved))
+        before = torch.cuda.memory_allocated()
+        with optimizer_offload.training_states_away([moved.engine], enabled=True):
+            assert before - torch.cuda.memory_allocated() >= states > 0
+            buffers = optimizer_offload._buffers[optimizer_offload._adam(moved.engine)]
+            assert all(buffer.is_pinned() for buffer in buffers.values())
+    ours, expected = weights(moved), weights(plain)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 def test_what_a_rollout_raises_brings_them_back(everything_moves):

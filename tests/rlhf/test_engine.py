@@ -1,6 +1,7 @@
 """The four models: which checkpoints are refused, what the reference is, what LoRA trains."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -161,12 +162,17 @@ def test_frozen_models_lie_in_cpu_memory_between_uses(zero, models_folder):
 
 @pytest.mark.gpu
 def test_frozen_models_take_no_device_memory_between_uses(models_folder):
+    trainers = []  # alive, so that nothing of one is freed while the other is measured
+
     def allocated(options):
         case = Case("ppo", 0, options=(*options, *PERSIST_NOTHING, ("dtype", "bf16")))
+        gc.collect()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        trainer = build_trainer(ppo_config(case, models_folder))
+        trainers.append(trainer := build_trainer(ppo_config(case, models_folder)))
         trainer.generate_experience(my_prompts(case, 0, trainer.args))
         assert (resident(trainer.engine.ref)[1] == {"cpu"}) == bool(options)
+        gc.collect()
         return torch.cuda.memory_allocated() - before
 
     whole = 2 * 2 * sum(p.numel() for p in causal_lm("llama").parameters())  # two models, bf16
