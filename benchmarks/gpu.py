@@ -1,15 +1,17 @@
 """Measures rollouts, refreshes and training steps on one CUDA device against what the card can do.
 
-    python benchmarks/gpu.py                                    # every case, sides A to E
+    python benchmarks/gpu.py                                    # every case, sides A to G
     python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C E graphs=on,lag=2 --rounds 5
     python benchmarks/gpu.py --dry                              # counts, without a GPU
 
 Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
 
 - A: eager decode steps. B: CUDA graphs, each step read before the next one starts.
-  C: graphs, read one step late. D: C with Triton kernels. E: D on training's own weights.
-- graphs=on|off, kernels=VALUE (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy, lag=STEPS; left out:
-  graphs, no kernels, copy, and answers without stop tokens, which are read when they are complete.
+  C: graphs, read one step late. D: C with Triton kernels for attention, norms and draws. E: D with
+  products. F: E with dependent launch. G: F on training's own weights.
+- graphs=on|off, kernels=all|none|PART+PART.. (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy,
+  lag=STEPS; left out: graphs, no kernels, copy, and answers without stop tokens, which are read
+  when they are complete.
 
 The sides take turns after a warm-up round (llama-7b and refresh-7b: one after the other); a graph
 that cannot be captured is an error. One JSON line per case, ZeRO stage and side:

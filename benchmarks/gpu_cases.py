@@ -10,9 +10,9 @@ from unittest.mock import patch
 from rollout_workloads import CASES as ROLLOUTS
 from rollout_workloads import Case
 
+from dschat.config.cuda_kernels import PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
-KERNELS = "DSCHAT_CUDA_KERNELS"
 _STOP = 2  # a token that ends answers; a fake device draws 1
 
 
@@ -25,7 +25,7 @@ class Side:
     """
 
     graphs: bool = True
-    kernels: str = "0"  # value of DSCHAT_CUDA_KERNELS
+    kernels: tuple[str, ...] = ()  # of DSCHAT_CUDA_KERNELS
     layout: str = "copy"  # of the rollout's weights; or zero_copy
     lag: int | None = None
 
@@ -37,7 +37,7 @@ class Side:
 
         loop = DeviceLoop if self.lag is None else partial(DeviceLoop, lag=self.lag)
         with (
-            patch.dict(os.environ, {KERNELS: self.kernels}),
+            patch.dict(os.environ, {VARIABLE: ",".join(self.kernels)}),
             patch.object(engine, "DeviceLoop", loop),
         ):
             yield
@@ -47,13 +47,15 @@ SIDES = {
     "A": Side(graphs=False),
     "B": Side(lag=0),
     "C": Side(lag=1),
-    "D": Side(lag=1, kernels="1"),
-    "E": Side(lag=1, kernels="1", layout="zero_copy"),
+    "D": Side(lag=1, kernels=("attention", "norm", "draw")),
+    "E": Side(lag=1, kernels=("attention", "norm", "draw", "product")),
+    "F": Side(lag=1, kernels=PARTS),
+    "G": Side(lag=1, kernels=PARTS, layout="zero_copy"),
 }
 
 
 def parse_side(text: str) -> Side:
-    """A side by its letter, or by switches: ``graphs=on,kernels=1,layout=zero_copy,lag=2``.
+    """A side by its letter, or by switches: ``graphs=on,kernels=norm+draw,layout=copy,lag=2``.
 
     Raises:
         ValueError: an unknown switch or value.
@@ -65,14 +67,18 @@ def parse_side(text: str) -> Side:
         name, _, value = part.partition("=")
         if name == "graphs" and value in ("on", "off"):
             changes[name] = value == "on"
-        elif name == "layout" and value in ("copy", "zero_copy") or name == "kernels" and value:
+        elif name == "layout" and value in ("copy", "zero_copy"):
             changes[name] = value
+        elif name == "kernels" and value in ("all", "none"):
+            changes[name] = PARTS if value == "all" else ()
+        elif name == "kernels" and set(value.split("+")) <= set(PARTS):
+            changes[name] = tuple(value.split("+"))
         elif name == "lag" and value.isdecimal():
             changes[name] = int(value)
         else:
             raise ValueError(
                 f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
-                "kernels=VALUE, layout=copy|zero_copy or lag=STEPS"
+                f"kernels=all|none|{'+'.join(PARTS)}, layout=copy|zero_copy or lag=STEPS"
             )
     return replace(Side(), **changes)
 

@@ -94,7 +94,7 @@ def test_a_floor_by_hand():
     ("side", "kv_tokens", "refresh"),
     [
         ("A", 9, ALL_BYTES),
-        ("E", 10, 0),
+        ("G", 10, 0),
         pytest.param("C", 10, ALL_BYTES, marks=pytest.mark.slow),
     ],
 )
@@ -103,7 +103,7 @@ def test_counted_bytes_by_hand(side, kv_tokens, refresh):
     import gpu_dry
     from gpu_cases import SIDES
 
-    kernels_off = dataclasses.replace(SIDES[side], kernels="0")
+    kernels_off = dataclasses.replace(SIDES[side], kernels=())
     counted = gpu_dry.count("opt", tiny(), kernels_off)
     assert counted["step_weights_bytes"] == STEP_BYTES
     assert counted["step_kv_bytes"] == 4 * kv_tokens * KV_BYTES
@@ -172,10 +172,12 @@ def test_sides_are_parsed():
     from gpu_cases import SIDES, Side, parse_side
 
     assert parse_side("E") is SIDES["E"]
-    assert parse_side("graphs=off,kernels=x,layout=zero_copy,lag=2") == Side(
-        False, "x", "zero_copy", 2
+    assert parse_side("graphs=off,kernels=norm+dependent,layout=zero_copy,lag=2") == Side(
+        False, ("norm", "dependent"), "zero_copy", 2
     )
-    for wrong in ("F", "graphs=1", "layout=auto", "lag=x", "kernels=", ""):
+    assert parse_side("kernels=all").kernels == SIDES["G"].kernels
+    assert parse_side("kernels=none") == Side()
+    for wrong in ("H", "graphs=1", "layout=auto", "lag=x", "kernels=", "kernels=norm+x", ""):
         with pytest.raises(ValueError, match="neither a side"):
             parse_side(wrong)
 
@@ -183,16 +185,17 @@ def test_sides_are_parsed():
 def test_a_side_ends_with_its_scope(monkeypatch):
     import os
 
-    from gpu_cases import KERNELS, Side
+    from gpu_cases import Side
 
+    from dschat.config.cuda_kernels import VARIABLE, cuda_kernels
     from dschat.inference import engine
 
-    monkeypatch.delenv(KERNELS, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     before = engine.DeviceLoop
-    with Side(kernels="1", lag=3).active():
-        assert os.environ[KERNELS] == "1"
+    with Side(kernels=("norm", "draw"), lag=3).active():
+        assert cuda_kernels() == {"norm", "draw"}
         assert engine.DeviceLoop.keywords == {"lag": 3}
-    assert KERNELS not in os.environ
+    assert VARIABLE not in os.environ
     assert engine.DeviceLoop is before
 
 

@@ -229,7 +229,7 @@ class DecodeGraphs:
         attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes)
         kernels = self._kernels
         attend: Attend = attention
-        if kernels is not None:
+        if kernels is not None and kernels.runs("attention"):
             attend = kernels.attention(attention, decoder.rotary, decoder.weights.tensors)
         hidden = decoder.hidden(tokens, positions, attend, kernels)
         logits = decoder.logits(hidden, kernels)

@@ -167,7 +167,7 @@ class StepSampling:
         """
         params = kind.params
         forbidden = (too_short, self._stops[kind.num_stops]) if kind.forbids else None
-        if kernels is not None:
+        if kernels is not None and kernels.runs("draw"):
             memory = self._numbers, self._seed
             return kernels.draw(logits, params, *memory, key, forbidden, num_tokens)
         uniform = None if params.temperature == 0 else uniforms(self._seed, *key)

@@ -1,17 +1,18 @@
 """Computes norms and gated MLPs of training and scoring with Liger's Triton kernels on CUDA.
 
-NOTE: off unless DSCHAT_CUDA_KERNELS is 1, as the kernels of rollouts: not timed on a device yet.
+NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1: not timed on a device yet.
 Liger's fused cross entropy stays off: it has no entropies, and its forward waits for a count from
 the device. `dschat.losses.linear_logprobs` keeps no logits either.
 """
 
 import logging
-import os
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from dschat.config.cuda_kernels import cuda_kernels
 
 logger = logging.getLogger("dschat")
 
@@ -26,7 +27,7 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
     NOTE: models of the same family that the process builds later get Liger's norms too.
     """
-    wanted = device.type == "cuda" and os.environ.get("DSCHAT_CUDA_KERNELS") == "1"
+    wanted = device.type == "cuda" and "liger" in cuda_kernels()
     if not wanted or find_spec("liger_kernel") is None:
         return
     from transformers.integrations.liger import apply_liger_kernel

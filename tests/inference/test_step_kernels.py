@@ -51,7 +51,74 @@ def test_the_choice_is_made_once(kernels, monkeypatch, caplog):
     captured, _ = decode_step(CONFIGS["llama"]())
     assert captured["paged_decode"] == 2
     (line,) = [r.getMessage() for r in caplog.records if "Triton" in r.getMessage()]
+    assert "attention, norm, product, draw" in line
     assert "none of which was measured" in line
+
+
+OF_TORCH = {
+    "attention": "scaled_dot_product_attention",
+    "norm": "rms_norm",
+    "product": "mm",
+    "draw": "argmax",
+}
+OF_KERNELS = {
+    "attention": "paged_decode",
+    "norm": "add_norm",
+    "product": "skinny_linear",
+    "draw": "draw",
+}
+
+
+@pytest.mark.parametrize("part", OF_TORCH)
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
+def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
+    """One part by its kernel and the rest by torch, or the other way round."""
+    by_kernels = {part} if alone else set(OF_TORCH) - {part}
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", ",".join(sorted(by_kernels)))
+    greedy = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    captured, _ = decode_step(CONFIGS["llama"](), sampling=greedy)
+    found = {name for name in OF_KERNELS if captured[OF_KERNELS[name]]}
+    assert found == by_kernels
+    assert {name for name in OF_TORCH if captured[OF_TORCH[name]]} == set(OF_TORCH) - by_kernels
+    assert waits(captured) == 0
+
+
+def test_an_unknown_part_is_named(kernels, monkeypatch):
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "norm,sampling")
+    with pytest.raises(UserError, match="unknown part 'sampling'; list some of attention, norm,"):
+        dispatch.choose(DEVICE)
+
+
+@pytest.mark.parametrize("value", ["", "0", "liger", "dependent"])
+def test_what_is_no_part_of_a_step_turns_no_kernel_on(value, kernels, monkeypatch):
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", value)
+    assert dispatch.choose(DEVICE) is None
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True)])
+def test_dependent_launch_needs_hopper(capability, expected, kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "workspace", lambda device: None)
+    monkeypatch.setattr(dispatch, "_try_out", lambda device: None)
+    assert dispatch.choose(DEVICE)._dependent == expected
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", ",".join(OF_TORCH))
+    assert not dispatch.choose(DEVICE)._dependent
+
+
+def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch):
+    """Before weights load; the errors of Triton are not RuntimeErrors."""
+
+    class CompilationError(Exception):
+        pass
+
+    def refuse(*args):
+        raise CompilationError("fatal error: Python.h\nmore")
+
+    monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
+    with pytest.raises(UserError, match=r"fatal error: Python.h; it needs a C compiler") as error:
+        decode_step(CONFIGS["llama"]())
+    assert "\n" not in str(error.value)
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -199,6 +266,15 @@ def test_frozen_steps_draw_the_tokens_of_the_plain_loop(interpreted, name, order
         (PROMPTS[:2], replace(LONGER, temperature=0.0)),
     ]
     check(interpreted, name, order, True, requests, {"page_size": page_size})
+
+
+@slow
+@pytest.mark.parametrize("part", OF_TORCH)
+def test_tokens_stay_the_same_if_one_part_runs_by_torch(interpreted, part):
+    parts = set(OF_TORCH) - {part}
+    check(
+        interpreted, "qwen3", "kvq", True, [(PROMPTS[:2], LONGER)], {"page_size": 16}, None, parts
+    )
 
 
 @pytest.mark.parametrize(

@@ -169,3 +169,57 @@ def test_a_missing_fence_is_found(compiling):
     relaxed = "tl.atomic_add(counters_ptr + tile, 1, sem='relaxed') == SPLITS - 1"
     (report,) = compiling("cubin", *PARTS["product"], 90, (call, relaxed))
     assert not report["synchronizes"]
+
+
+# -- dependent launch ------------------------------------------------------------------------------
+
+WAIT, LET_NEXT_START = "ACQBULK", "PREEXIT"
+# What each kernel does before it waits for the one in front of it: it reads weights, which no
+# kernel of a step writes. `norm`: 2,048 weights and biases by 128 threads, 8 a load.
+BEFORE = {
+    "product-opt-out": (product(8, 2048, 2048), ["CCTL.E.PF2"]),
+    "norm": (norm(2048, True), ["LDG"] * 4),
+    "product-llama-gated": (product(64, 11008, 4096, "silu", True), ["CCTL.E.PF2"]),
+    "attention": (attention(8, 32, 32, 64), []),
+    "draw": (drawing(152064, forbids=True, truncation=(50, True, True)), []),
+}
+
+
+def check_waits(compiling, name, fault=None):
+    launch, expected = BEFORE[name]
+    for report in compiling("cubin", *launch, 90, fault, True):
+        order = report["order"]
+        assert order.count(WAIT) == order.count(LET_NEXT_START) == 1
+        place = order.index(WAIT)
+        assert order[place + 1] == LET_NEXT_START
+        before = order[:place]
+        if "CCTL.E.PF2" in expected:
+            before = sorted(set(before))
+        assert before == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_dependent_kernel_waits_before_all_but_its_weights(name, compiling):
+    check_waits(compiling, name)
+    (report, *_) = compiling("cubin", *BEFORE[name][0], 90)
+    assert not {WAIT, LET_NEXT_START} & set(report["order"])
+
+
+LOAD = "    x = tl.load(h_ptr + row + column, mask=inside, other=0.0).to(tl.float32)\n"
+FOLLOW = "    follow(DEPENDENT)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("norm", (FOLLOW + LOAD, LOAD + FOLLOW)),
+        ("attention", (FOLLOW, "")),
+        ("product-opt-out", ("        _prefetch(lines)\n", "")),
+        ("product-opt-out", ("    follow(DEPENDENT)\n    acc", "    acc")),
+    ],
+)
+def test_a_kernel_that_waits_late_or_never_is_found(name, fault, compiling):
+    with pytest.raises(AssertionError):
+        check_waits(compiling, name, fault)

@@ -44,7 +44,7 @@ def test_norms(interpreted, size, dtype):
 NORM_FAULTS = {
     "padding counts": ("x - tl.sum(x, axis=0) / SIZE, 0.0)", "x - tl.sum(x) / SIZE, 1.0)"),
     "sum is not stored": ("column, total", "column, total * 2"),
-    "bias forgotten": ("y += tl.load(bias_ptr", "y += 0 * tl.load(bias_ptr"),
+    "bias forgotten": ("y += bias", "y += 0 * bias"),
     "unmasked store": ("element_ty), mask=inside)", "element_ty))"),
 }
 

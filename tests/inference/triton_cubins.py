@@ -27,6 +27,8 @@ POINTERS = {
     torch.bool: "*i1",
 }
 
+ORDERED = r"\b(ACQBULK|PREEXIT|CCTL\.E\.PF2|LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b"
+
 
 @dataclass
 class Report:
@@ -39,6 +41,7 @@ class Report:
     wide_loads: int  # of 128 bits, from global memory, or asynchronous copies of 16 bytes
     tensor_cores: int  # instructions
     threads: int
+    order: list[str]  # of instructions that read, write or prefetch global memory, and of waits
     synchronizes: bool  # all threads store, then one fences, counts, and drops stale cache lines
 
 
@@ -87,6 +90,9 @@ def report(launch, capability):
         wide_loads=count(r"\bLDG\.E\.(?:\w+\.)*128\b|\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         tensor_cores=count(r"\b(?:HMMA|HGMMA|IMMA)\b"),
         threads=32 * launch.num_warps,
+        order=re.findall(
+            r"\b(ACQBULK|PREEXIT|CCTL\.E\.PF2|LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b", code
+        ),
         synchronizes=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
         > 0,
     )

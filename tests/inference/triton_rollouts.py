@@ -7,6 +7,7 @@ from families import build, engine
 from soft_graph import operators_only, soft_capture
 from test_borrowed import borrowing, lay_out
 
+from dschat.config.cuda_kernels import STEP_PARTS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.sampler import StepSampling
@@ -46,11 +47,12 @@ def host_seed(patch):
 FAULTS = {f.__name__: f for f in (wrong_slices, gate_always_first, host_seed)}
 
 
-def rollouts(name, order, freezes, requests, knobs, fault=None):
+def rollouts(name, order, freezes, requests, knobs, fault=None, parts=STEP_PARTS):
     """For each of ``requests`` (prompts, sampling), two rollouts: by the kernels and without.
 
     ``order``: weights are borrowed, with q, k, v in this order in memory ("as is": wherever they
     are); "": they are copied. ``freezes``: a replay is the captured step's frozen operators.
+    ``parts``: those that run by kernels.
     """
     module = build(name)
     if len(order) == 3:
@@ -59,7 +61,7 @@ def rollouts(name, order, freezes, requests, knobs, fault=None):
         plain = engine(module, **knobs)
         made = borrowing(module, **knobs) if order else engine(module, **knobs)
         made._capture = soft_capture if freezes else again
-        made._kernels = StepKernels(torch.device("cpu"))
+        made._kernels = StepKernels(torch.device("cpu"), frozenset(parts))
         expected = [plain.generate(*request) for request in requests]
         if fault:
             FAULTS[fault](patch)

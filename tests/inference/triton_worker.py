@@ -108,11 +108,11 @@ def rollouts(*args):
     return rollouts(*args)
 
 
-def cubin(name, args, capability, fault=None):
+def cubin(name, args, capability, fault=None, dependent=False):
     """What the machine code of a module's launches says: a list of reports."""
     from triton_cubins import report
 
-    launches = module(name, fault).plan(*args)
+    launches = module(name, fault).plan(*args, dependent=dependent)
     launches = launches if isinstance(launches, tuple) else (launches,)
     return [asdict(report(launch, capability)) for launch in launches]
 

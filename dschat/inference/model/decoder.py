@@ -80,12 +80,13 @@ class Decoder:
         """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
         Collective in the tensor-parallel group.
 
-        With ``kernels``, ``attend`` is theirs: it gets heads before their norms and rotation.
+        If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
+        rotation.
         """
         if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions), None
-        step = self._step(positions, attend) if kernels is None else _Step(attend, cuda=kernels)
+        step = self._step(positions, attend, kernels)
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
         if self._final_norm is not None:
@@ -123,16 +124,19 @@ class Decoder:
             h = h + F.embedding(positions + spec.position_offset, table)
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
-    def _step(self, positions: Tensor, attend: Attend) -> "_Step":
-        kernels, rotary = self._kernels, self.rotary
+    def _step(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
+        if cuda is not None and cuda.runs("attention"):
+            return _Step(attend, cuda=cuda, attend_rotates=True)
+        kernels, rotary = self._kernels if cuda is None else None, self.rotary
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
         if rotary is None:
-            return _Step(attend, kernels)
+            return _Step(attend, kernels, cuda=cuda)
         if kernels is None:
-            return _Step(attend, rotate=partial(rotary.rotate_, rows=rotary.rows(positions)))
+            rotate = partial(rotary.rotate_, rows=rotary.rows(positions))
+            return _Step(attend, rotate=rotate, cuda=cuda)
         return _Step(attend, kernels, rotary=(positions, rotary.cos, rotary.sin))
 
     def _look_up(self) -> None:
@@ -203,7 +207,7 @@ class Decoder:
         """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
-        if step.cuda is not None:
+        if step.attend_rotates:
             return heads
         if step.kernels is not None:
             if w.qk_norms is not None or step.rotary is not None:
@@ -242,7 +246,7 @@ class Decoder:
         """``h`` += ``added``, in place; returns its norm."""
         if step.kernels is not None:
             return step.kernels.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
-        if step.cuda is not None:
+        if step.cuda is not None and step.cuda.runs("norm"):
             return step.cuda.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
         return self._norm(norm, h if added is None else h.add_(added))
 
@@ -273,6 +277,7 @@ class _Step(NamedTuple):
     rotary: tuple[Tensor, Tensor, Tensor] | None = None
     rotate: Callable[[Tensor], None] | None = None  # without kernels: rotates heads in place
     cuda: StepKernels | None = None
+    attend_rotates: bool = False  # and applies the norms of query and key
 
     def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
         return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

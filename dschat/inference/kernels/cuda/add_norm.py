@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 
 
 @triton.jit
@@ -17,10 +17,16 @@ def _add_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    bias = weight
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    follow(DEPENDENT)
     x = tl.load(h_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
         x += tl.load(added_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -28,23 +34,28 @@ def _add_norm(
         total = x.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row + column, total, mask=inside)
         x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * weight
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * weight.to(tl.float32)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        y += bias.to(tl.float32)
     tl.store(out_ptr + row + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def plan(
-    h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+    h: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `add_norm`'s result to ``out``."""
     rows, size = h.shape
     assert h.is_contiguous()
     assert added is None or added.is_contiguous()
     block = triton.next_power_of_2(size)
-    constants = {"SIZE": size, "BLOCK": block, "EPS": eps}
+    constants = {"SIZE": size, "BLOCK": block, "EPS": eps, "DEPENDENT": dependent}
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers per thread, up to 8,192 columns
     return Launch(_add_norm, (rows,), (h, added, weight, bias, out), constants, num_warps)

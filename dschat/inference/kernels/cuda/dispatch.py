@@ -1,11 +1,9 @@
 """Runs the operations of captured decode steps by Triton kernels on CUDA, where they apply.
 
-NOTE: kernels are off unless DSCHAT_CUDA_KERNELS is 1: none was ever run or timed on a device. Their
-results are checked under Triton's interpreter, their machine code for sm_90 is inspected.
+`dschat.config.cuda_kernels` says which parts do.
 """
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +11,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from dschat.config.errors import UserError
+from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
+from dschat.config.errors import UserError, first_line
 from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.workspace import Workspace, workspace
 from dschat.inference.model.attention import Attention
@@ -29,27 +28,62 @@ def choose(device: torch.device) -> "StepKernels | None":
     """The kernels of an engine on ``device``; None: torch computes everything.
 
     Raises:
-        UserError: kernels are wanted and Triton is not installed.
+        UserError: kernels are wanted and Triton is not installed or cannot compile.
     """
-    if device.type != "cuda" or os.environ.get("DSCHAT_CUDA_KERNELS") != "1":
+    wanted = cuda_kernels()
+    parts = [part for part in STEP_PARTS if part in wanted]
+    if device.type != "cuda" or not parts:
         return None
     if find_spec("triton") is None:
-        raise UserError("DSCHAT_CUDA_KERNELS=1 needs Triton: pip install 'dschat[kernels]'")
+        raise UserError(f"{VARIABLE} needs Triton: pip install 'dschat[kernels]'")
+    dependent = "dependent" in wanted and _has_dependent_launch(device)
+    _try_out(device)
     logger.info(
-        "decode steps run attention, norms, products of up to %d rows and draws by Triton kernels, "
-        "none of which was measured on a device",
+        "decode steps run %s by Triton kernels%s, none of which was measured on a device (products "
+        "of up to %d rows)",
+        ", ".join(parts),
+        " with dependent launch" if dependent else "",
         operators.MAX_ROWS,
     )
-    return StepKernels(device)
+    return StepKernels(device, frozenset(parts), dependent)
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    """From compute capability 9.0 on: Hopper."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _try_out(device: torch.device) -> None:
+    """Compile and run the smallest kernel, so that what is missing shows before weights load."""
+    x = torch.ones(1, 16, device=device)
+    try:
+        operators.add_norm(x, None, x[0], None, 1e-5)
+    except Exception as error:  # of Triton, of the compiler that it starts, or of the driver
+        raise UserError(
+            f"{VARIABLE}: Triton cannot compile a kernel here: {first_line(error)}; it needs a C "
+            f"compiler and Python's headers (python3-dev), or leave {VARIABLE} out"
+        ) from error
 
 
 class StepKernels:
     """The kernels of a step in which all sequences decode. An operand that no kernel takes goes to
     torch's operators.
+
+    ``parts``: the others' operations are torch's, too. ``dependent``: see `launch.follow`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        parts: frozenset[str] = frozenset(STEP_PARTS),
+        dependent: bool = False,
+    ) -> None:
         self._space = workspace(device)
+        self._parts, self._dependent = parts, dependent
+
+    def runs(self, part: str) -> bool:
+        """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
+        return part in self._parts
 
     def add_norm(
         self, h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -57,12 +91,12 @@ class StepKernels:
         """``h`` (R, E) += ``added``, in place; returns its LayerNorm, or without ``bias`` its
         RMSNorm.
         """
-        return operators.add_norm(h, added, weight, bias, eps)
+        return operators.add_norm(h, added, weight, bias, eps, self._dependent)
 
     def takes(self, linear: AnyLinear, x: Tensor, activation: str = "") -> bool:
         """Whether a kernel multiplies ``x`` (R, E) and applies ``activation``."""
         fits = len(x) <= operators.MAX_ROWS and activation in operators.ACTIVATIONS
-        return fits and linear.plain is not None
+        return self.runs("product") and fits and linear.plain is not None
 
     def product(
         self,
@@ -75,9 +109,8 @@ class StepKernels:
         """act(x W^T + b), or if ``gated`` act(gate) * up of the two halves of x W^T + b."""
         assert linear.plain is not None
         options = activation, gated, gate_first
-        return operators.skinny_linear(
-            x, *linear.plain, *options, self._space.partials, self._space.counters
-        )
+        space = self._space.partials, self._space.counters
+        return operators.skinny_linear(x, *linear.plain, *options, *space, self._dependent)
 
     def linear(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """``linear(x)``."""
@@ -87,7 +120,7 @@ class StepKernels:
         self, step: Attention, rotary: Rotary | None, tensors: Mapping[str, Tensor]
     ) -> "PagedDecode":
         """``step``'s attention; ``tensors``: the weights of query and key norms, by name."""
-        return PagedDecode(step, rotary, tensors, self._space)
+        return PagedDecode(step, rotary, tensors, self._space, self._dependent)
 
     def draw(
         self,
@@ -109,7 +142,8 @@ class StepKernels:
         applies = params.temperature == 0, params.top_k, params.top_p < 1, params.min_p > 0
         counters = torch.stack(list(key))
         return operators.draw(
-            logits.contiguous(), numbers, *applies, seed, counters, short, stops, num_tokens
+            *(logits.contiguous(), numbers, *applies, seed, counters, short, stops, num_tokens),
+            self._dependent,
         )
 
 
@@ -123,6 +157,7 @@ class PagedDecode:
     rotary: Rotary | None
     tensors: Mapping[str, Tensor]
     space: Workspace
+    dependent: bool
 
     def __call__(self, layer: int, heads_BHD: Tensor, layout: HeadLayout) -> Tensor:
         """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D)."""
@@ -136,5 +171,5 @@ class PagedDecode:
             *(step.slopes, step.spec.window(layer), step.spec.attention_scale(layer)),
             *(*norms, step.spec.norm_eps),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-            *(self.space.partials, self.space.counters),
+            *(self.space.partials, self.space.counters, self.dependent),
         )

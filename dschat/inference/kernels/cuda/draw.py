@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference import sampling
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 from dschat.inference.kernels.cuda.operators import DRAW_BLOCK
 
 # NOTE: Triton reads a literal above 2^63 as uint64.
@@ -87,7 +87,9 @@ def _mass(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     temperature = tl.load(numbers_ptr).to(tl.float32)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
@@ -201,7 +203,9 @@ def _threshold(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row, temperature = tl.program_id(0), tl.load(numbers_ptr).to(tl.float32)
     row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
@@ -290,7 +294,9 @@ def _choose(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     exact_temperature = tl.load(numbers_ptr)
     temperature = exact_temperature.to(tl.float32)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
@@ -369,6 +375,7 @@ def plan(
     bounds: Tensor,
     ids: Tensor,
     logprobs: Tensor,
+    dependent: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches that write `draw`'s results to ``ids`` and ``logprobs``. Scratch: ``blocks`` (R,
     4, vocabulary / 2,048, rounded up) fp32 and ``bounds`` (R, 2) int64.
@@ -382,6 +389,7 @@ def plan(
         "VOCAB": vocab,
         "NUM_TOKENS": num_tokens,
         "BLOCK": DRAW_BLOCK,
+        "DEPENDENT": dependent,
     }
     of_row = shared | {
         "NUM_BLOCKS": num_blocks,

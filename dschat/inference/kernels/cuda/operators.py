@@ -2,6 +2,8 @@
 
 Triton is imported when an operator first runs, so that steps can be traced on fake tensors without
 it. Operands are checked by each kernel's `plan`.
+
+``dependent``: the kernel starts before the one in front of it is done, see `launch.follow`.
 """
 
 import torch
@@ -27,7 +29,12 @@ ACTIVATIONS = {
 
 @torch.library.custom_op("dschat::add_norm", mutates_args=("h",))
 def add_norm(
-    h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    h: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dependent: bool = False,
 ) -> Tensor:
     """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
 
@@ -37,12 +44,12 @@ def add_norm(
     from dschat.inference.kernels.cuda import add_norm as kernel
 
     out = torch.empty_like(h)
-    kernel.plan(h, added, weight, bias, eps, out).run()
+    kernel.plan(h, added, weight, bias, eps, out, dependent).run()
     return out
 
 
 @add_norm.register_fake
-def _(h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _(h: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(h)
 
 
@@ -56,6 +63,7 @@ def skinny_linear(
     gate_first: bool,
     partials: Tensor,
     counters: Tensor,
+    dependent: bool = False,
 ) -> Tensor:
     """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
 
@@ -67,7 +75,8 @@ def skinny_linear(
 
     y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
     space = Workspace(partials, counters)
-    kernel.plan(x, weight, bias, activation, gated, y, space, gate_first=gate_first).run()
+    args = x, weight, bias, activation, gated, y, space
+    kernel.plan(*args, gate_first=gate_first, dependent=dependent).run()
     return y
 
 
@@ -97,6 +106,7 @@ def paged_decode(
     sin: Tensor | None,
     partials: Tensor,
     counters: Tensor,
+    dependent: bool = False,
 ) -> Tensor:
     """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
 
@@ -119,6 +129,7 @@ def paged_decode(
     kernel.plan(
         *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, scale),
         *(q_norm, k_norm, eps, cos, sin, Workspace(partials, counters)),
+        dependent=dependent,
     ).run()
     return out
 
@@ -141,6 +152,7 @@ def draw(
     short: Tensor | None,
     stops: Tensor | None,
     num_tokens: int,
+    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
 
@@ -168,7 +180,7 @@ def draw(
     bounds = counters.new_empty(num_rows, 2)
     launches = kernel.plan(
         *(logits, numbers, greedy, top_k, has_top_p, has_min_p, seed, counters, short, stops),
-        *(num_tokens, blocks, bounds, ids, logprobs),
+        *(num_tokens, blocks, bounds, ids, logprobs, dependent),
     )
     for launch in launches:
         launch.run()

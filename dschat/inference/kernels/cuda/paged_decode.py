@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.last_arrival import arrives_last
-from dschat.inference.kernels.cuda.launch import Launch, operand_type
+from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type
 from dschat.inference.kernels.cuda.workspace import Workspace
 
 _BLOCK = 64  # keys
@@ -104,7 +104,9 @@ def _paged_decode(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,  # of tl.dot's operands
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // K
     SLOT: tl.constexpr = 2 * K * D
@@ -249,6 +251,7 @@ def plan(
     sin: Tensor | None,
     space: Workspace,
     splits: int = 0,
+    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `paged_decode`'s result to ``out``; ``splits`` 0: `num_splits`."""
     batch, num_kv_heads, size = heads.shape[0], rows.shape[1] // 2, heads.shape[2]
@@ -279,6 +282,7 @@ def plan(
         "SPLITS": splits,
         "BLOCK": _BLOCK,
         "TYPE": operand_type(heads.dtype),
+        "DEPENDENT": dependent,
     }
     args = (
         *(heads, rows, out, lengths, slots, table, 0 if table is None else table.stride(0)),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.last_arrival import arrives_last
-from dschat.inference.kernels.cuda.launch import Launch, operand_type
+from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type
 from dschat.inference.kernels.cuda.operators import ACTIVATIONS, MAX_ROWS
 from dschat.inference.kernels.cuda.workspace import Workspace
 
@@ -62,6 +62,19 @@ def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(pointers):
+    """Have lines of 128 bytes brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _skinny(
     x_ptr,  # (num_rows, NUM_INPUTS)
     weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS); gated: (2 NUM_OUTPUTS, NUM_INPUTS)
@@ -81,6 +94,7 @@ def _skinny(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     TYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = (NUM_INPUTS + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
@@ -91,10 +105,18 @@ def _skinny(
     wrapped = output % NUM_OUTPUTS
     weight_ptrs = weight_ptr + wrapped.to(tl.int64)[:, None] * NUM_INPUTS
     x_ptrs = x_ptr + (row % num_rows)[None, :] * NUM_INPUTS
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    second = tl.zeros((OUTPUTS, ROWS), tl.float32)
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, NUM_INPUTS)
+    if DEPENDENT:  # the weight is there before the kernel that computes x is done
+        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        ahead = begin + tl.arange(0, STAGES * INPUTS // LINE) * LINE
+        lines = weight_ptrs + tl.minimum(ahead, NUM_INPUTS - 1)[None, :]
+        _prefetch(lines)
+        if GATED:
+            _prefetch(lines + NUM_OUTPUTS * NUM_INPUTS)
+    follow(DEPENDENT)
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    second = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
         k = start + tl.arange(0, INPUTS)
         column = k[None, :]
@@ -146,6 +168,7 @@ def plan(
     space: Workspace,
     tiles: Config | None = None,
     gate_first: bool = True,
+    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `skinny_linear`'s result to ``y``; ``tiles`` None: `config`."""
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
@@ -171,6 +194,7 @@ def plan(
         "SPLITS": tiles.splits,
         "STAGES": tiles.num_stages,
         "TYPE": operand_type(x.dtype),
+        "DEPENDENT": dependent,
     }
     args = (x, weight, bias, y, space.partials, space.counters, num_rows)
     return Launch(_skinny, grid, args, constants, 4, tiles.num_stages)

@@ -1,0 +1,33 @@
+"""Reads which parts run by Triton kernels on CUDA: the variable DSCHAT_CUDA_KERNELS.
+
+NOTE: none is on by default, because none was ever timed on a device. Results are checked under
+Triton's interpreter, and the machine code for sm_90 is inspected.
+"""
+
+import os
+
+from dschat.config.errors import UserError
+
+VARIABLE = "DSCHAT_CUDA_KERNELS"
+STEP_PARTS = ("attention", "norm", "product", "draw")  # of captured decode steps
+# dependent: these kernels start before the one in front of them is done, on Hopper and later.
+# liger: norms and gated MLPs of training and scoring.
+PARTS = (*STEP_PARTS, "dependent", "liger")
+
+
+def cuda_kernels() -> frozenset[str]:
+    """The parts that are on: those listed, separated by commas; 1: all; 0 or empty: none.
+
+    Raises:
+        UserError: a part that there is not.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "0"):
+        return frozenset()
+    if value == "1":
+        return frozenset(PARTS)
+    parts = frozenset(value.split(","))
+    if unknown := sorted(parts - set(PARTS)):
+        known = ", ".join(PARTS)
+        raise UserError(f"{VARIABLE}: unknown part {unknown[0]!r}; list some of {known}, or 1")
+    return parts
