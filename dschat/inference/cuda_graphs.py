@@ -142,7 +142,7 @@ class DecodeGraphs:
         num_tokens: ids from this one on are never drawn.
         capture: records a step.
         queue: where the state's work is queued; default: the current stream.
-        kernels: run the operations that they apply to, in steps without guesses.
+        kernels: run the operations that they apply to; not the attention of steps with guesses.
         guesses: whether steps may compute several positions of a sequence.
     """
 
@@ -161,6 +161,7 @@ class DecodeGraphs:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._all_widths = WIDTHS if guesses else WIDTHS[:1]
         self._kernels = kernels
+        self._guess_kernels = None if kernels is None else kernels.without("attention")
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
@@ -246,6 +247,8 @@ class DecodeGraphs:
         lengths = rows.positions + 1
         decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
-        logits = decoder.logits(decoder.hidden(rows.tokens, rows.positions, attention))
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, width=width)
+        kernels = self._guess_kernels
+        hidden = decoder.hidden(rows.tokens, rows.positions, attention, kernels)
+        logits = decoder.logits(hidden, kernels)
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens, kernels, width)
         state.advance_guessed(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)

@@ -67,4 +67,5 @@ def rollouts(name, order, freezes, requests, knobs, fault=None, parts=STEP_PARTS
             FAULTS[fault](patch)
         got = [made.generate(*request) for request in requests]
     assert made._runner._graphs.num_captured > 0
+    assert made.speculation is None or made.stats.accepted_tokens > 0
     return list(zip(got, expected, strict=True))

@@ -3,6 +3,7 @@
 `dschat.config.cuda_kernels` says which parts do.
 """
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def _try_out(device: torch.device) -> None:
 
 
 class StepKernels:
-    """The kernels of a step in which all sequences decode. An operand that no kernel takes goes to
+    """The kernels of a captured step. An operand that no kernel takes goes to
     torch's operators.
 
     ``parts``: the others' operations are torch's, too. ``dependent``: see `launch.follow`.
@@ -84,6 +85,12 @@ class StepKernels:
     def runs(self, part: str) -> bool:
         """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
         return part in self._parts
+
+    def without(self, part: str) -> "StepKernels":
+        """The same with one part fewer."""
+        fewer = copy.copy(self)
+        fewer._parts = self._parts - {part}
+        return fewer
 
     def add_norm(
         self, h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
