@@ -1,11 +1,14 @@
 """The inference engine on a CUDA device: graphs, eager steps and the CPU agree."""
 
 import gc
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 from families import CONFIGS, build
 
+from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.cuda_graphs import CudaCapture
 
@@ -36,6 +39,86 @@ def test_graph_is_eager_is_cpu(name, page_size):
         for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3)
         assert (made._runner._graphs is not None) == graphs
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+SAMPLINGS = {
+    "plain": {},
+    "cold": {"temperature": 0.5},
+    "top-k": {"top_k": 5},
+    "nucleus": {"top_p": 0.8},
+    "min-p": {"min_p": 0.1, "top_k": 9},
+    "late stop": {"ignore_eos": False, "min_new_tokens": 6, "stop_token_ids": (3, 17)},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """``kernels(parts)``: engines made from now on use them."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return lambda *parts: monkeypatch.setenv(VARIABLE, ",".join(parts or STEP_PARTS))
+
+
+def check_kernels(name, page_size, use):
+    """Greedy and drawn tokens with and without kernels, which ``use`` turns on."""
+    module = build(name)
+    plain = on("cuda", module, page_size=page_size, cuda_graphs=True)
+    use()
+    made = on("cuda", module, page_size=page_size, cuda_graphs=True)
+    assert plain._kernels is None
+    assert made._kernels is not None
+    for sampling in (GREEDY, SAMPLED):
+        expected, answers = plain.generate(PROMPTS, sampling), made.generate(PROMPTS, sampling)
+        assert answers.token_ids == expected.token_ids
+        for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3)
+    return made
+
+
+@needs_triton
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_kernels_draw_the_tokens_of_torch(name, kernels):
+    check_kernels(name, 16, kernels)
+
+
+@needs_triton
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_kernels_take_pages_of_every_size(name, page_size, kernels):
+    check_kernels(name, page_size, kernels)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["opt", "qwen3", "bloom"])
+def test_dependent_launch_changes_no_token(name, kernels):
+    made = check_kernels(name, 16, lambda: kernels(*STEP_PARTS, "dependent"))
+    assert made._kernels._dependent == (torch.cuda.get_device_capability() >= (9, 0))
+
+
+@needs_triton
+@pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_kernels_draw_by_every_sampling(options, kernels):
+    module, sampling = build("llama"), replace(SAMPLED, **options)
+    expected = on("cpu", module, page_size=16).generate(PROMPTS, sampling)
+    kernels()
+    made = on("cuda", module, page_size=16, cuda_graphs=True)
+    assert made.generate(PROMPTS, sampling).token_ids == expected.token_ids
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["llama", "bloom", "opt"])
+def test_kernels_in_bf16_are_close_to_torch(name, kernels):
+    """Log-probs that the module has for the tokens drawn: as close as those of torch."""
+    module = build(name).cuda().bfloat16()
+    gaps = []
+    for wanted in (False, True):
+        if wanted:
+            kernels()
+        answers = on("cuda", module, torch.bfloat16, page_size=16, cuda_graphs=True).generate(
+            PROMPTS, SAMPLED
+        )
+        gaps.append(mean_gap(module, answers))
+    assert gaps[1] < max(1.5 * gaps[0], 1e-3) < 5e-2
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
@@ -112,14 +195,20 @@ def test_graphs_survive_a_refresh_in_place():
     assert answers.token_ids == on("cuda", module).generate(PROMPTS, SAMPLED).token_ids
 
 
-def test_bf16_logprobs_are_close_to_the_module():
-    module = build("llama").cuda().bfloat16()
-    answers = on("cuda", module, torch.bfloat16).generate(PROMPTS, SAMPLED)
+def mean_gap(module, answers):
+    """Mean difference of the answers' log-probs from those that ``module`` computes."""
+    gaps = []
     for i, (ids, logprobs) in enumerate(zip(answers.token_ids, answers.logprobs, strict=True)):
         prompt = PROMPTS[i // 2]
         with torch.no_grad():
             logits = module(torch.tensor([prompt + ids], device="cuda")).logits[0].float()
         expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
         expected = expected.gather(1, torch.tensor(ids, device="cuda").unsqueeze(1)).squeeze(1)
-        gap = (expected - torch.tensor(logprobs, device="cuda")).abs().mean()
-        assert gap < 5e-2
+        gaps.append((expected - torch.tensor(logprobs, device="cuda")).abs())
+    return torch.cat(gaps).mean().item()
+
+
+def test_bf16_logprobs_are_close_to_the_module():
+    module = build("llama").cuda().bfloat16()
+    answers = on("cuda", module, torch.bfloat16).generate(PROMPTS, SAMPLED)
+    assert mean_gap(module, answers) < 5e-2
