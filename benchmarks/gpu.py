@@ -18,6 +18,8 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
 
 - rollout_ms (a refresh included), prefill_ms, step_ms (of a decode step), refresh_ms, iteration_ms
   (rollout, forward, backward, AdamW on its answers): medians with spread, by CUDA events.
+- logprob_gap: mean difference of the log-probs of the warm-up's first answers from those that the
+  module in training computes, in nats. More than 0.1 is an error.
 - tokens_per_s: answer tokens / rollout_ms. refresh_bytes: 0 if weights are read in place, else it
   is an error. resident_gib, peak_gib: allocated before the round, and at most.
 - floor_ms: the bytes that must be read, over the measured bandwidth of a copy (see gpu_floor.py).

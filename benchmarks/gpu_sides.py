@@ -20,7 +20,8 @@ from torch import nn
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.inference import SamplingParams
+from dschat.inference import Rollout, SamplingParams
+from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
 from dschat.models.training_engine import TrainingEngine
 from dschat.observability.device_span import DeviceSpan
@@ -29,6 +30,7 @@ from dschat.supervised.loop import train_step
 from dschat.supervised.tasks import SFTTask
 
 Fields = dict[str, Any]
+MOST_GAP = 0.1  # nats; rounding in bf16 gives hundredths
 
 
 class Rollouts:
@@ -61,6 +63,7 @@ class Rollouts:
             answers = self.rollout.generate(seed)
             self.rollout.form.leave()
             seconds = span.stop().seconds()
+            gap = {} if seed else {"logprob_gap": self._logprob_gap()}
         stats, refresh = self.rollout.engine.stats, self.rollout.form.last_refresh
         measured = {
             "rollout_ms": 1e3 * seconds,
@@ -69,7 +72,7 @@ class Rollouts:
             "tokens_per_s": sum(map(len, answers)) / seconds,
             "refresh_ms": 1e3 * refresh.seconds,
             "refresh_bytes": refresh.num_bytes,
-        }
+        } | gap
         if self.engine is not None:
             self._train(answers)
             measured["iteration_ms"] = 1e3 * whole.stop().seconds()
@@ -77,6 +80,28 @@ class Rollouts:
             measured["resident_gib"] = before / 2**30
             measured["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         return measured
+
+    @torch.no_grad()
+    def _logprob_gap(self) -> float:
+        """Mean difference of the first answers' log-probs from the module's own, in nats.
+
+        Raises:
+            RuntimeError: it is larger than rounding can explain.
+        """
+        side, gaps = self.rollout, []
+        for prompt, ids, logprobs in zip(
+            side.prompts[:2], side.answers.token_ids, side.answers.logprobs, strict=False
+        ):
+            tokens = torch.tensor([prompt + ids], device=dist.device())
+            with evaluating(side.module):
+                logits = side.module(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
+            expected = (logits / (self.case.temperature or 1)).log_softmax(-1)
+            expected = expected.gather(1, tokens[0, len(prompt) :].unsqueeze(1)).squeeze(1)
+            gaps.append((expected - torch.tensor(logprobs, device=expected.device)).abs())
+        gap = torch.cat(gaps).mean().item()
+        if not gap < MOST_GAP:
+            raise RuntimeError(f"log-probs of the rollout and of the module differ by {gap:.3g}")
+        return gap
 
     def _train(self, answers: list[list[int]]) -> None:
         """One optimizer step on the answers: forward, backward, AdamW."""
@@ -91,9 +116,15 @@ class Rollouts:
 
 
 class _SwitchedSide(HybridSide):
-    """`rollout_hybrid.Side` with the sampling of a `Side`."""
+    """`rollout_hybrid.Side` with the sampling of a `Side`; keeps the answers."""
 
     switches = Side()
+    answers: Rollout
+
+    def generate(self, seed: int, new_tokens: int | None = None) -> list[list[int]]:
+        sampling = self.sampling(seed, new_tokens or self.case.new_tokens)
+        self.answers = self.engine.generate(self.prompts, sampling, self.indices)
+        return self.answers.token_ids
 
     def sampling(self, seed: int, new_tokens: int) -> SamplingParams:
         return sampling(self.case, self.switches, new_tokens, seed)
@@ -129,9 +160,11 @@ def measure(
             results = take_turns(label, runners, rounds, figures)
             del runners
             _free()
-            for one, (_, *measured) in results.items():  # without the warm-up
+            for one, (warm_up, *measured) in results.items():
                 _check_refresh(name, sides.get(one), measured)
                 about = {"zero_stage": stage if case.stages else None, "side": one}
+                if one in sides:
+                    about["logprob_gap"] = rounded(warm_up["logprob_gap"])
                 yield about | _summary(case, measured, rates)
         del module, engine
         _free()

@@ -211,6 +211,21 @@ def test_bytes_moved_by_zero_copy_are_an_error():
 
 
 @pytest.mark.slow
+def test_wrong_log_probs_are_an_error(monkeypatch):
+    """As those of a kernel that is wrong: those of a warm-up's answers are off by a fifth."""
+    import gpu_sides
+    from gpu_cases import Side
+    from gpu_floor import Rates
+
+    from dschat.inference.eager_loop import EagerLoop
+
+    append = EagerLoop._append
+    monkeypatch.setattr(EagerLoop, "_append", lambda self, s, t, p: append(self, s, t, p + 0.2))
+    with pytest.raises(RuntimeError, match=r"log-probs .* differ by 0.2"):
+        list(gpu_sides.measure("opt", tiny(), {"A": Side(graphs=False)}, False, 1, Rates(1e9, 1e9)))
+
+
+@pytest.mark.slow
 def test_the_dry_command():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry", "--tiny"]
     sides = ["A", "C", "layout=zero_copy"]  # kernels need Triton
@@ -256,6 +271,7 @@ def test_a_measurement(capsys):
             moves = "zero_copy" not in line["side"]
             assert (line["refresh_bytes"]["median"] > 0) == moves
             assert line["iteration_ms"]["median"] > line["rollout_ms"]["median"]
+            assert 0 < line["logprob_gap"] < 1e-4
 
 
 # -- docs/gpu.md -----------------------------------------------------------------------------------
