@@ -1,7 +1,8 @@
 """Measures rollouts, refreshes and training steps on one CUDA device against what the card can do.
 
     python benchmarks/gpu.py                                    # every case, sides A to G
-    python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C E graphs=on,lag=2 --rounds 5
+    python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C F graphs=on,lag=2 --rounds 5
+    python benchmarks/gpu.py --cases kernels --kernels qkv up   # two of the kernels, one by one
     python benchmarks/gpu.py --dry                              # counts, without a GPU
 
 Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
@@ -29,8 +30,12 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
 Beside them run transformers' generate, DeepSpeed's hybrid engine and vLLM, where they can; a line
 on stderr names those that are skipped, and why.
 
-opt-13b-lora and train-1b are cases of iteration.py and have its fields. --dry runs a decode step
-and a refresh of every rollout on fake tensors and counts operators, host reads, copies and bytes.
+opt-13b-lora and train-1b are cases of iteration.py and have its fields. kernels times the
+operations of decode steps one by one, as Triton kernels, torch and inductor compute them: one line
+per operation and shape, with the fields of gpu_kernels.py.
+
+--dry runs a decode step and a refresh of every rollout on fake tensors and counts operators, host
+reads, copies and bytes; of kernels it prints shapes, bytes and floors.
 """
 
 import argparse
@@ -46,9 +51,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import gpu_kernels
 import torch
 from gpu_cases import CASES, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
+from gpu_operations import OPERATIONS, operations
 from report import commit, note, rounded
 from rollout_workloads import MODELS
 from transformers.utils import logging as transformers_logging
@@ -78,13 +85,18 @@ def main() -> None:
         if case.others:
             head["others"] = case.others
         lines = (
-            count(name, case, sides) if rates is None else measure(name, case, sides, args, rates)
+            count(name, case, sides, args.kernels)
+            if rates is None
+            else measure(name, case, sides, args, rates)
         )
         try:
             for line in lines:
                 print(json.dumps(head | about | line), flush=True)
         except torch.OutOfMemoryError as error:
             note(f"{name}: out of memory: {first_line(error)}")
+            failed = True
+        except gpu_kernels.Failed as error:
+            note(f"{name}: failed: {error}")
             failed = True
     sys.exit(int(failed))
 
@@ -95,6 +107,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--sides", nargs="+", default=list(SIDES), metavar="SIDE")
+    only = "only these of the case kernels"
+    parser.add_argument("--kernels", nargs="+", choices=OPERATIONS, default=[], help=only)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
@@ -141,8 +155,13 @@ def _driver() -> str | None:
     return found.stdout.strip() or None
 
 
-def count(name: str, case: GpuCase, sides: dict[str, Side]) -> Iterator[dict[str, Any]]:
+def count(
+    name: str, case: GpuCase, sides: dict[str, Side], kernels: list[str]
+) -> Iterator[dict[str, Any]]:
     """The lines of ``--dry``."""
+    if case.kernels:
+        yield from gpu_kernels.count(operations(case.kernels, kernels), DRY_RATES)
+        return
     import gpu_dry
 
     if case.rollout is None:
@@ -168,6 +187,10 @@ def measure(
     """The lines of a case on the device."""
     if case.iteration:
         yield from iteration_lines(name, case, args)
+        return
+    if case.kernels:
+        chosen = operations(case.kernels, args.kernels)
+        yield from gpu_kernels.measure(chosen, torch.device("cuda", 0), args.rounds, rates)
         return
     # Imported here, since DeepSpeed takes seconds to import and logs meanwhile.
     import gpu_sides

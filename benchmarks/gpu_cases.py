@@ -107,16 +107,23 @@ class GpuCase:
     in_turns: bool = True  # all sides stay loaded; else one runs after the other
     lora_rank: int = 0
     iteration: str = ""  # measured by `iteration.py`: the name of its case
+    kernels: tuple[Case, ...] = ()  # the operations of their decode steps, each by itself
     others: dict[str, str] = field(default_factory=dict)
 
     def tiny(self) -> "GpuCase":
         """The same with a tiny model and few tokens."""
-        if self.rollout is None:
-            return self
-        model = f"{self.rollout.model.partition('-')[0]}-tiny"
-        sizes = {"prompts": min(self.rollout.prompts, 4), "prompt_tokens": 6, "new_tokens": 4}
-        small = replace(self.rollout, model=model, slots=sizes["prompts"], **sizes)
-        return replace(self, rollout=small, lora_rank=min(self.lora_rank, 2))
+        return replace(
+            self,
+            rollout=None if self.rollout is None else _tiny(self.rollout),
+            lora_rank=min(self.lora_rank, 2),
+            kernels=tuple(map(_tiny, self.kernels)),
+        )
+
+
+def _tiny(case: Case) -> Case:
+    sizes = {"prompts": min(case.prompts, 4), "prompt_tokens": 6, "new_tokens": 4}
+    model = f"{case.model.partition('-')[0]}-tiny"
+    return replace(case, model=model, slots=sizes["prompts"], **sizes)
 
 
 CASES = {
@@ -149,4 +156,10 @@ CASES = {
         Case("opt-13b", 16, 256, 256, 16, needs_gpu=True), lora_rank=64, iteration="opt-13b-lora"
     ),
     "train-1b": GpuCase(iteration="train-1b"),
+    "kernels": GpuCase(
+        kernels=(
+            *(ROLLOUTS[name] for name in ("opt-1.3b", "gpt2", "llama-7b")),
+            Case("llama3-8b", 64, 512, 512, 64, needs_gpu=True),
+        )
+    ),
 }

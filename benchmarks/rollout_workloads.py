@@ -10,11 +10,14 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig
 MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
 
-def llama(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> LlamaConfig:
+def llama(
+    hidden: int, layers: int, heads: int, mlp: int, vocab: int, kv_heads: int | None = None
+) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         intermediate_size=mlp,
         vocab_size=vocab,
         max_position_embeddings=2048,
@@ -33,8 +36,10 @@ MODELS = {
     "opt-13b": lambda: opt(5120, 40, 40),
     "gpt2": GPT2Config,
     "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
+    "llama3-8b": lambda: llama(4096, 32, 32, 14_336, 128_256, kv_heads=8),
     "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
+    "llama3-tiny": lambda: llama(64, 2, 4, 96, 256, kv_heads=2),
     "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=64),
     "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
@@ -73,6 +78,7 @@ class Case:
 
 CASES = {
     "opt-125m": Case("opt-125m", 16, 64, 64, 16, targets={"tokens": 1.6, "decode": 1.9}),
+    "llama3-8b": lambda: llama(4096, 32, 32, 14_336, 128_256, kv_heads=8),
     "llama-384x6": Case("llama-384x6", 16, 64, 64, 16, targets={"tokens": 2.2}),
     "llama-tiny": Case("llama-tiny", 16, 64, 64, 16, targets={"tokens": 4.0}),
     "ragged": Case("opt-125m", 64, 64, 64, 16, ragged=True, targets={"tokens": 2.7}),

@@ -233,6 +233,10 @@ def test_the_dry_command():
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
+    operations = [line for line in lines if line["case"] == "kernels"]
+    assert len(operations) == 3 * 10 + 1
+    assert operations == lines[-len(operations) :]
+    del lines[-len(operations) :]
     rollouts = ["opt-1.3b", "gpt2", "llama-7b", "refresh-7b", "opt-13b-lora"]
     assert [(x["case"], x["side"]) for x in lines] == [(n, s) for n in rollouts for s in sides]
     assert "train-1b: skipped" in done.stderr

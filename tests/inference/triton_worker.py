@@ -108,6 +108,13 @@ def rollouts(*args):
     return rollouts(*args)
 
 
+def benchmark(*args):
+    """Those of `triton_benchmark`."""
+    from triton_benchmark import lines
+
+    return lines(*args)
+
+
 def cubin(name, args, capability, fault=None, dependent=False):
     """What the machine code of a module's launches says: a list of reports."""
     from triton_cubins import report

@@ -37,7 +37,7 @@ def choose(device: torch.device) -> "StepKernels | None":
         return None
     if find_spec("triton") is None:
         raise UserError(f"{VARIABLE} needs Triton: pip install 'dschat[kernels]'")
-    dependent = "dependent" in wanted and _has_dependent_launch(device)
+    dependent = "dependent" in wanted and has_dependent_launch(device)
     _try_out(device)
     logger.info(
         "decode steps run %s by Triton kernels%s, none of which was measured on a device (products "
@@ -49,7 +49,7 @@ def choose(device: torch.device) -> "StepKernels | None":
     return StepKernels(device, frozenset(parts), dependent)
 
 
-def _has_dependent_launch(device: torch.device) -> bool:
+def has_dependent_launch(device: torch.device) -> bool:
     """From compute capability 9.0 on: Hopper."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
