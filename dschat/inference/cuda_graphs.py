@@ -2,8 +2,9 @@
 
 A step computes a token of every row of a `DecodeState`, draws the next one and advances the rows. A
 batch is padded to its bucket with dead rows, which write to the cache's trash page; lengths are
-data. Weights are refreshed in place, so a graph outlives optimizer steps; it is captured again only
-when weights or cache are reallocated.
+data. torch's attention gathers all pages that a row has room for in the step, so there are buckets
+of them too; the kernel reads those in use. Weights are refreshed in place, so a graph outlives
+optimizer steps; it is captured again only when weights or cache are reallocated.
 """
 
 import logging
@@ -32,11 +33,14 @@ WIDTHS = (1, 4, 8)  # positions of a sequence that a step computes, where steps 
 # Above some 300 rows, the products of a step in 16 bits take longer than reading the weights.
 _MOST_ROWS = 256
 
+# Narrower block tables would save little, and cost captures.
+_FEWEST_TOKENS = 256
+
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def batch_bucket(count: int, largest: int) -> int:
-    """The batch size that ``count`` sequences are padded to; at most ``largest``."""
+    """The batch size that ``count`` sequences are padded to, or pages; at most ``largest``."""
     return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
 
 
@@ -161,6 +165,9 @@ class DecodeGraphs:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._all_widths = WIDTHS if guesses else WIDTHS[:1]
         self._kernels = kernels
+        # Steps with guesses run torch's attention in any case.
+        by_kernel = kernels is not None and kernels.runs("attention")
+        self._reads_lengths = by_kernel and not guesses
         self._guess_kernels = None if kernels is None else kernels.without("attention")
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
@@ -168,7 +175,7 @@ class DecodeGraphs:
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
         device, width = decoder.weights.device, self._all_widths[-1]
         self.state = DecodeState(*sizes, device, queue, width)
-        self._graphs: dict[tuple[int, SamplingKind, int], Step] = {}
+        self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
         self.failed = False
 
     @property
@@ -184,15 +191,22 @@ class DecodeGraphs:
         """Rows of the step that ``count`` sequences take."""
         return batch_bucket(count, self.state.num_rows)
 
+    def pages_for(self, count: int) -> int:
+        """Pages of a row that the steps read of rows with ``count`` pages."""
+        if self._reads_lengths:
+            return self.state.num_pages
+        least = self._cache.pages_for(_FEWEST_TOKENS)
+        return batch_bucket(max(count, least), self.state.num_pages)
+
     def widths(self, size: int) -> list[int]:
         """Positions of each of ``size`` rows that steps may compute, ascending."""
         return [w for w in self._all_widths if w == 1 or w * size <= _MOST_ROWS]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, size: int, kind: SamplingKind, width: int = 1) -> Step:
-        """Replays the step of the first ``size`` rows, which is captured on first use; all rows are
-        dead after that. ``width``: positions of each row.
+    def step(self, size: int, pages: int, kind: SamplingKind, width: int = 1) -> Step:
+        """Replays the step of the first ``size`` rows and their first ``pages``, which is captured
+        on first use; all rows are dead after that. ``width``: positions of each row.
 
         Collective in the tensor-parallel group, as is each replay. After a failed capture, steps
         run as they are, launch by launch.
@@ -200,11 +214,11 @@ class DecodeGraphs:
         Raises:
             UserError: the capture failed and `CudaCapture` requires it.
         """
-        key = size, kind, width
+        key = size, pages, kind, width
         if key in self._graphs:
             return self._graphs[key]
         run = self._run if width == 1 else partial(self._run_guessed, width)
-        step = partial(run, size, kind)
+        step = partial(run, size, pages, kind)
         if self.failed:
             return step
         with self.state.asleep():
@@ -220,10 +234,10 @@ class DecodeGraphs:
         return replay
 
     @torch.inference_mode()
-    def _run(self, size: int, kind: SamplingKind) -> None:
+    def _run(self, size: int, pages: int, kind: SamplingKind) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        tokens, positions, table = state.inputs(size)
+        tokens, positions, table = state.inputs(size, pages)
         longest = table.shape[1] * cache.page_size
         decodes = Decodes(size, positions + 1, longest, table, ragged=True)
         slots = state.slots(positions, table)
@@ -239,10 +253,10 @@ class DecodeGraphs:
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind)
 
     @torch.inference_mode()
-    def _run_guessed(self, width: int, size: int, kind: SamplingKind) -> None:
+    def _run_guessed(self, width: int, size: int, pages: int, kind: SamplingKind) -> None:
         """One step of ``width`` positions of each row."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        rows = state.guessed_inputs(size, width)
+        rows = state.guessed_inputs(size, pages, width)
         longest = rows.table.shape[1] * cache.page_size
         lengths = rows.positions + 1
         decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)

@@ -104,7 +104,8 @@ class DecodeState:
         queue: DeviceQueue | None = None,
         width: int = 1,
     ) -> None:
-        self.num_rows, self._page_size, self._trash_page = num_rows, page_size, trash_page
+        self.num_rows, self.num_pages = num_rows, num_pages
+        self._page_size, self._trash_page = page_size, trash_page
         self._queue = queue or DeviceQueue(device)
         pinned = device.type == "cuda"
         size = num_rows * (len(_Field) + num_pages)
@@ -236,14 +237,15 @@ class DecodeState:
 
     # -- on the device -----------------------------------------------------------------------------
 
-    def inputs(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B,), positions (B,) and block table (B, W) int64 of a step of ``size`` rows.
+    def inputs(self, size: int, pages: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B,), positions (B,) and block table (B, ``pages``) int64 of a step of ``size``
+        rows.
 
         Dead rows are at position 0 of the trash page.
         """
         fields = self._fields[:, :size]
         alive = fields[_Field.ALIVE]
-        table = self._table[:size].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
+        table = self._table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
         return fields[_Field.TOKEN], fields[_Field.POSITION] * alive, table
 
     def slots(self, positions: Tensor, table: Tensor) -> Tensor:
@@ -251,9 +253,9 @@ class DecodeState:
         pages = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
         return pages * self._page_size + positions % self._page_size
 
-    def guessed_inputs(self, size: int, width: int) -> GuessedRows:
+    def guessed_inputs(self, size: int, pages: int, width: int) -> GuessedRows:
         """Inputs of a step of ``size`` rows with ``width`` positions each."""
-        tokens, positions, table = self.inputs(size)
+        tokens, positions, table = self.inputs(size, pages)
         f, given = self._fields[:, :size], self._guesses[:size]
         room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
         later = f[_Field.POSITION].unsqueeze(1) + self._ahead[1:width]
@@ -263,9 +265,9 @@ class DecodeState:
         is_guess &= (later <= f[_Field.LAST].unsqueeze(1)) & (f[_Field.ALIVE].unsqueeze(1) > 0)
         tokens = torch.cat([tokens.unsqueeze(1), guesses.clamp(min=0)], 1)
         positions = torch.cat([positions.unsqueeze(1), later * is_guess], 1)
-        pages = table.gather(1, positions // self._page_size)
-        pages[:, 1:].masked_fill_(~is_guess, self._trash_page)
-        slots = pages * self._page_size + positions % self._page_size
+        page = table.gather(1, positions // self._page_size)
+        page[:, 1:].masked_fill_(~is_guess, self._trash_page)
+        slots = page * self._page_size + positions % self._page_size
         flat = tokens.view(-1), positions.view(-1), slots.view(-1)
         return GuessedRows(*flat, table, guesses, is_guess)
 

@@ -32,6 +32,7 @@ class DeviceLoop(EagerLoop):
     _graphs: DecodeGraphs | None = None
     _kind: SamplingKind | None = None
     _replays: dict[int, Step] = field(default_factory=dict)  # of the rows, by width
+    _pages: int = 0  # of a row that the steps read
     _rows: list[Sequence] = field(default_factory=list)  # of the steps since `_enter`
     _live: list[tuple[int, Sequence]] = field(default_factory=list)  # that need another step
     _unread: deque[Tensor] = field(default_factory=deque)  # steps that `pause` has read
@@ -97,7 +98,8 @@ class DeviceLoop(EagerLoop):
             sequence.uniforms = []  # the device draws at these positions
         size = graphs.size_for(len(sequences))
         widths = self._widths(graphs, size)
-        self._replays = {width: graphs.step(size, self._kind, width) for width in widths}
+        self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
+        self._replays = {width: graphs.step(size, pages, self._kind, width) for width in widths}
         graphs.state.enter(sequences, sampler.sampling.min_new_tokens)
         self._rows, self._live = sequences, list(enumerate(sequences))
         return graphs
@@ -154,7 +156,7 @@ class DeviceLoop(EagerLoop):
             num_pages = len(sequence.pages)
             has_room = self._extend(sequence)
             self._show_pages(graphs, row, sequence, num_pages)
-            if not has_room:
+            if not has_room or len(sequence.pages) > self._pages:
                 return False
         return True
 

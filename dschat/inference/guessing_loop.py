@@ -61,7 +61,7 @@ class GuessingLoop(DeviceLoop):
                 num_pages = len(sequence.pages)
                 self._reserve(sequence, sum(self._pending) + width - 1)
                 self._show_pages(graphs, row, sequence, num_pages)
-                room = len(sequence.pages) * self.scheduler.page_size
+                room = min(len(sequence.pages), self._pages) * self.scheduler.page_size
                 rows[row] = Guesses(room, len(sequence), list(guesses[row][0]))
             graphs.state.guess(rows)
         graphs.state.launch(self._replays[width])

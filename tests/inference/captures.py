@@ -5,8 +5,8 @@ from functools import partial
 
 from families import engine
 
+from dschat.inference import cuda_graphs, step_runner
 from dschat.inference import engine as engine_module
-from dschat.inference import step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.guessing_loop import GuessingLoop
@@ -37,8 +37,10 @@ class LateQueue:
             self._done += 1
 
 
-def use(monkeypatch, lag=1, queue=None):
-    """Engines of `on_graphs` read ``lag`` steps late; ``queue``: instead of the device's."""
+def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
+    """Engines of `on_graphs` read ``lag`` steps late; ``queue``: instead of the device's.
+    ``fewest_tokens``: pages that the shortest rows read; short answers outgrow few.
+    """
     if queue is not None:
         logits = StepRunner.logits
 
@@ -48,6 +50,7 @@ def use(monkeypatch, lag=1, queue=None):
 
         monkeypatch.setattr(StepRunner, "logits", in_order)
     monkeypatch.setattr(step_runner, "DecodeGraphs", partial(DecodeGraphs, queue=queue))
+    monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", fewest_tokens)
     for loop in (DeviceLoop, GuessingLoop):
         monkeypatch.setattr(engine_module, loop.__name__, partial(loop, lag=lag))
 

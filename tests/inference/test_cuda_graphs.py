@@ -10,8 +10,9 @@ import torch
 from captures import on_graphs
 from families import build, empty_engine, engine
 
-from dschat.inference import SamplingParams, step_runner
+from dschat.inference import SamplingParams, cuda_graphs, step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
@@ -40,6 +41,33 @@ def test_replayed_steps_draw_the_same(name, knobs, captured, module_of):
     assert answers.token_ids == expected.token_ids
     (graphs,) = captured
     assert 0 < graphs.num_captured <= 8  # not one for every batch and length
+
+
+@pytest.mark.parametrize("speculate", ["off", "history"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
+def test_steps_read_few_pages_of_short_rows(name, speculate, captured, monkeypatch, module_of):
+    monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", 8)
+    knobs = {"page_size": 2, "speculate": speculate}
+    made, plain = (f(module_of(name), **knobs) for f in (on_graphs, engine))
+    for _ in range(2):
+        expected = plain.generate(PROMPTS, SAMPLING)
+        assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    (graphs,) = captured
+    pages = {pages for _, pages, *_ in graphs._graphs}
+    assert pages <= {4, 8, 16, 24, 32}  # the longest prompt has 15, the longest sequence 25
+    assert len(pages) > 1
+
+
+def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
+    """It reads lengths: one graph for all of them, but not where steps have guesses."""
+    monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", 8)
+    made = on_graphs(module_of("llama"), page_size=2)
+    made._kernels = StepKernels(torch.device("cpu"))
+    graphs = made.step_runner().graphs(made.num_tokens)
+    assert graphs.pages_for(1) == graphs.state.num_pages
+    made.speculation, made._runner = object(), None
+    graphs = made.step_runner().graphs(made.num_tokens)
+    assert graphs.pages_for(1) < graphs.state.num_pages
 
 
 def test_padding_rows_touch_no_sequence(captured, module_of):

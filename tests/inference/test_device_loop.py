@@ -65,7 +65,7 @@ def check(case, engines, lag, late, capture=again):
     prompts = [PROMPTS[i] for i in chosen]
     expected = plain.generate(prompts, sampling, chosen, limits)
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, lag, LateQueue() if late else None)
+        use(patch, lag, LateQueue() if late else None, fewest_tokens=8)
         got = graphs.generate(prompts, sampling, chosen, limits)
     assert_same(got, expected)
     assert_idle(graphs)

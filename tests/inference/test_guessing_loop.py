@@ -50,7 +50,7 @@ def check(case, engines, lag, late, changed, capture=again):
     expected = plain.generate(prompts, sampling, chosen, limits)
     remember(graphs, prompts, expected, changed)
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, lag, LateQueue() if late else None)
+        use(patch, lag, LateQueue() if late else None, fewest_tokens=8)
         got = graphs.generate(prompts, sampling, chosen, limits)
     assert_same(got, expected)
     assert_idle(graphs)
