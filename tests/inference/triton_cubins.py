@@ -40,6 +40,7 @@ class Report:
     shared: int
     wide_loads: int  # of 128 bits, from global memory, or asynchronous copies of 16 bytes
     tensor_cores: int  # instructions
+    copies: int  # groups of asynchronous copies under way while tensor cores work; 0: none is
     threads: int
     order: list[str]  # of instructions that read, write or prefetch global memory, and of waits
     synchronizes: bool  # all threads store, then one fences, counts, and drops stale cache lines
@@ -80,6 +81,10 @@ def report(launch, capability):
         usage = run_tool("cuobjdump", "-res-usage", file.name)
         code = run_tool("nvdisasm", "-c", file.name)
     assert "EXIT" in code, "nvdisasm printed no code"
+    products = r"\b(?:HMMA|HGMMA|IMMA)\b"
+    # A wait names the number of groups that may stay under way.
+    waits = re.split(r"\bDEPBAR\.LE SB0, 0x", code)[1:]
+    ahead = [int(wait.split()[0], 16) for wait in waits if re.search(products, wait)]
     numbers = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", usage))
     count = lambda pattern: len(re.findall(pattern, code))  # noqa: E731
     return Report(
@@ -88,7 +93,8 @@ def report(launch, capability):
         local=count(r"\b(?:LDL|STL)\b"),
         shared=max(int(numbers["SHARED"]), compiled.metadata.shared),
         wide_loads=count(r"\bLDG\.E\.(?:\w+\.)*128\b|\bLDGSTS\.E\.(?:\w+\.)*128\b"),
-        tensor_cores=count(r"\b(?:HMMA|HGMMA|IMMA)\b"),
+        tensor_cores=count(products),
+        copies=min(ahead, default=0),
         threads=32 * launch.num_warps,
         order=re.findall(
             r"\b(ACQBULK|PREEXIT|CCTL\.E\.PF2|LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b", code

@@ -7,6 +7,9 @@ cache, and reads lengths and pages from memory: one CUDA graph fits all lengths.
 Softmax over blocks of keys: Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax". The new token starts the running sums, so that no program waits for the write to
 the cache.
+
+Tensor cores take 16 rows of queries, padding for the most part: products and sums of single rows
+were up to four times as many instructions (Triton 3.6), more than memory leaves time for.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ from dschat.inference.kernels.cuda.last_arrival import arrives_last
 from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type
 from dschat.inference.kernels.cuda.workspace import Workspace
 
-_BLOCK = 64  # keys
+_BLOCK = 32  # keys: a page of the default size
 _PROGRAMS = 264  # two per multiprocessor of an H100: fewer (sequence, head) pairs are split
 _MOST_SPLITS = 8
 
@@ -52,22 +55,6 @@ def _head(
         cos = tl.load(cos_ptr + d, mask=rotated, other=1.0).to(tl.float32)
         x = x * cos + y * tl.load(sin_ptr + d, mask=rotated, other=0.0).to(tl.float32)
     return x
-
-
-@triton.jit
-def _scores(q, k, TYPE: tl.constexpr):
-    """(ROWS, D) x (keys, D) -> (ROWS, keys) fp32; tensor cores need 16 rows."""
-    if q.shape[0] == 1:
-        return tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
-    return tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision="ieee")
-
-
-@triton.jit
-def _weighted(p, v, TYPE: tl.constexpr):
-    """(ROWS, keys) x (keys, D) -> (ROWS, D) fp32."""
-    if p.shape[0] == 1:
-        return tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
-    return tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
 
 
 @triton.jit
@@ -163,13 +150,14 @@ def _paged_decode(
         inside = cached[:, None] & (d < D)
         k = tl.load(k_ptrs, mask=inside, other=0.0)
         v = tl.load(k_ptrs + K * D, mask=inside, other=0.0)
-        s = _scores(q, k, TYPE) * scale + slope * (key - position).to(tl.float32)[None, :]
+        s = tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision="ieee") * scale
+        s += slope * (key - position).to(tl.float32)[None, :]
         s = tl.where(cached[None, :], s, float("-inf"))
         largest = tl.maximum(m, tl.max(s, axis=1)[:, None])
         p = tl.exp(s - largest)
         kept = tl.exp(m - largest)
         total = total * kept + tl.sum(p, axis=1)[:, None]
-        acc = acc * kept + _weighted(p, v, TYPE)
+        acc = acc * kept + tl.dot(p.to(dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
         m = largest
 
     out_ptrs = out_ptr + (b.to(tl.int64) * H + q_head) * D + d
@@ -177,9 +165,9 @@ def _paged_decode(
         WIDTH: tl.constexpr = D_BLOCK + 2
         pair = b * K + kv
         own = partials_ptr + (pair * SPLITS + split) * ROWS * WIDTH + row * WIDTH
-        tl.store(own + d, acc)
-        tl.store(own + D_BLOCK, m)
-        tl.store(own + D_BLOCK + 1, total)
+        tl.store(own + d, acc, mask=inside_q)
+        tl.store(own + D_BLOCK, m, mask=row < GROUP)
+        tl.store(own + D_BLOCK + 1, total, mask=row < GROUP)
         if arrives_last(counters_ptr + pair, SPLITS):
             _combine(
                 partials_ptr + pair * SPLITS * ROWS * WIDTH,
@@ -187,6 +175,7 @@ def _paged_decode(
                 inside_q,
                 d,
                 row,
+                GROUP,
                 ROWS,
                 D_BLOCK,
                 SPLITS,
@@ -202,6 +191,7 @@ def _combine(
     inside,
     d,
     row,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -213,11 +203,12 @@ def _combine(
     acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
     for split in range(SPLITS):
         other = partials_ptr + split * ROWS * WIDTH + row * WIDTH
-        other_m = tl.load(other + D_BLOCK)
+        other_m = tl.load(other + D_BLOCK, mask=row < GROUP, other=0.0)
         largest = tl.maximum(m, other_m)
         kept, added = tl.exp(m - largest), tl.exp(other_m - largest)
-        total = total * kept + tl.load(other + D_BLOCK + 1) * added
-        acc = acc * kept + tl.load(other + d) * added
+        other_total = tl.load(other + D_BLOCK + 1, mask=row < GROUP, other=0.0)
+        total = total * kept + other_total * added
+        acc = acc * kept + tl.load(other + d, mask=inside, other=0.0) * added
         m = largest
     tl.store(out_ptrs, (acc / total).to(out_ptrs.dtype.element_ty), mask=inside)
 
@@ -257,7 +248,7 @@ def plan(
     batch, num_kv_heads, size = heads.shape[0], rows.shape[1] // 2, heads.shape[2]
     num_heads = heads.shape[1] - 2 * num_kv_heads
     group = num_heads // num_kv_heads
-    padded_rows = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    padded_rows = max(16, triton.next_power_of_2(group))
     padded_size = max(16, triton.next_power_of_2(size))
     assert heads.is_contiguous()
     assert rows.is_contiguous()
@@ -290,4 +281,7 @@ def plan(
         *(space.partials, space.counters, float(scale)),
     )
     grid = (batch, num_kv_heads, splits)
-    return Launch(_paged_decode, grid, args, constants, num_stages=1 if group == 1 else 2)
+    # So many blocks are under way at once. A page is looked up as many before its block is copied.
+    blocks = 3 if padded_size <= 64 else 2
+    stages = 1 + (blocks if table is None else 2 * blocks)
+    return Launch(_paged_decode, grid, args, constants, num_stages=stages)
