@@ -5,6 +5,7 @@ Compiled with the launches that the kernels plan; no GPU is needed.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -51,10 +52,11 @@ def attention(batch, heads, kv_heads, size, page_size=32, **options):
     slopes = meta(heads, dtype=torch.float32) if options.get("alibi") else None
     norms = [meta(size) if options.get("norms") else None] * 2
     angles = [meta(4096, rotary) if rotary else None] * 2
+    made = partial(meta, dtype=options.get("dtype", torch.bfloat16))
     return "paged_decode", (
-        *(meta(batch, heads + 2 * kv_heads, size), (0, heads, heads + kv_heads, 1)),
-        meta(1 << 16, 2 * kv_heads, size),
-        *(meta(batch, heads * size), integers(batch), integers(batch), table, page_size, slopes),
+        *(made(batch, heads + 2 * kv_heads, size), (0, heads, heads + kv_heads, 1)),
+        made(1 << 16, 2 * kv_heads, size),
+        *(made(batch, heads * size), integers(batch), integers(batch), table, page_size, slopes),
         *(options.get("window"), 0.1, *norms, 1e-6, *angles, SPACE),
     )
 
@@ -143,6 +145,15 @@ def test_machine_code_of_the_rest(compiling, wanted):
 @pytest.mark.parametrize("wanted", (QUICK | REST).values(), ids=QUICK | REST)
 def test_machine_code_for_an_a100(compiling, wanted):
     check(compiling, wanted, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_attention_in_fp32_fits(size, capability, compiling):
+    launch = attention(1, 32, 1, size, rotary=size, dtype=torch.float32)
+    (report,) = compiling("cubin", *launch, capability)
+    assert programs_at_once(report, capability) >= 1
 
 
 def test_a_greedy_kernel_is_found(compiling):

@@ -282,6 +282,7 @@ def plan(
     )
     grid = (batch, num_kv_heads, splits)
     # So many blocks are under way at once. A page is looked up as many before its block is copied.
-    blocks = 3 if padded_size <= 64 else 2
+    row_bytes = padded_size * heads.element_size()
+    blocks = 3 if row_bytes <= 128 else 2 if row_bytes <= 512 else 1
     stages = 1 + (blocks if table is None else 2 * blocks)
     return Launch(_paged_decode, grid, args, constants, num_stages=stages)
