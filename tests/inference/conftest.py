@@ -20,7 +20,14 @@ def steps(request, monkeypatch):
 @pytest.fixture(scope="session")
 def interpreted():
     """A `triton_worker.Worker` that interprets kernels."""
-    yield from _worker(interpret=True)
+    for worker in _worker(interpret=True):
+        try:
+            assert worker("counts_to", 3) == 3
+        except RuntimeError as error:
+            if "only 0-dimensional arrays" not in str(error):
+                raise
+            pytest.skip("the interpreter of Triton 3.6 needs NumPy before 2.4")
+        yield worker
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A Triton kernel that writes the random numbers of `dschat.inference.kernels.cuda.draw`."""
+"""Triton kernels of the tests: random numbers of `dschat.inference.kernels.cuda.draw`, a loop."""
 
 import triton
 import triton.language as tl
@@ -12,3 +12,11 @@ def fill(seed_ptr, counters_ptr, out_ptr):
     where = counters_ptr + i
     value = uniform(tl.load(seed_ptr), tl.load(where), tl.load(where + n), tl.load(where + 2 * n))
     tl.store(out_ptr + i, value)
+
+
+@triton.jit
+def count(end_ptr, out_ptr):
+    n = 0
+    for _ in range(tl.load(end_ptr)):
+        n += 1
+    tl.store(out_ptr, n)

@@ -91,6 +91,16 @@ def check_operator(name, args):
     return torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
+def counts_to(end):
+    """``end``, counted by a kernel whose loop ends at a number that it loads."""
+    import torch
+    from triton_uniforms import count
+
+    out = torch.zeros(1, dtype=torch.int64)
+    count[(1,)](torch.tensor([end]), out)
+    return out.item()
+
+
 def uniforms(seed, counters):
     """The random numbers (R,) of ``counters`` (3, R), by a kernel that does nothing else."""
     import torch
