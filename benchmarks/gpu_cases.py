@@ -10,7 +10,7 @@ from unittest.mock import patch
 from rollout_workloads import CASES as ROLLOUTS
 from rollout_workloads import Case
 
-from dschat.config.cuda_kernels import PARTS, VARIABLE
+from dschat.config.cuda_kernels import PARTS, STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
 _STOP = 2  # a token that ends answers; a fake device draws 1
@@ -47,8 +47,8 @@ SIDES = {
     "A": Side(graphs=False),
     "B": Side(lag=0),
     "C": Side(lag=1),
-    "D": Side(lag=1, kernels=("attention", "norm", "draw")),
-    "E": Side(lag=1, kernels=("attention", "norm", "draw", "product")),
+    "D": Side(lag=1, kernels=("attention", "norm", "draw", "state")),
+    "E": Side(lag=1, kernels=STEP_PARTS),
     "F": Side(lag=1, kernels=PARTS),
     "G": Side(lag=1, kernels=PARTS, layout="zero_copy"),
 }

@@ -9,7 +9,8 @@ import os
 from dschat.config.errors import UserError
 
 VARIABLE = "DSCHAT_CUDA_KERNELS"
-STEP_PARTS = ("attention", "norm", "product", "draw")  # of captured decode steps
+# Of captured decode steps. state: reads, embeds and advances the rows; it needs attention.
+STEP_PARTS = ("attention", "norm", "product", "draw", "state")
 # dependent: these kernels start before the one in front of them is done, on Hopper and later.
 # liger: norms and gated MLPs of training and scoring.
 PARTS = (*STEP_PARTS, "dependent", "liger")

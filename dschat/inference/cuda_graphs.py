@@ -237,20 +237,19 @@ class DecodeGraphs:
     def _run(self, size: int, pages: int, kind: SamplingKind) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        tokens, positions, table = state.inputs(size, pages)
-        longest = table.shape[1] * cache.page_size
-        decodes = Decodes(size, positions + 1, longest, table, ragged=True)
-        slots = state.slots(positions, table)
-        attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes)
         kernels = self._kernels
+        rows = state.rows(size, pages, kernels)
+        longest = pages * cache.page_size
+        decodes = Decodes(size, rows.lengths, longest, rows.table, ragged=True)
+        attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             attend = kernels.attention(attention, decoder.rotary, decoder.weights.tensors)
-        hidden = decoder.hidden(tokens, positions, attend, kernels)
+        hidden = decoder.hidden(rows.tokens, rows.positions, attend, kernels)
         logits = decoder.logits(hidden, kernels)
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, kernels)
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
-        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind)
+        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, kernels)
 
     @torch.inference_mode()
     def _run_guessed(self, width: int, size: int, pages: int, kind: SamplingKind) -> None:
@@ -264,5 +263,5 @@ class DecodeGraphs:
         kernels = self._guess_kernels
         hidden = decoder.hidden(rows.tokens, rows.positions, attention, kernels)
         logits = decoder.logits(hidden, kernels)
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, kernels, width)
+        drawn, logprobs = state.draw(logits, kind, self._num_tokens, None, kernels, width)
         state.advance_guessed(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)

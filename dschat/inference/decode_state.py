@@ -15,7 +15,6 @@ positions of a row in a step.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.row_fields import Field
 from dschat.inference.sampler import SamplingKind, StepSampling
 from dschat.inference.sequence import Sequence
 
@@ -39,23 +39,24 @@ class Owner(Protocol):
         """Read all steps: another owner will overwrite the rows."""
 
 
-class _Field(IntEnum):
-    TOKEN = 0
-    POSITION = 1  # of TOKEN; its key and value are written by the next step
-    ALIVE = 2
-    START = 3  # position of the prompt's last token
-    LAST = 4  # position that draws the last token
-    YOUNGEST_STOP = 5  # first position that may draw a stop token
-    PROMPT = 6
-    SAMPLE = 7
-
-
 class Guesses(NamedTuple):
     """What the host guesses about a row's next tokens."""
 
     room: int  # positions that its pages hold
     first: int  # position of the first token
     tokens: list[int]  # at most `WINDOW`
+
+
+class StepRows(NamedTuple):
+    """Inputs of a step of B rows. Dead rows are at position 0 of the trash page."""
+
+    tokens: Tensor  # (B,)
+    positions: Tensor  # (B,)
+    lengths: Tensor  # (B,) keys that each row attends to
+    slots: Tensor  # (B,) of its new key and value
+    table: Tensor  # (B, W); by kernels, also what dead rows had
+    key: Tensor | tuple[Tensor, ...]  # prompt, sample, place in the answer: (B,) each
+    too_short: Tensor  # (B,) bool
 
 
 class GuessedRows(NamedTuple):
@@ -108,11 +109,11 @@ class DecodeState:
         self._page_size, self._trash_page = page_size, trash_page
         self._queue = queue or DeviceQueue(device)
         pinned = device.type == "cuda"
-        size = num_rows * (len(_Field) + num_pages)
-        shapes = (len(_Field), num_rows), (num_rows, num_pages)
+        size = num_rows * (len(Field) + num_pages)
+        shapes = (len(Field), num_rows), (num_rows, num_pages)
 
         def split(packed: Tensor) -> tuple[Tensor, Tensor]:
-            fields, table = packed.split([len(_Field) * num_rows, num_rows * num_pages])
+            fields, table = packed.split([len(Field) * num_rows, num_rows * num_pages])
             return fields.view(shapes[0]), table.view(shapes[1])
 
         self._packed = torch.zeros(size, dtype=torch.int64, device=device)
@@ -157,17 +158,17 @@ class DecodeState:
         starts = [len(s.prompt.ids) - 1 for s in sequences]
         lengths = [s.prompt.max_new_tokens for s in sequences]
         fields = {
-            _Field.TOKEN: [s.answer[-1] for s in sequences],
-            _Field.POSITION: [s.computed for s in sequences],
-            _Field.ALIVE: [1] * count,
-            _Field.START: starts,
-            _Field.LAST: [a + b - 1 for a, b in zip(starts, lengths, strict=True)],
-            _Field.YOUNGEST_STOP: [start + min_new_tokens for start in starts],
-            _Field.PROMPT: [s.prompt.number for s in sequences],
-            _Field.SAMPLE: [s.sample for s in sequences],
+            Field.TOKEN: [s.answer[-1] for s in sequences],
+            Field.POSITION: [s.computed for s in sequences],
+            Field.ALIVE: [1] * count,
+            Field.START: starts,
+            Field.LAST: [a + b - 1 for a, b in zip(starts, lengths, strict=True)],
+            Field.YOUNGEST_STOP: [start + min_new_tokens for start in starts],
+            Field.PROMPT: [s.prompt.number for s in sequences],
+            Field.SAMPLE: [s.sample for s in sequences],
         }
-        self._host_fields[_Field.ALIVE] = 0
-        self._host_fields[:, :count] = torch.tensor([fields[field] for field in _Field])
+        self._host_fields[Field.ALIVE] = 0
+        self._host_fields[:, :count] = torch.tensor([fields[field] for field in Field])
         table = [s.pages + [self._trash_page] * (width - len(s.pages)) for s in sequences]
         self._host_table[:count, :width] = torch.tensor(table)
         self._upload(0)
@@ -244,25 +245,40 @@ class DecodeState:
         Dead rows are at position 0 of the trash page.
         """
         fields = self._fields[:, :size]
-        alive = fields[_Field.ALIVE]
+        alive = fields[Field.ALIVE]
         table = self._table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
-        return fields[_Field.TOKEN], fields[_Field.POSITION] * alive, table
+        return fields[Field.TOKEN], fields[Field.POSITION] * alive, table
 
-    def slots(self, positions: Tensor, table: Tensor) -> Tensor:
-        """Cache slot of each row's new key and value, (B,) int64."""
-        pages = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
-        return pages * self._page_size + positions % self._page_size
+    def rows(self, size: int, pages: int, kernels: StepKernels | None) -> StepRows:
+        """Inputs of a step of ``size`` rows, of which it reads the first ``pages``."""
+        f = self._fields[:, :size]
+        if kernels is not None and kernels.runs("state"):
+            where = self._page_size, self._trash_page
+            numbers, too_short = kernels.read_rows(self._fields, self._table, size, *where)
+            table = self._table[:size, :pages]
+            position, length, slot = numbers[:3].unbind()
+            return StepRows(f[Field.TOKEN], position, length, slot, table, numbers[3:], too_short)
+        tokens, positions, table = self.inputs(size, pages)
+        page = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
+        slots = page * self._page_size + positions % self._page_size
+        key, too_short = self._draws(f, f[Field.POSITION])
+        return StepRows(tokens, positions, positions + 1, slots, table, key, too_short)
+
+    def _draws(self, f: Tensor, position: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The key of each random number, and which rows may draw no stop token."""
+        key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.START]
+        return key, position < f[Field.YOUNGEST_STOP]
 
     def guessed_inputs(self, size: int, pages: int, width: int) -> GuessedRows:
         """Inputs of a step of ``size`` rows with ``width`` positions each."""
         tokens, positions, table = self.inputs(size, pages)
         f, given = self._fields[:, :size], self._guesses[:size]
         room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
-        later = f[_Field.POSITION].unsqueeze(1) + self._ahead[1:width]
+        later = f[Field.POSITION].unsqueeze(1) + self._ahead[1:width]
         place = later - first
         guesses = window.gather(1, place.clamp(0, WINDOW - 1))
         is_guess = (guesses >= 0) & (place >= 0) & (place < WINDOW) & (later < room)
-        is_guess &= (later <= f[_Field.LAST].unsqueeze(1)) & (f[_Field.ALIVE].unsqueeze(1) > 0)
+        is_guess &= (later <= f[Field.LAST].unsqueeze(1)) & (f[Field.ALIVE].unsqueeze(1) > 0)
         tokens = torch.cat([tokens.unsqueeze(1), guesses.clamp(min=0)], 1)
         positions = torch.cat([positions.unsqueeze(1), later * is_guess], 1)
         page = table.gather(1, positions // self._page_size)
@@ -276,21 +292,34 @@ class DecodeState:
         logits: Tensor,
         kind: SamplingKind,
         num_tokens: int,
+        rows: StepRows | None,
         kernels: StepKernels | None = None,
         width: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
-        f = self._fields[:, : len(logits) // width]
-        position = f[_Field.POSITION]
-        if width > 1:
-            position = (position.unsqueeze(1) + self._ahead[:width]).view(-1)
-            f = f.unsqueeze(2).expand(-1, -1, width).flatten(1)
-        too_short = position < f[_Field.YOUNGEST_STOP]
-        key = f[_Field.PROMPT], f[_Field.SAMPLE], position - f[_Field.START]
+        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V).
+
+        ``rows``: of a step without guesses.
+        """
+        if rows is not None:
+            key, too_short = rows.key, rows.too_short
+        else:
+            f = self._fields[:, : len(logits) // width]
+            position = (f[Field.POSITION].unsqueeze(1) + self._ahead[:width]).view(-1)
+            key, too_short = self._draws(f.unsqueeze(2).expand(-1, -1, width).flatten(1), position)
         return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels)
 
-    def advance(self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind) -> None:
+    def advance(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor,
+        kind: SamplingKind,
+        kernels: StepKernels | None = None,
+    ) -> None:
         """Write the ring slot of this step, and move the rows to their next token."""
+        if kernels is not None and kernels.runs("state"):
+            memory = self._fields, self._ring, self._step
+            kernels.advance_rows(tokens, logprobs, *memory, self._sampling.stops(kind))
+            return
         size = len(tokens)
         drawn = torch.stack([tokens.double(), logprobs.double()])
         self._ring[:, :, 0, :size].index_copy_(0, self._step % RING, drawn.unsqueeze(0))
@@ -315,23 +344,23 @@ class DecodeState:
         ring = self._ring[:, :, :width, :size]
         ring.index_copy_(0, self._step % RING, drawn.unsqueeze(0))
         self._step += 1
-        self._fields[_Field.POSITION, :size] += count
+        self._fields[Field.POSITION, :size] += count
         self._move(tokens.gather(1, count.unsqueeze(1)).squeeze(1), kind)
 
     def _move(self, tokens: Tensor, kind: SamplingKind) -> None:
         """Move the rows to ``tokens`` (B,), which were drawn at their positions."""
         f = self._fields[:, : len(tokens)]
-        alive = f[_Field.ALIVE]
-        alive *= f[_Field.POSITION] < f[_Field.LAST]
+        alive = f[Field.ALIVE]
+        alive *= f[Field.POSITION] < f[Field.LAST]
         if kind.num_stops:
             alive *= ~self._sampling.is_stop(tokens, kind)
-        f[_Field.TOKEN].copy_(tokens)
-        f[_Field.POSITION] += alive
+        f[Field.TOKEN].copy_(tokens)
+        f[Field.POSITION] += alive
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Context in which steps count for nothing; all rows are dead until the next `enter`."""
-        self._fields[_Field.ALIVE].zero_()
+        self._fields[Field.ALIVE].zero_()
         try:
             yield
         finally:

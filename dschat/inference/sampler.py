@@ -155,7 +155,7 @@ class StepSampling:
         self,
         logits: Tensor,
         kind: SamplingKind,
-        key: tuple[Tensor, Tensor, Tensor],
+        key: Tensor | tuple[Tensor, ...],
         too_short: Tensor,
         num_tokens: int,
         kernels: StepKernels | None = None,
@@ -166,13 +166,18 @@ class StepSampling:
         bool: answers that may not end yet.
         """
         params = kind.params
-        forbidden = (too_short, self._stops[kind.num_stops]) if kind.forbids else None
+        stops = self.stops(kind)
+        forbidden = (too_short, stops) if kind.forbids and stops is not None else None
         if kernels is not None and kernels.runs("draw"):
             memory = self._numbers, self._seed
             return kernels.draw(logits, params, *memory, key, forbidden, num_tokens)
         uniform = None if params.temperature == 0 else uniforms(self._seed, *key)
         numbers = SamplingNumbers(*self._numbers.unbind())
         return sample(logits, params, uniform, forbidden, num_tokens, numbers)
+
+    def stops(self, kind: SamplingKind) -> Tensor | None:
+        """Ids that end an answer."""
+        return self._stops.get(kind.num_stops)
 
     def is_stop(self, tokens: Tensor, kind: SamplingKind) -> Tensor:
         """Whether each of ``tokens`` (R,) ends its answer; (R,) bool."""

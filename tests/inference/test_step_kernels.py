@@ -52,7 +52,7 @@ def test_the_choice_is_made_once(kernels, monkeypatch, caplog):
     captured, _ = decode_step(CONFIGS["llama"]())
     assert captured["paged_decode"] == 2
     (line,) = [r.getMessage() for r in caplog.records if "Triton" in r.getMessage()]
-    assert "attention, norm, product, draw" in line
+    assert "attention, norm, product, draw, state" in line
     assert "none of which was measured" in line
 
 
@@ -61,23 +61,31 @@ OF_TORCH = {
     "norm": "rms_norm",
     "product": "mm",
     "draw": "argmax",
+    "state": "embedding",
 }
 OF_KERNELS = {
     "attention": "paged_decode",
     "norm": "add_norm",
     "product": "skinny_linear",
     "draw": "draw",
+    "state": "read_rows",
 }
 
 
 @pytest.mark.parametrize("part", OF_TORCH)
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
 def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
-    """One part by its kernel and the rest by torch, or the other way round."""
+    """One part by its kernel and the rest by torch, or the other way round. The state's kernels
+    need that of attention.
+    """
     by_kernels = {part} if alone else set(OF_TORCH) - {part}
+    by_kernels |= {"attention"} if alone and part == "state" else set()
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", ",".join(sorted(by_kernels)))
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
     captured, _ = decode_step(CONFIGS["llama"](), sampling=greedy)
+    if "attention" not in by_kernels:
+        by_kernels.discard("state")
+    assert captured["advance_rows"] == captured["embed"] == captured["read_rows"]
     found = {name for name in OF_KERNELS if captured[OF_KERNELS[name]]}
     assert found == by_kernels
     assert {name for name in OF_TORCH if captured[OF_TORCH[name]]} == set(OF_TORCH) - by_kernels
@@ -145,13 +153,12 @@ def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch)
 
 # Norms 2, products 4, attention.
 LAYER = 7
-# Around the layers: reading the rows 9, embedding, final norm, head, draw 4, advancing 11. OPT's
-# positions take 3 more.
-AROUND = 27
+# Around the layers: reading the rows, embedding, final norm, head, draw (two kernels), advancing.
+AROUND = 6
 
 BUDGETS = {
     "llama": (LAYER, AROUND),
-    "opt": (LAYER, AROUND + 3),
+    "opt": (LAYER, AROUND),
     "gpt_neox": (LAYER + 1, AROUND),  # adds its parallel branches
     "bloom": (LAYER, AROUND + 1),  # norm of the embedding
 }
@@ -199,7 +206,7 @@ def test_every_family_decodes_by_kernels(name, kernels):
     config = CONFIGS[name]()
     captured, _ = decode_step(config, page_size=16)
     assert captured["paged_decode"] == config.num_hidden_layers
-    assert captured["scaled_dot_product_attention"] == captured["index_copy_"] - 1 == 0
+    assert captured["scaled_dot_product_attention"] == captured["index_copy_"] == 0
     assert waits(captured) == 0
 
 

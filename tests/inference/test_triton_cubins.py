@@ -61,6 +61,24 @@ def attention(batch, heads, kv_heads, size, page_size=32, **options):
     )
 
 
+READ = (
+    "read_rows",
+    (integers(8, 64), integers(64, 16), 32, 1023, integers(6, 8), meta(8, dtype=torch.bool)),
+)
+ADVANCE = (
+    "advance_rows",
+    (
+        *(integers(8), meta(8, dtype=torch.float32), integers(8, 64)),
+        *(meta(128, 2, 1, 64, dtype=torch.float64), integers(1), integers(16)),
+    ),
+)
+
+
+def embedding(size):
+    positions = integers(8), meta(2050, size)
+    return "embed", (integers(8), meta(50272, size), *positions, 2, meta(8, size))
+
+
 @dataclass(frozen=True)
 class Wanted:
     """``programs`` at once on an H100's multiprocessor, loads of 128 bits (or 16-byte copies)."""
@@ -80,6 +98,9 @@ REST = {
     "draw-opt": Wanted(drawing(50272), 4),
     "attention-llama3": Wanted(attention(64, 32, 8, 128, rotary=128), 4, 24, True),
     **{f"norm-{n}": Wanted(norm(n, n < 4096), 2) for n in (768, 1600, 4096, 8192)},
+    "read": Wanted(READ, 4, 0),
+    "advance": Wanted(ADVANCE, 4, 0),
+    "embed": Wanted(embedding(2048), 8),
     "draw-greedy": Wanted(drawing(32000, greedy=True), 4),
     "draw-nucleus": Wanted(drawing(50272, truncation=(0, True, False)), 2),
     "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(50, True, True)), 2),
@@ -201,6 +222,9 @@ BEFORE = {
     "norm": (norm(2048, True), ["LDG"] * 4),
     "product-llama-gated": (product(64, 11008, 4096, "silu", True), ["CCTL.E.PF2"]),
     "attention": (attention(8, 32, 32, 64), []),
+    "read": (READ, []),
+    "advance": (ADVANCE, []),
+    "embed": (embedding(2048), []),
     "draw": (drawing(152064, forbids=True, truncation=(50, True, True)), []),
 }
 

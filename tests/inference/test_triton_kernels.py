@@ -197,7 +197,7 @@ def test_draws_from_whole_vocabularies(interpreted, vocab, seed):
 DRAW_FAULTS = {
     "padding drawn": ("allowed = token < NUM_TOKENS", "allowed = token < VOCAB"),
     "stops drawn": ("& ~(short &", "& ~(~short &"),
-    "another number": ("_mix(state + _GAMMA) >> 11", "_mix(state) >> 11"),
+    "another number": ("tl.load(where + num_rows),", "tl.load(where),"),
     "block not left": ("(target - before) / share", "target / share"),
     "one token early": ("(inside <= target)", "(inside + weights <= target)"),
     "log-prob of the allowed": (

@@ -1,9 +1,9 @@
-"""Triton kernels of the tests: random numbers of `dschat.inference.kernels.cuda.draw`, a loop."""
+"""Triton kernels of the tests: random numbers of `kernels.cuda.uniform`, a loop."""
 
 import triton
 import triton.language as tl
 
-from dschat.inference.kernels.cuda.draw import uniform
+from dschat.inference.kernels.cuda.uniform import uniform
 
 
 @triton.jit

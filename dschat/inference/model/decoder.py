@@ -85,7 +85,7 @@ class Decoder:
         """
         if self._version != self.weights.version:
             self._look_up()
-        h, added = self._embed(tokens, positions), None
+        h, added = self._embed(tokens, positions, kernels), None
         step = self._step(positions, attend, kernels)
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
@@ -107,9 +107,14 @@ class Decoder:
         logits = self._group.all_gather(local).transpose(0, 1).flatten(1)  # R may be 0
         return logits[:, : self.spec.vocab_size]
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
         weights, spec = self.weights, self.spec
         table = weights.tensors["embed.weight"]
+        is_plain = self._group.size == 1 and "project_in" not in weights.linears
+        if kernels is not None and is_plain and kernels.runs("state"):
+            of_positions = weights.tensors["positions.weight"] if spec.num_positions else None
+            h = kernels.embed(tokens, table, positions, of_positions, spec.position_offset)
+            return h if self._embed_norm is None else self._norm(self._embed_norm, h)
         if self._group.size == 1:
             h = F.embedding(tokens, table)
         else:  # each rank has some rows; those of other ranks are zero here, then summed

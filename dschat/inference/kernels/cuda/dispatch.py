@@ -84,13 +84,44 @@ class StepKernels:
 
     def runs(self, part: str) -> bool:
         """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
-        return part in self._parts
+        # Only the attention kernel reads no page of a dead row.
+        needed = {part, "attention"} if part == "state" else {part}
+        return needed <= self._parts
 
     def without(self, part: str) -> "StepKernels":
         """The same with one part fewer."""
         fewer = copy.copy(self)
         fewer._parts = self._parts - {part}
         return fewer
+
+    def read_rows(
+        self, fields: Tensor, table: Tensor, size: int, page_size: int, trash_page: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `operators.read_rows`."""
+        return operators.read_rows(fields, table, size, page_size, trash_page, self._dependent)
+
+    def embed(
+        self,
+        tokens: Tensor,
+        table: Tensor,
+        positions: Tensor | None,
+        position_table: Tensor | None,
+        offset: int,
+    ) -> Tensor:
+        """See `operators.embed`."""
+        return operators.embed(tokens, table, positions, position_table, offset, self._dependent)
+
+    def advance_rows(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor,
+        fields: Tensor,
+        ring: Tensor,
+        step: Tensor,
+        stops: Tensor | None,
+    ) -> None:
+        """See `operators.advance_rows`."""
+        operators.advance_rows(tokens, logprobs, fields, ring, step, stops, self._dependent)
 
     def add_norm(
         self, h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -135,7 +166,7 @@ class StepKernels:
         params: SamplingParams,
         numbers: Tensor,
         seed: Tensor,
-        key: Sequence[Tensor],
+        key: Tensor | Sequence[Tensor],
         forbidden: tuple[Tensor, Tensor] | None,
         num_tokens: int,
     ) -> tuple[Tensor, Tensor]:
@@ -147,7 +178,7 @@ class StepKernels:
         """
         short, stops = forbidden or (None, None)
         applies = params.temperature == 0, params.top_k, params.top_p < 1, params.min_p > 0
-        counters = torch.stack(list(key))
+        counters = key if isinstance(key, Tensor) else torch.stack(list(key))
         return operators.draw(
             *(logits.contiguous(), numbers, *applies, seed, counters, short, stops, num_tokens),
             self._dependent,

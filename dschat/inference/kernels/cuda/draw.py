@@ -15,34 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference import sampling
 from dschat.inference.kernels.cuda.launch import Launch, follow
 from dschat.inference.kernels.cuda.operators import DRAW_BLOCK
-
-# NOTE: Triton reads a literal above 2^63 as uint64.
-_GAMMA = tl.constexpr(sampling._GAMMA + (1 << 64))
-_MIX_1 = tl.constexpr(sampling._MIX_1 + (1 << 64))
-_MIX_2 = tl.constexpr(sampling._MIX_2 + (1 << 64))
+from dschat.inference.kernels.cuda.uniform import uniform
 
 # Low bits of an fp32 number that no number of the dtype has.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * _MIX_1
-    x = (x ^ (x >> 27)) * _MIX_2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def uniform(seed, prompt, sample, position):
-    """`dschat.inference.sampling.uniforms` of int64 counters: float64 in [0, 1)."""
-    state = seed.to(tl.uint64, bitcast=True)
-    for counter in tl.static_range(3):
-        value = prompt if counter == 0 else sample if counter == 1 else position
-        state = _mix(state + _GAMMA) + value.to(tl.uint64, bitcast=True) * _GAMMA
-    return (_mix(state + _GAMMA) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
 @triton.jit

@@ -27,6 +27,89 @@ ACTIVATIONS = {
 }
 
 
+@torch.library.custom_op("dschat::read_rows", mutates_args=())
+def read_rows(
+    fields: Tensor,
+    table: Tensor,
+    size: int,
+    page_size: int,
+    trash_page: int,
+    dependent: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What a decode step needs to know of its first ``size`` rows.
+
+    Args:
+        fields: (fields, S) int64, see `Field`.
+        table: (S, pages) int64, pages of each row, of ``page_size`` tokens.
+        trash_page: where dead rows are, at position 0.
+
+    Returns:
+        Numbers (6, size) int64: position, number of keys, cache slot of the new key and value, and
+        the key of the random number (prompt, sample, place in the answer). Then rows that may draw
+        no stop token (size,) bool.
+    """
+    from dschat.inference.kernels.cuda import read_rows as kernel
+
+    numbers, short = fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
+    kernel.plan(fields, table, page_size, trash_page, numbers, short, dependent).run()
+    return numbers, short
+
+
+@read_rows.register_fake
+def _(fields: Tensor, table: Tensor, size: int, *rest: object) -> tuple[Tensor, Tensor]:
+    return fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
+
+
+@torch.library.custom_op("dschat::embed", mutates_args=())
+def embed(
+    tokens: Tensor,
+    table: Tensor,
+    positions: Tensor | None,
+    position_table: Tensor | None,
+    offset: int,
+    dependent: bool = False,
+) -> Tensor:
+    """Rows of ``table`` (V, E) for ``tokens`` (R,) int64, (R, E); with ``position_table`` (P, E)
+    plus its rows for ``positions`` (R,) + ``offset``.
+    """
+    from dschat.inference.kernels.cuda import embed as kernel
+
+    out = table.new_empty(len(tokens), table.shape[1])
+    kernel.plan(tokens, table, positions, position_table, offset, out, dependent).run()
+    return out
+
+
+@embed.register_fake
+def _(tokens: Tensor, table: Tensor, *rest: object) -> Tensor:
+    return table.new_empty(len(tokens), table.shape[1])
+
+
+@torch.library.custom_op("dschat::advance_rows", mutates_args=("fields", "ring", "step"))
+def advance_rows(
+    tokens: Tensor,
+    logprobs: Tensor,
+    fields: Tensor,
+    ring: Tensor,
+    step: Tensor,
+    stops: Tensor | None,
+    dependent: bool = False,
+) -> None:
+    """Write a step's ``tokens`` (B,) int64 and ``logprobs`` (B,) fp32 to the ring, and move the
+    rows to these tokens.
+
+    ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, positions, S) float64; ``step``
+    (1,) int64, the number of steps so far; rows end at ``stops`` (S,) int64.
+    """
+    from dschat.inference.kernels.cuda import advance_rows as kernel
+
+    kernel.plan(tokens, logprobs, fields, ring, step, stops, dependent).run()
+
+
+@advance_rows.register_fake
+def _(*rest: object) -> None:
+    return None
+
+
 @torch.library.custom_op("dschat::add_norm", mutates_args=("h",))
 def add_norm(
     h: Tensor,
