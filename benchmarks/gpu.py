@@ -8,8 +8,8 @@
 Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
 
 - A: eager decode steps. B: CUDA graphs, each step read before the next one starts.
-  C: graphs, read one step late. D: C with Triton kernels for attention, norms and draws. E: D with
-  products. F: E with dependent launch. G: F on training's own weights.
+  C: graphs, read one step late. D: C with Triton kernels for attention, norms, draws and the state
+  of the rows. E: D with products. F: E with dependent launch. G: F on training's own weights.
 - graphs=on|off, kernels=all|none|PART+PART.. (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy,
   lag=STEPS; left out: graphs, no kernels, copy, and answers without stop tokens, which are read
   when they are complete.
