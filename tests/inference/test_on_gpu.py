@@ -181,6 +181,18 @@ def test_a_released_cache_is_free_at_once():
         gc.enable()
 
 
+def test_a_hundred_releases_take_no_more_memory():
+    """Rollouts that allocate the cache and capture their steps again, with training in between."""
+    made = on("cuda", build("llama"), kv_cache_gib=0.0625)
+    reserved = []
+    for _ in range(100):
+        made.generate(PROMPTS, SAMPLED)
+        made.release_cache()
+        torch.ones(2**26, device="cuda").add_(1)  # 256 MiB
+        reserved.append(torch.cuda.memory_reserved())
+    assert max(reserved[10:]) <= max(reserved[:10])
+
+
 def test_graphs_survive_a_refresh_in_place():
     module = build("llama").cuda()
     made = on("cuda", module)
