@@ -233,7 +233,7 @@ def test_a_wrong_draw_is_found(monkeypatch):
 
 
 def test_a_side_that_fails_leaves_the_others(monkeypatch, capsys):
-    def fails(*_):
+    def fails(*_, **options):
         raise torch.OutOfMemoryError("of registers")
 
     line, failure = measured(monkeypatch, fails)

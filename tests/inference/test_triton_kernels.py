@@ -318,7 +318,7 @@ def test_operators_state_what_they_change(interpreted):
     scratch = space.partials, space.counters
     x, ones = drawn(4, 32), torch.ones(32)
     one = torch.ones(1, dtype=torch.float64)
-    integers = torch.ones(3, 4, dtype=torch.int64)
+    integers, fields = (torch.ones(n, 4, dtype=torch.int64) for n in (3, 8))
     kv = drawn(8, 2, 16), integers[0], torch.arange(4), None, 2, None, None, 0.25
     operands = {
         "add_norm": (x, x + 1, ones, ones, 1e-5),
@@ -326,6 +326,12 @@ def test_operators_state_what_they_change(interpreted):
         "draw": (
             *(x, one.expand(3) / 2, False, 3, True, True, integers[0, :1], integers),
             *(None, None, 30),
+        ),
+        "read_rows": (fields, fields.T.contiguous(), 3, 4, 9),
+        "embed": (integers[0, :3], drawn(5, 32), integers[0, :3], drawn(5, 32), 2),
+        "advance_rows": (
+            *(integers[0, :3].clone(), drawn(3), fields, drawn(4, 2, 1, 4).double()),
+            *(integers[0, :1].clone(), integers[0].clone()),
         ),
         "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, None, None, 0.0, None, None, *scratch),
     }

@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -81,6 +82,10 @@ class StepKernels:
     ) -> None:
         self._space = workspace(device)
         self._parts, self._dependent = parts, dependent
+        self.add_norm = partial(operators.add_norm, dependent=dependent)
+        self.read_rows = partial(operators.read_rows, dependent=dependent)
+        self.embed = partial(operators.embed, dependent=dependent)
+        self.advance_rows = partial(operators.advance_rows, dependent=dependent)
 
     def runs(self, part: str) -> bool:
         """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
@@ -93,43 +98,6 @@ class StepKernels:
         fewer = copy.copy(self)
         fewer._parts = self._parts - {part}
         return fewer
-
-    def read_rows(
-        self, fields: Tensor, table: Tensor, size: int, page_size: int, trash_page: int
-    ) -> tuple[Tensor, Tensor]:
-        """See `operators.read_rows`."""
-        return operators.read_rows(fields, table, size, page_size, trash_page, self._dependent)
-
-    def embed(
-        self,
-        tokens: Tensor,
-        table: Tensor,
-        positions: Tensor | None,
-        position_table: Tensor | None,
-        offset: int,
-    ) -> Tensor:
-        """See `operators.embed`."""
-        return operators.embed(tokens, table, positions, position_table, offset, self._dependent)
-
-    def advance_rows(
-        self,
-        tokens: Tensor,
-        logprobs: Tensor,
-        fields: Tensor,
-        ring: Tensor,
-        step: Tensor,
-        stops: Tensor | None,
-    ) -> None:
-        """See `operators.advance_rows`."""
-        operators.advance_rows(tokens, logprobs, fields, ring, step, stops, self._dependent)
-
-    def add_norm(
-        self, h: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        """``h`` (R, E) += ``added``, in place; returns its LayerNorm, or without ``bias`` its
-        RMSNorm.
-        """
-        return operators.add_norm(h, added, weight, bias, eps, self._dependent)
 
     def takes(self, linear: AnyLinear, x: Tensor, activation: str = "") -> bool:
         """Whether a kernel multiplies ``x`` (R, E) and applies ``activation``."""
