@@ -304,7 +304,9 @@ class Draw(Operation):
         sampling = StepSampling(device)
         kind = sampling.load(SAMPLINGS[self.name], [], put=lambda copy: copy())
         row = torch.arange(self.rows, device=device)
-        key = row, torch.zeros_like(row), row + self.case.new_tokens // 2
+        key: Any = row, torch.zeros_like(row), row + self.case.new_tokens // 2
+        if kernels is not None:
+            key = torch.stack(key)  # as `read_rows` returns it
         too_short = torch.zeros_like(row, dtype=torch.bool)
 
         def run(logits: Tensor) -> tuple[Tensor, ...]:

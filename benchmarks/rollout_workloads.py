@@ -78,7 +78,6 @@ class Case:
 
 CASES = {
     "opt-125m": Case("opt-125m", 16, 64, 64, 16, targets={"tokens": 1.6, "decode": 1.9}),
-    "llama3-8b": lambda: llama(4096, 32, 32, 14_336, 128_256, kv_heads=8),
     "llama-384x6": Case("llama-384x6", 16, 64, 64, 16, targets={"tokens": 2.2}),
     "llama-tiny": Case("llama-tiny", 16, 64, 64, 16, targets={"tokens": 4.0}),
     "ragged": Case("opt-125m", 64, 64, 64, 16, ragged=True, targets={"tokens": 2.7}),

@@ -168,6 +168,13 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert len(printed.err.splitlines()) == 1
 
 
+def test_workloads_are_of_models():
+    from rollout_workloads import CASES, MODELS, Case
+
+    assert all(isinstance(case, Case) for case in CASES.values())
+    assert {case.model for case in CASES.values()} <= MODELS.keys()
+
+
 def test_sides_are_parsed():
     from gpu_cases import SIDES, Side, parse_side
 

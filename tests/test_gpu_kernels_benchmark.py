@@ -274,11 +274,11 @@ def test_captured_launches_take_turns_over_the_copies(monkeypatch):
     assert launched == [*range(5)] * 100
 
 
-# The operators that a launch by Triton consists of. A draw stacks its counters.
+# The operators that a launch by Triton consists of.
 OURS = {
     "attention": {"paged_decode": 1},
     "add_norm": {"add_norm": 1},
-    **dict.fromkeys(("draw", "draw-greedy", "draw-top-p"), {"stack": 1, "draw": 1}),
+    **dict.fromkeys(("draw", "draw-greedy", "draw-top-p"), {"draw": 1}),
 }
 
 

@@ -16,6 +16,7 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
+from dschat.models.copy_stream import wait_for_copies
 from dschat.models.training_engine import TrainingEngine, attributes_replaced, full_shape
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -53,6 +54,7 @@ def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
     """Collective. The files that DeepSpeed would write for ``engine`` on this rank: path below
     ``folder`` -> state, with live tensors. Copies optimizer states that are offloaded to a disk.
     """
+    wait_for_copies()  # of optimizer states that were away
     files = _CapturingCheckpointEngine()
     with attributes_replaced(
         engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
+from dschat.models.copy_stream import finish_copies, on_copy_stream, wait_for_copies
 from dschat.models.training_engine import TrainingEngine
 
 # Host memory of each optimizer's states, by name. It is kept: pinning it takes longer than copying.
 _buffers: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Tensor]] = WeakKeyDictionary()
 _ALIGNMENT = 512  # bytes
-_stream: torch.cuda.Stream | None = None  # of the copies back
-_waiting: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps wait for that stream
+_waiting: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps wait for the copies back
 
 
 @contextmanager
@@ -81,6 +81,7 @@ def _pinned(num_bytes: int, owner: object) -> Tensor:
 
 
 def _unpin(memory: Tensor) -> None:
+    finish_copies()
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
@@ -99,7 +100,7 @@ def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, s
 
 @torch.no_grad()
 def _offload(engine: TrainingEngine) -> None:
-    wait_for_training_states()
+    wait_for_copies()
     zero = engine.optimizer
     if clear_views := getattr(zero, "_clear_hp_buffer_references", None):
         clear_views()
@@ -120,9 +121,12 @@ def _reload(engine: TrainingEngine) -> None:
     masters, moments = _masters(engine), list(_moments(engine))
     buffers = [master.data for master in masters] + [state[key] for state, key, _ in moments]
     tensors = [torch.empty_like(buffer, device=dist.device()) for buffer in buffers]
-    with _on_own_stream(engine):
+    _wait_in_steps(engine)
+    with on_copy_stream():
         for tensor, buffer in zip(tensors, buffers, strict=True):
             tensor.copy_(buffer, non_blocking=True)
+            if tensor.is_cuda:  # else its memory could be reused before, were it dropped
+                tensor.record_stream(torch.cuda.current_stream())
     for master, tensor in zip(masters, tensors, strict=False):
         master.data = tensor
     for (state, key, _), tensor in zip(moments, tensors[len(masters) :], strict=True):
@@ -131,24 +135,8 @@ def _reload(engine: TrainingEngine) -> None:
         link_views()
 
 
-@contextmanager
-def _on_own_stream(engine: TrainingEngine) -> Iterator[None]:
-    """Queue copies into memory of the current stream beside its later work, until a step."""
-    global _stream
-    if not torch.cuda.is_available():
-        yield
-        return
-    if _stream is None:
-        _stream = torch.cuda.Stream()
+def _wait_in_steps(engine: TrainingEngine) -> None:
+    """Have the optimizer's steps wait for the copies back."""
     if _adam(engine) not in _waiting:
         _waiting.add(_adam(engine))
-        _adam(engine).register_step_pre_hook(lambda *_: wait_for_training_states())
-    _stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(_stream):
-        yield
-
-
-def wait_for_training_states() -> None:
-    """Work queued from now on follows the copies back. Optimizer steps call this themselves."""
-    if _stream is not None:
-        torch.cuda.current_stream().wait_stream(_stream)
+        _adam(engine).register_step_pre_hook(lambda *_: wait_for_copies())

@@ -71,7 +71,7 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 step()
                 return self._recorded(step).replay
-        except RuntimeError as error:
+        except Exception as error:  # torch's, or of Triton, which have no type in common
             if not self._required:
                 raise
             raise UserError(
@@ -82,11 +82,10 @@ class CudaCapture:
             current.wait_stream(self._stream)
 
     def _recorded(self, step: Step) -> torch.cuda.CUDAGraph:
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._record(step)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # the allocator does not do so while it captures
-            return self._record(step)
+        torch.cuda.empty_cache()  # the allocator does not do so while it captures
+        return self._record(step)
 
     def _record(self, step: Step) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -96,8 +95,10 @@ class CudaCapture:
             step()
             graph.capture_end()
         except BaseException:
-            self._abandon(graph, self._pool)
-            self._pool = self._holds_pool = None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that a graph is empty
+                if not self._abandon(graph, self._pool) or self._holds_pool is None:
+                    self._pool = self._holds_pool = None
             raise
         self._holds_pool = self._holds_pool or graph
         return graph
@@ -106,21 +107,27 @@ class CudaCapture:
         # NOTE: in the default mode, any CUDA call of another thread would break the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Leave stream, allocator and random numbers as they are without a capture."""
-        self._failed.append(graph)
-        with suppress(RuntimeError):  # raised for a capture that CUDA has invalidated
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
+        """Leave stream, allocator and random numbers as they are without a capture. Returns whether
+        more may be captured into ``pool``.
+        """
+        try:
             graph.capture_end()
-        with suppress(RuntimeError):  # raised unless `capture_end` failed before it did this
-            device = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            graph.reset()  # gives its memory back
+            is_sound = True
+        except RuntimeError:  # CUDA has invalidated the capture
+            self._failed.append(graph)
+            with suppress(RuntimeError):  # raised unless `capture_end` failed before it did this
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            is_sound = False
         # The default generator draws for the failed graph until another capture ends well.
-        with suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the graph is empty
+        with suppress(RuntimeError):
             empty = torch.cuda.CUDAGraph()
             self._begin(empty, torch.cuda.graph_pool_handle())
             empty.capture_end()
+        return is_sound
 
 
 def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
@@ -164,11 +171,7 @@ class DecodeGraphs:
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._all_widths = WIDTHS if guesses else WIDTHS[:1]
-        self._kernels = kernels
-        # Steps with guesses run torch's attention in any case.
-        by_kernel = kernels is not None and kernels.runs("attention")
-        self._reads_lengths = by_kernel and not guesses
-        self._guess_kernels = None if kernels is None else kernels.without("attention")
+        self._use(kernels)
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
@@ -177,6 +180,10 @@ class DecodeGraphs:
         self.state = DecodeState(*sizes, device, queue, width)
         self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
         self.failed = False
+
+    def _use(self, kernels: StepKernels | None) -> None:
+        self._kernels = kernels
+        self._guess_kernels = None if kernels is None else kernels.without("attention")
 
     @property
     def num_captured(self) -> int:
@@ -193,10 +200,12 @@ class DecodeGraphs:
 
     def pages_for(self, count: int) -> int:
         """Pages of a row that the steps read of rows with ``count`` pages."""
-        if self._reads_lengths:
+        by_kernel = self._kernels is not None and self._kernels.runs("attention")
+        if by_kernel and len(self._all_widths) == 1:  # steps with guesses run torch's attention
             return self.state.num_pages
         least = self._cache.pages_for(_FEWEST_TOKENS)
-        return batch_bucket(max(count, least), self.state.num_pages)
+        num_pages = self.state.num_pages
+        return batch_bucket(min(max(count, least), num_pages), num_pages)
 
     def widths(self, size: int) -> list[int]:
         """Positions of each of ``size`` rows that steps may compute, ascending."""
@@ -221,17 +230,23 @@ class DecodeGraphs:
         step = partial(run, size, pages, kind)
         if self.failed:
             return step
-        with self.state.asleep():
-            try:
-                replay = self._capture(step)
-            except RuntimeError as error:
+        try:
+            with self.state.asleep():
+                self._graphs[key] = self._capture(step)
+        except UserError:
+            raise
+        except Exception as error:  # torch's, or of Triton, which have no type in common
+            self._graphs.clear()
+            if self._kernels is None:
                 self.failed = True
-                self._graphs.clear()
                 message = "CUDA graph capture failed, decoding eagerly: %s"
                 logger.warning(message, first_line(error))
                 return step
-        self._graphs[key] = replay
-        return replay
+            self._use(None)
+            message = "a decode step by Triton kernels failed, going on without them: %s"
+            logger.warning(message, first_line(error))
+            return self.step(size, pages, kind, width)
+        return self._graphs[key]
 
     @torch.inference_mode()
     def _run(self, size: int, pages: int, kind: SamplingKind) -> None:

@@ -18,7 +18,6 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.data.micro_batches import row_tokens
-from dschat.hybrid.optimizer_offload import wait_for_training_states
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import AdaptiveKL, aggregation_count, value_loss
 from dschat.models.packing import PackedRows, pack
@@ -229,7 +228,6 @@ class DeepSpeedPPOTrainer:
         """
         if not isinstance(experience, Experience):
             raise UserError("train_rlhf takes the Experience that generate_experience returns")
-        wait_for_training_states()
         args, started = self.args, time.perf_counter()
         actor, critic = self.engine.actor, self.engine.critic
         rate = learning_rate(actor)

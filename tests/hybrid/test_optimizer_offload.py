@@ -14,8 +14,10 @@ from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 
 import dschat.distributed as dist
+from dschat.checkpoint import deepspeed_state
 from dschat.hybrid import optimizer_offload
 from dschat.hybrid.weight_stream import weight_stream
+from dschat.models import copy_stream
 
 
 @pytest.fixture
@@ -94,6 +96,9 @@ class FakeRuntime:
             def wait_stream(self, other):
                 runtime.events.append(f"{self.name} waits for {other.name}")
 
+            def synchronize(self):
+                runtime.events.append(f"host waits for {self.name}")
+
             def __enter__(self):
                 stack.append(self.name)
 
@@ -112,7 +117,7 @@ class FakeRuntime:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(optimizer_offload, "_stream", None)
+        monkeypatch.setattr(copy_stream, "_stream", None)
         monkeypatch.setattr(optimizer_offload.dist, "device", lambda: torch.device("cpu"))
         monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
         copy = torch.Tensor.copy_
@@ -150,9 +155,11 @@ def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(mo
             pass
     # Two moments of each: 4,000 and 28 bytes, in units of 512.
     assert list(runtime.locked.values()) == [2 * (4096 + 512)]
+    runtime.events.clear()
     del engine
     gc.collect()
     assert not runtime.locked
+    assert runtime.events == ["host waits for side"]
 
 
 def test_states_come_back_on_a_stream_of_their_own(monkeypatch):
@@ -169,6 +176,16 @@ def test_states_come_back_on_a_stream_of_their_own(monkeypatch):
     with optimizer_offload.training_states_away([engine], enabled=True):
         pass
     assert runtime.events == ["main waits for side", *away, *back]
+
+
+def test_a_checkpoint_waits_for_the_states(monkeypatch, tmp_path):
+    """A reward function may fail before the next optimizer step, and the run then saves."""
+    actor, waits = Actor(build("llama"), 2), []
+    actor.step()
+    monkeypatch.setattr(deepspeed_state, "wait_for_copies", lambda: waits.append(1))
+    monkeypatch.setattr(actor.engine, "save_checkpoint", lambda *_, **__: waits.append(2))
+    deepspeed_state.capture(actor.engine, tmp_path, "x")
+    assert waits == [1, 2]
 
 
 @pytest.mark.gpu

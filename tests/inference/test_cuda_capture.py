@@ -57,6 +57,9 @@ class Driver:
                     raise RuntimeError("capture invalidated")
                 driver.draws_for = None
 
+            def reset(self):
+                driver.calls.append("reset")
+
             def replay(self):
                 driver.calls.append("replay")
 
@@ -145,12 +148,25 @@ def test_a_failed_capture_leaves_nothing_behind(driver, fails, invalidates):
     assert driver.calls[-1] == "main waits for side 1"
     # The warm-up run is not captured. After a capture that failed, an empty one ends well.
     assert driver.calls.count("end") == 2 * fails
-    assert driver.calls.count("_cuda_endAllocateToPool") == fails
+    broken = bool(fails and invalidates)
+    assert driver.calls.count("_cuda_endAllocateToPool") == len(capture._failed) == broken
+    assert driver.calls.count("reset") == (fails and not invalidates)
     driver.invalidates = 0
     assert number_of_runs(capture) == 2
     assert driver.streams == 1
     # What may refer to the failed graph is not used again.
     assert f"begin pool {1 + 2 * fails} thread_local" in driver.calls[-3:]
+
+
+@pytest.mark.parametrize("invalidates", [0, 1])
+def test_a_pool_with_graphs_is_used_on_after_a_failure_that_leaves_it_sound(driver, invalidates):
+    capture = CudaCapture(required=False)
+    number_of_runs(capture)
+    driver.invalidates = invalidates
+    with pytest.raises(RuntimeError):
+        number_of_runs(capture, fails={1})
+    number_of_runs(capture)
+    assert f"begin pool {3 if invalidates else 1} thread_local" in driver.calls[-3:]
 
 
 def test_a_capture_without_memory_is_tried_again_after_emptying_the_cache(driver):

@@ -160,6 +160,38 @@ def test_a_released_cache_is_free_at_once(capture, speculate, module_of):
         gc.enable()
 
 
+class CompilationError(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("graphs_fail_too", [False, True])
+def test_where_kernels_fail_decoding_goes_on_without(
+    graphs_fail_too, captured, caplog, module_of, monkeypatch
+):
+    def refuse(*args, **options):
+        raise CompilationError("at 34:42: no attribute\nmore")
+
+    def capture(step):
+        step()  # the warm-up
+        if graphs_fail_too:
+            raise RuntimeError("not permitted")
+        return step
+
+    made = on_graphs(module_of("llama"), capture, page_size=4)
+    made._kernels = StepKernels(torch.device("cpu"))
+    made._kernels.read_rows = refuse
+    expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, SAMPLING)
+    with caplog.at_level(logging.WARNING, logger="dschat"):
+        for _ in range(2):
+            assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    messages = [r.getMessage() for r in caplog.records]
+    assert "by Triton kernels failed, going on without them: at 34:42: no attribute" in messages[0]
+    assert len(messages) == 1 + graphs_fail_too
+    (graphs,) = captured
+    assert graphs.failed == graphs_fail_too
+    assert (graphs.num_captured > 0) != graphs_fail_too
+
+
 def test_buckets():
     assert [batch_bucket(n, 256) for n in (1, 3, 5, 16, 17, 200)] == [1, 4, 8, 16, 24, 256]
     assert batch_bucket(5, 6) == 6

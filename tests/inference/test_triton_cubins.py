@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from dschat.inference import SamplingParams
 from dschat.inference.kernels.cuda.workspace import Workspace
 
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of a multiprocessor
@@ -65,13 +66,12 @@ READ = (
     "read_rows",
     (integers(8, 64), integers(64, 16), 32, 1023, integers(6, 8), meta(8, dtype=torch.bool)),
 )
-ADVANCE = (
-    "advance_rows",
-    (
-        *(integers(8), meta(8, dtype=torch.float32), integers(8, 64)),
-        *(meta(128, 2, 1, 64, dtype=torch.float64), integers(1), integers(16)),
-    ),
-)
+
+
+def advance(num_stops):
+    state = integers(8, 64), meta(128, 2, 1, 64, dtype=torch.float64), integers(1)
+    stops = integers(num_stops) if num_stops else None
+    return "advance_rows", (integers(8), meta(8, dtype=torch.float32), *state, stops)
 
 
 def embedding(size):
@@ -99,7 +99,8 @@ REST = {
     "attention-llama3": Wanted(attention(64, 32, 8, 128, rotary=128), 4, 24, True),
     **{f"norm-{n}": Wanted(norm(n, n < 4096), 2) for n in (768, 1600, 4096, 8192)},
     "read": Wanted(READ, 4, 0),
-    "advance": Wanted(ADVANCE, 4, 0),
+    "advance": Wanted(advance(16), 4, 0),
+    "advance-without-stops": Wanted(advance(0), 4, 0),
     "embed": Wanted(embedding(2048), 8),
     "draw-greedy": Wanted(drawing(32000, greedy=True), 4),
     "draw-nucleus": Wanted(drawing(50272, truncation=(0, True, False)), 2),
@@ -160,6 +161,26 @@ def test_machine_code(compiling, wanted):
 @pytest.mark.parametrize("wanted", REST.values(), ids=REST)
 def test_machine_code_of_the_rest(compiling, wanted):
     check(compiling, wanted, 90)
+
+
+FREE = SamplingParams(ignore_eos=True)
+BOUND = SamplingParams(stop_token_ids=(3,), min_new_tokens=2, top_p=0.9, top_k=5, min_p=0.1)
+GREEDY = SamplingParams(temperature=0.0)
+ALWAYS = {"_read_rows", "_embed", "_add_norm", "_skinny", "_paged_decode"}
+ALWAYS |= {"_mass", "_choose", "_advance_rows"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "sampling"), [(1, FREE), (24, BOUND), (8, GREEDY)], ids=["free", "bound", "greedy"]
+)
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "qwen3", "mistral"])
+def test_whole_steps_compile(name, rows, sampling, compiling):
+    dtype = torch.float32 if name in ("opt", "qwen3") else torch.bfloat16
+    reports = compiling("step_reports", name, dtype, sampling, rows, 90)
+    kernels = {kernel for kernel, _ in reports}
+    assert kernels == ALWAYS | ({"_threshold"} if sampling is BOUND else set())
+    assert all(found["order"].count(WAIT) == 1 for _, found in reports)
 
 
 @pytest.mark.slow
@@ -223,7 +244,7 @@ BEFORE = {
     "product-llama-gated": (product(64, 11008, 4096, "silu", True), ["CCTL.E.PF2"]),
     "attention": (attention(8, 32, 32, 64), []),
     "read": (READ, []),
-    "advance": (ADVANCE, []),
+    "advance": (advance(16), []),
     "embed": (embedding(2048), []),
     "draw": (drawing(152064, forbids=True, truncation=(50, True, True)), []),
 }

@@ -134,6 +134,13 @@ def cubin(name, args, capability, fault=None, dependent=False):
     return [asdict(report(launch, capability)) for launch in launches]
 
 
+def step_reports(*args):
+    """Those of `triton_steps`."""
+    from triton_steps import step_reports
+
+    return [(name, asdict(found)) for name, found in step_reports(*args)]
+
+
 def main():
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed goes to standard error

@@ -47,8 +47,9 @@ def _advance_rows(
     last = tl.load(field_ptrs + _LAST * stride, mask=inside, other=0)
     alive = tl.load(field_ptrs + _ALIVE * stride, mask=inside, other=0)
     alive = tl.where(position < last, alive, 0)
-    for i in range(NUM_STOPS):
-        alive = tl.where(token == tl.load(stops_ptr + i), 0, alive)
+    if NUM_STOPS > 0:  # without stops, there is no pointer to compile
+        for i in range(NUM_STOPS):
+            alive = tl.where(token == tl.load(stops_ptr + i), 0, alive)
     tl.store(field_ptrs + _TOKEN * stride, token, mask=inside)
     tl.store(field_ptrs + _ALIVE * stride, alive, mask=inside)
     tl.store(field_ptrs + _POSITION * stride, position + alive, mask=inside)
