@@ -333,7 +333,7 @@ FAULTS = {
     "up": ("skinny_linear", "y = _activated(acc, ACTIVATION) * second", "y = acc * second"),
     "attention": ("paged_decode", "cached = (key < position)", "cached = (key < position - 1)"),
     "add_norm": ("add_norm", "tl.rsqrt(", "tl.sqrt("),
-    "draw": ("draw", "_mix(state + _GAMMA) >> 11", "_mix(state) >> 11"),
+    "draw": ("draw", "* tl.sum(mass, axis=0)", "* tl.sum(mass, axis=0) * 0.5"),
 }
 
 

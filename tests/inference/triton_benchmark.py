@@ -22,6 +22,7 @@ def lines(models, kernels, sides, fault=None):
             from triton_worker import module
 
             name, *replacement = fault
+            module(name)  # so that there is one to replace
             patch.setattr(cuda, name, module(name, replacement))
         try:
             chosen = operations(cases, kernels)
