@@ -142,7 +142,8 @@ class StepKernels:
 
         ``params`` says what applies, with its own top-k; ``numbers`` (3,) float64 are the
         temperature, top-p and min-p. ``seed`` (1,) int64. ``key``: prompt, sample and position,
-        (R,) int64 each. ``forbidden``: rows (R,) bool and the ids (S,) that they may not draw.
+        (R,) int64 each, or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids (S,) that
+        they may not draw.
         """
         short, stops = forbidden or (None, None)
         applies = params.temperature == 0, params.top_k, params.top_p < 1, params.min_p > 0
