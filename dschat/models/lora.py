@@ -3,12 +3,15 @@
 No ZeRO here: the caller of `merge` gathers the weights.
 """
 
+import logging
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -17,8 +20,13 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.memory import available_memory
+from dschat.models.training_engine import full_shape
+
+logger = logging.getLogger("dschat")
 
 _HEADS = ("score", "lm_head", "embed_out")
+_LAYER = re.compile(r"^.*?\.\d+\.")
+_WRAPPER = re.compile(r"\.base_layer(?=\.)")  # one a wrapper: PEFT nests those of fused experts
 
 
 def add_lora(
@@ -31,27 +39,53 @@ def add_lora(
 ) -> PeftModel:
     """Wrap ``model`` with adapters of ``rank`` on ``modules``.
 
-    ``modules`` are PEFT's names, all-linear, or a part of the path that ends with a dot, as in
-    DeepSpeed-Chat's scripts (``decoder.layers.``: every linear layer below it). The score head of a
-    reward model or critic always trains. Without ``only_optimize_lora`` the whole model trains, as
-    in DeepSpeed-Chat. ``alpha`` 0 means 2 * ``rank``.
+    ``modules`` are PEFT's names, all-linear (fused experts too), or a part of the path that ends
+    with a dot, as in DeepSpeed-Chat's scripts (``decoder.layers.``: every linear layer below it).
+    The score head of a reward model or critic always trains. Without ``only_optimize_lora`` the
+    whole model trains, as in DeepSpeed-Chat. ``alpha`` 0 means 2 * ``rank``.
     """
+    targets = target_modules(model, modules, flag)
+    experts = expert_names(model) if targets == "all-linear" else {*modules} & expert_names(model)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,
-        target_modules=target_modules(model, modules, flag),
-        exclude_modules=list(_HEADS),
+        target_modules=targets,
+        target_parameters=sorted(experts) or None,
+        exclude_modules=[*_HEADS, *_other_linears(model)],
         lora_dropout=0.0,
         bias="none",
     )
     try:
-        wrapped = get_peft_model(model, config)
+        with warnings.catch_warnings():  # PEFT looks for its own pattern among modules only
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+            wrapped = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"{flag} {' '.join(modules)}: {str(error).splitlines()[0]}") from error
     for name, parameter in wrapped.named_parameters():
         if not only_optimize_lora or ".score." in f".{name}":
             parameter.requires_grad_(True)
+    if only_optimize_lora and "all-linear" in modules:
+        _tell_coverage(wrapped)
     return wrapped
+
+
+def _tell_coverage(wrapped: PeftModel) -> None:
+    """Log which products of the layers have no adapter: PEFT reaches not all of every mixture."""
+    adapted = adapters(wrapped)
+    weights = {
+        name: full_shape(p).numel()
+        for key, p in wrapped.named_parameters()
+        if (name := unwrapped_name(key)) and _LAYER.search(name)
+        if len(full_shape(p)) > 1 and not name.endswith("bias")
+    }
+    bare = {name: size for name, size in weights.items() if name not in adapted}
+    if bare:
+        ends = sorted({_LAYER.sub("", name).removesuffix(".weight") for name in bare})
+        logger.info(
+            "adapters cover %.0f%% of the layers' weights; without one: %s",
+            100 * (1 - sum(bare.values()) / sum(weights.values())),
+            ", ".join(ends[:6]) + (" ..." if len(ends) > 6 else ""),
+        )
 
 
 def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str | list[str]:
@@ -62,7 +96,8 @@ def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str |
     """
     if "all-linear" in modules:
         return "all-linear"
-    return [target for name in modules for target in _targets(model, name, flag)]
+    names = [name for name in modules if name not in expert_names(model)]
+    return [target for name in names for target in _targets(model, name, flag)]
 
 
 def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
@@ -74,7 +109,7 @@ def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
     others = {name: module for name, module in named.items() if name not in layers}
     if named and not others:
         return [wanted]
-    ends = sorted({name.rpartition(".")[2] for name in layers})
+    ends = sorted({name.rpartition(".")[2] for name in layers} | expert_names(model))
     fault = f"has no such module{did_you_mean(wanted, ends)}"
     if others:
         name, module = next(iter(others.items()))
@@ -91,8 +126,34 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] not in _HEADS
+        if isinstance(module, (nn.Linear, Conv1D))
+        and name.rpartition(".")[2] not in {*_HEADS, *_other_linears(model)}
     }
+
+
+def _other_linears(model: nn.Module) -> set[str]:
+    """Names of linear layers that compute something else, such as Llama 4's routers: no adapter."""
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    }
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of all fused experts, (E, ., .)."""
+    return {
+        f"{name}.{leaf}": parameter
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")  # nn.Conv1d
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if len(full_shape(parameter)) == 3 and parameter.is_floating_point()
+    }
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Last names of the fused experts' parameters, such as gate_up_proj and down_proj."""
+    return {name.rpartition(".")[2] for name in expert_parameters(model)}
 
 
 def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -> None:
@@ -105,6 +166,9 @@ def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -
     ends = tuple(f".{target}" for target in targets) if targets != "all-linear" else ("",)
     layers = [m for n, m in linear_layers(model).items() if f".{n}".endswith(ends)]
     elements = rank * sum(sum(layer.weight.shape) for layer in layers)
+    if targets == "all-linear":
+        shapes = [parameter.shape for parameter in expert_parameters(model).values()]
+        elements += rank * sum(experts * (rows + cols) for experts, rows, cols in shapes)
     copies = max(1, 4 // dist.world_size()) if dist.device().type == "cpu" else 1
     needed, free = 4 * elements * copies, available_memory()
     if needed > free:
@@ -161,14 +225,14 @@ class LoraAdapter:
     a_name: str
     b_name: str
     scaling: float
-    transposed: bool  # GPT-2's Conv1D stores (in, out)
+    transposed: bool  # GPT-2's Conv1D and gpt-oss's experts store (in, out)
 
 
 def unwrapped_name(name: str) -> str | None:
     """The checkpoint's name of a parameter of a PEFT model; None for the adapter's matrices."""
     if ".lora_A." in name or ".lora_B." in name:
         return None
-    return name.replace("base_model.model.", "").replace(".base_layer.", ".")
+    return _WRAPPER.sub("", name.replace("base_model.model.", ""))
 
 
 def adapters(module: nn.Module) -> dict[str, LoraAdapter]:
@@ -177,13 +241,15 @@ def adapters(module: nn.Module) -> dict[str, LoraAdapter]:
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
             (key,) = layer.active_adapters
-            weight_name = unwrapped_name(f"{name}.base_layer.weight")
+            weight_name = unwrapped_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
             assert weight_name is not None
+            is_transposed = isinstance(layer, ParamWrapper) and layer.num_experts > 1
+            is_transposed &= getattr(layer.get_base_layer(), "is_transposed", False)
             layers[weight_name] = LoraAdapter(
                 a_name=f"{name}.lora_A.{key}.weight",
                 b_name=f"{name}.lora_B.{key}.weight",
                 scaling=layer.scaling[key],
-                transposed=bool(getattr(layer, "fan_in_fan_out", False)),
+                transposed=bool(getattr(layer, "fan_in_fan_out", False)) or is_transposed,
             )
     return layers
 
@@ -191,7 +257,12 @@ def adapters(module: nn.Module) -> dict[str, LoraAdapter]:
 def merge(weight: Tensor, a: Tensor, b: Tensor, adapter: LoraAdapter) -> Tensor:
     """``weight + scaling * B A`` as a new tensor (Hu et al. 2021, eq. 3), summed in fp32.
 
-    Returns the dtype of ``weight``.
+    Of fused experts, ``weight`` is (E, out, in), ``a`` (E * r, in) and ``b`` (out, r * E), as PEFT
+    stores them. Returns the dtype of ``weight``.
     """
+    if weight.ndim == 3:
+        experts = weight.shape[0]
+        a = a.reshape(experts, -1, a.shape[-1])  # (E, r, in)
+        b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)  # (E, out, r)
     delta = b.float() @ a.float() * adapter.scaling
-    return (weight.float() + (delta.T if adapter.transposed else delta)).to(weight.dtype)
+    return (weight.float() + (delta.mT if adapter.transposed else delta)).to(weight.dtype)

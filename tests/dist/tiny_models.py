@@ -17,12 +17,14 @@ from transformers import (
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
     RecurrentGemmaConfig,
 )
 
@@ -61,6 +63,7 @@ _OPT = _IDS | {
     "init_std": 0.3,
     "dropout": 0.1,
 }
+_MOE = _LLAMA | {"head_dim": 16, "num_experts_per_tok": 2}
 _GPT2 = _IDS | {
     "n_embd": 32,
     "n_layer": 2,
@@ -105,6 +108,8 @@ OTHERS = {
         max_position_embeddings=POSITIONS,
         initializer_range=0.3,
     ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_MOE, num_experts=4, moe_intermediate_size=16),
+    "gpt_oss": lambda: GptOssConfig(**_MOE, num_local_experts=4, sliding_window=4),
     "bamba": lambda: BambaConfig(  # positions start again where none are given
         **_LLAMA,
         attn_layer_indices=[1],

@@ -30,7 +30,11 @@ def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox"]
+    "name",
+    [
+        *("llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox"),
+        *("qwen3_moe", "gpt_oss"),  # fused experts, of which PEFT adapts the first by itself
+    ],
 )
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
 def test_merging_is_what_peft_merges(name, alpha):
@@ -46,6 +50,21 @@ def test_merging_is_what_peft_merges(name, alpha):
     for n, weight in names.items():
         torch.testing.assert_close(ours[n], weight.data, atol=1e-6, rtol=1e-6)
     assert sum(probe_logprobs(theirs), []) == pytest.approx(sum(trained, []), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_all_linear_adapts_fused_experts(name, caplog):
+    with caplog.at_level("INFO", "dschat"):
+        found = adapters(with_random_adapters(name))
+    experts = {n for n in found if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(experts) == 4
+    assert ("without one: mlp.router" in caplog.text) == (name == "gpt_oss")
+
+
+def test_experts_are_named_like_layers():
+    named = adapters(with_random_adapters("qwen3_moe", ["q_proj", "down_proj"]))
+    ends = {name.split(".", 3)[3] for name in named}
+    assert ends == {"self_attn.q_proj.weight", "mlp.experts.down_proj"}
 
 
 def test_adapters_off_is_the_base_and_back():
