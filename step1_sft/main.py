@@ -51,7 +51,7 @@ def main() -> None:
     metrics_log.close()
 
     # Save.
-    setup.save(unwrap(engine), config, *companions)
+    setup.save(engine, config, companions)
     logger.info("saved %s", config.output_dir)
     dist.shutdown()
 

@@ -51,7 +51,7 @@ def train_reward_model(config, zero, base, tables) -> None:
     from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad
     from dschat.models.vocabulary import num_ids
-    from dschat.runtime.deepspeed_engine import sharded_loading, unwrap
+    from dschat.runtime.deepspeed_engine import sharded_loading
     from dschat.supervised import loop, setup, tasks
 
     ensure_distinct_pad(base.tokenizer)
@@ -69,7 +69,7 @@ def train_reward_model(config, zero, base, tables) -> None:
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
-    companions = setup.Companions(model.config, base.tokenizer, type(model).__name__)
+    companions = setup.Companions(model.config, base.tokenizer)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)
@@ -80,7 +80,7 @@ def train_reward_model(config, zero, base, tables) -> None:
     metrics_log.close()
 
     # Save.
-    setup.save(unwrap(engine), config, *companions)
+    setup.save(engine, config, companions)
 
 
 def train_policy(config, zero, base, tables) -> None:
@@ -114,7 +114,7 @@ def train_policy(config, zero, base, tables) -> None:
     metrics_log.close()
 
     # Save.
-    setup.save(unwrap(engine), config, *companions, subfolder="actor")
+    setup.save(engine, config, companions, subfolder="actor")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The folder has sharded safetensors, and is complete or absent. No complete state dict is held.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -10,36 +11,71 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, TaskType
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import cached_file
 
 import dschat.distributed as dist
 from dschat.checkpoint.atomic_files import sync_file
+from dschat.checkpoint.hub_format import hub_tensors
 from dschat.checkpoint.manifest import newest
+from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
 from dschat.distributed.disk_space import is_full, needed_and_free
+from dschat.models.config_files import CONFIG, read_json
+from dschat.models.model_kind import IS_MADE
+from dschat.models.text_part import FIELD, Rest
 
 MAX_FILE_BYTES = 4 * 2**30
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_PROCESSOR_FILES = (  # of models that see and hear
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+
+_CARD = """# {name}
+
+A reward model in the usual form, a backbone and a linear `score` of its last hidden state, for a
+family of which transformers has no such class. dschat loads it (`--reward-model`, or
+`dschat.models.load.load_score_backbone`). Anywhere else: the backbone by `AutoModel`, and
+`score.weight` of `model.safetensors`; a text's score is that of its last token.
+"""
 
 
 def export_hf(
     folder: str | Path,
     stream: Iterable[tuple[str, Tensor]],
+    model: nn.Module,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    architecture: str,
     stop_ids: tuple[int, ...] = (),
+    values: Tensor | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Collective. Write ``stream`` to ``folder``: every rank iterates, rank 0 writes.
 
-    ``architecture``: the class name for config.json. ``stop_ids``: the ids that end an answer, for
-    the generation config; empty for reward models. Files are written beside ``folder`` and then
-    moved into it. Raises ``UserError`` where the disk is full.
+    Files are written beside ``folder``, checked, and then moved into it.
+
+    Args:
+        model: the transformers model that ``stream`` is of, or PEFT's around it.
+        stop_ids: the ids that end an answer, for the generation config; empty for reward models.
+        values: what the model computes, by `probe_values`; the saved one must compute the same.
+
+    Raises:
+        UserError: the disk is full.
+        SavedModelError: what was written is not the model; it stays beside ``folder``.
     """
     folder = Path(folder)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
     staging = folder.parent / f".{folder.name}.saving"
     main = dist.is_main_process()
     if main:
@@ -47,11 +83,16 @@ def export_hf(
         staging.mkdir(parents=True)
     files: list[dict[str, int]] = []
     try:
+        if main:
+            stream = hub_tensors(base, stream)
         dtype = _write_weights(_batches(stream, max_file_bytes, main), staging, files)
         if main:
             _write_index(staging, files)
-            _write_companions(staging, config, tokenizer, architecture, stop_ids, dtype)
+            _write_companions(staging, base, config, tokenizer, stop_ids, dtype)
+            check_saved(staging, base, values)
             _move_in(staging, folder)
+    except SavedModelError:
+        raise
     except BaseException as error:  # Ctrl-C or a full disk: no partial model is left
         if main:
             shutil.rmtree(staging, ignore_errors=True)
@@ -138,20 +179,25 @@ def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
 
 def _write_companions(
     staging: Path,
+    model: PreTrainedModel,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    architecture: str,
     stop_ids: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> None:
     saved = type(config).from_dict(config.to_dict())
-    saved.architectures = [architecture]
+    saved.architectures = [type(model).__name__]
     saved.use_cache = True
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
     if tokenizer.eos_token_id not in ends:  # --add_eot_token, or another --tokenizer_name_or_path
         saved.eos_token_id = tokenizer.eos_token_id
     saved.dtype = dtype  # from_pretrained loads in it; that of the base may differ
+    if getattr(model, "_auto_class", None) is not None:  # the checkpoint's own Python code
+        custom_object_save(model, staging, config=saved)
     saved.save_pretrained(staging)
+    if getattr(type(model), IS_MADE, False):
+        (staging / "README.md").write_text(_CARD.format(name=type(model).__name__))
+    _restore_whole(staging, model, saved)
     tokenizer.save_pretrained(staging)
     if stop_ids:
         eos = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
@@ -160,6 +206,23 @@ def _write_companions(
             eos_token_id=eos,
             pad_token_id=tokenizer.pad_token_id,
         ).save_pretrained(staging)
+
+
+def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfig) -> None:
+    """Put the saved text model's configuration into that of the whole model it is a part of."""
+    rest: Rest = getattr(model, "rest", None) or Rest()
+    raw = read_json(rest.source, CONFIG, "the base model") if rest.source else None
+    if raw is None or raw.get("model_type") == saved.model_type:
+        return
+    text = json.loads((staging / CONFIG).read_text("utf-8"))
+    names = ("vocab_size", "dtype", "tie_word_embeddings", *_SPECIAL_IDS)
+    trained = {name: text[name] for name in names if name in text}
+    raw |= {name: value for name, value in trained.items() if name in raw}
+    raw[FIELD] = {**raw[FIELD], **trained}
+    (staging / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", "utf-8")
+    for name in _PROCESSOR_FILES:
+        if file := cached_file(rest.source, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(file, staging / name)
 
 
 def _move_in(staging: Path, folder: Path) -> None:
@@ -194,7 +257,10 @@ def export_adapter(
         try:
             save_file(state, fresh, metadata={"format": "pt"})
             sync_file(fresh)
-            wrapped.peft_config["default"].save_pretrained(str(folder))
+            settings = copy.copy(wrapped.peft_config["default"])
+            is_score = hasattr(wrapped.get_base_model(), "score")
+            settings.task_type = TaskType.SEQ_CLS if is_score else TaskType.CAUSAL_LM
+            settings.save_pretrained(str(folder))
             os.replace(fresh, folder / "adapter_model.safetensors")
         except Exception as error:
             fresh.unlink(missing_ok=True)

@@ -23,8 +23,9 @@ from transformers.core_model_loading import WeightConverter
 from dschat.config import UserError
 from dschat.models.config_files import build_from, muted, read_generation_config
 from dschat.models.lora import check_rank
-from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form
+from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form, score_class
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
+from dschat.models.text_part import text_keys
 from dschat.models.vocabulary import drop_invalid_pad
 
 Kind = Literal["lm", "score"]
@@ -69,7 +70,7 @@ def check_fit(
     if packing == "on" and (problem := packing_problem(model)):
         raise cannot_pack(model, problem)
     legacy = kind == "score" and reward_form(config, name_or_path, flag) == "v_head"
-    shapes = {key: stored.shape for key, stored in headers.items()}
+    shapes = {name: headers[key].shape for name, key in text_keys(headers).items()}
     missing, reshaped = _differences(model, shapes, "score." if kind == "score" else "\0")
     if reshaped and not legacy:
         raise UserError(
@@ -109,6 +110,7 @@ def _meta_model(
         auto_class = AutoModelForCausalLM
         if kind == "score":
             config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+            score_class(config)
         drop_invalid_pad(config)
         with torch.device("meta"):
             return auto_class.from_config(config, **options)

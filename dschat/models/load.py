@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.models.checkpoint_tensors import is_constant, is_finite
+from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_finite
 from dschat.models.config_files import muted
 from dschat.models.legacy_weights import legacy_state_dict
 from dschat.models.model_kind import (
@@ -37,6 +37,7 @@ from dschat.models.model_kind import (
     reward_form,
     score_class,
 )
+from dschat.models.text_part import Rest, text_keys, text_prefix
 from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
@@ -77,6 +78,7 @@ def load_causal_lm(
     options = dtype, dropout, attn_implementation, trust_remote_code
     model, info = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, config, *options)
     _check(model, info, name_or_path, flag)
+    model.rest = info["rest"]
     grow_embeddings(model, num_tokens)
     if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
         model.config.pad_token_id = pad_token_id
@@ -149,12 +151,19 @@ def _from_pretrained(
         set_dropout(config, dropout)
     source: str | None = name_or_path
     loader: Any = auto_class
+    if auto_class is AutoModelForSequenceClassification:
+        score_class(config)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if legacy:
         source, loader = None, score_class(config)
         options = {"state_dict": legacy_state_dict(name_or_path, flag, loader.base_model_prefix)}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
+    keys = set(options.get("state_dict") or checkpoint_keys(name_or_path, flag))
+    part = text_keys(keys)
+    prefix, plain = text_prefix(keys)
+    if prefix:
+        options["key_mapping"] = {"^" + re.escape(prefix): plain}
     try:
         with muted(logging.WARNING):  # `_check` reports in one line what its table says
             model, info = loader.from_pretrained(
@@ -179,9 +188,18 @@ def _from_pretrained(
     model.config.use_cache = False  # training does not read the cache; generation enables it
     # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
     model.get_input_embeddings().padding_idx = None
-    if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys under ZeRO-3
-        keys = options.get("state_dict") or checkpoint_keys(name_or_path, flag)
-        info["unexpected_keys"] = _unexpected_keys(model, set(keys))
+    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    others = keys - set(part.values())
+    if ignored or is_deepspeed_zero3_enabled():
+        unused = _unused_keys(model, set(part))
+        passed = {key for key in unused if any(re.search(pattern, key) for pattern in ignored)}
+        others |= {k for k in passed if not (is_constant(k) or embedding_or_head(k))}
+        if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys then
+            info["unexpected_keys"] = unused - passed
+    info["unexpected_keys"] = set(info["unexpected_keys"]) - others
+    info["rest"] = Rest(name_or_path, (prefix, plain), frozenset(others))
+    # NOTE: a save reverts what loading does to the family's own names, not to those found here.
+    model._weight_conversions = None
     return model, info
 
 
@@ -233,10 +251,9 @@ def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
             yield name, parameter.data
 
 
-def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
+def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
     """Those of ``keys`` that the model does not load."""
     prefix = model.base_model_prefix + "."
-    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
     expected = {k.removeprefix(prefix) for k in model.state_dict()}
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     expected |= {k.removeprefix(prefix) for k in tied}
@@ -252,5 +269,4 @@ def _unexpected_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
         key
         for key in keys
         if not {key.removeprefix(prefix), current(key).removeprefix(prefix)} & expected
-        and not any(re.search(pattern, key) for pattern in ignored)
     }

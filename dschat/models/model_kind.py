@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -30,6 +32,7 @@ from dschat.config import UserError
 from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.models.config_files import CONFIG, build_from, read_config, read_json
+from dschat.models.text_part import text_part
 
 WEIGHT_FILES = (  # in the order of transformers' from_pretrained
     "model.safetensors",
@@ -40,12 +43,13 @@ WEIGHT_FILES = (  # in the order of transformers' from_pretrained
 # Both spellings occur in checkpoints of DeepSpeed-Chat.
 LEGACY_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 LEGACY_HEAD = "v_head.weight"
+IS_MADE = "made_by_dschat"  # attribute of classes that `score_class` makes
 
 RewardForm = Literal["score", "v_head", "base"]
 
 
 def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The checkpoint's configuration.
+    """The checkpoint's configuration; of a vision-language model that of its text model.
 
     Raises:
         UserError: naming ``flag``: not a checkpoint, a LoRA adapter without its base model,
@@ -61,7 +65,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
                 f"{flag} {name_or_path} is quantized ({_quantization(raw)}), which neither "
                 "training nor generation supports; name the checkpoint it was made from"
             )
-        return read_config(name_or_path, flag, trust_remote_code)
+        return text_part(read_config(name_or_path, flag, trust_remote_code), raw or {})
     except UserError as error:
         if "trust_remote_code" not in str(error.__cause__):
             raise
@@ -149,8 +153,23 @@ def reward_form(config: PretrainedConfig, name_or_path: str, flag: str) -> Rewar
 
 
 def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The ``...ForSequenceClassification`` of this architecture; None if there is none."""
-    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    """The ``...ForSequenceClassification`` of this architecture; None if there can be none.
+
+    Where transformers has a causal LM only, the class is made and registered with its auto classes,
+    in the form that transformers gives to most families: the backbone and a linear ``score``.
+    """
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if known is not None or causal_lm is None or type(config) not in MODEL_MAPPING:
+        return known
+    family = next(base for base in causal_lm.__mro__[1:] if issubclass(base, PreTrainedModel))
+    name = re.sub(r"(For\w+|LMHeadModel)$", "ForSequenceClassification", causal_lm.__name__)
+    # NOTE: transformers takes a class of another module for custom code, with names of its own.
+    fields = {"__module__": causal_lm.__module__, "config_class": type(config), IS_MADE: True}
+    fields["base_model_prefix"] = family.base_model_prefix or "model"
+    made = type(name, (GenericForSequenceClassification, family), fields)
+    AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
+    return made
 
 
 def require_score_head(config: PretrainedConfig, name_or_path: str, flag: str) -> None:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
+from dschat.checkpoint.saved_check import probe_values
 from dschat.config import RLHFConfig, UserError
 from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
@@ -30,6 +31,7 @@ from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel, count_parameters
+from dschat.models.text_part import announce_rest
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
@@ -107,7 +109,6 @@ class DeepSpeedRLHFEngine:
         self._critic_zero = zero_settings(self.args, "critic")
         generation_config = read_generation_config(self.checkpoints.actor, ACTOR)
         self.stop_ids = stop_ids(tokenizer, generation_config)
-        self._architectures: dict[str, str] = {}  # class names, for config.json
 
         self.actor = self._build_actor()
         self.ref = self._build_reference()
@@ -155,14 +156,13 @@ class DeepSpeedRLHFEngine:
         dropout = self.args.actor_dropout or 0.0
         name = self.checkpoints.actor
         model = self._loader.language_model(name, ACTOR, self._actor_zero, dropout)
-        self._architectures["actor"] = type(model).__name__
+        announce_rest(model)
         return self._trained(model, "actor", self._actor_zero, LanguageModel)
 
     def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
             return None
         model = self._loader.critic(self._critic_zero, self.args.critic_dropout or 0.0)
-        self._architectures["critic"] = type(model).__name__
         return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
     @property
@@ -312,9 +312,10 @@ class DeepSpeedRLHFEngine:
         export_hf(
             output_dir / "critic",
             weight_stream(critic, dist.device()),
+            critic,
             config_of(self.critic),
             self.checkpoints.critic_tokenizer,
-            self._architectures["critic"],
+            values=probe_values(self.critic, config_of(self.critic)),
         )
         self._save_adapter(output_dir / "critic", critic)
 
@@ -329,10 +330,11 @@ class DeepSpeedRLHFEngine:
         export_hf(
             Path(folder),
             self._actor_stream(ema),
+            unwrap(self.actor),
             self.actor_config,
             self.tokenizer,
-            self._architectures["actor"],
             self.stop_ids,
+            None if ema else probe_values(self.actor, self.actor_config),
         )
         if not ema:
             self._save_adapter(Path(folder), unwrap(self.actor))

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint.hf_export import export_adapter, export_hf
+from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches
@@ -22,12 +23,13 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config
 from dschat.models.model_kind import require_causal_lm, require_score_head
 from dschat.models.packing.model import PackedModel, packs
+from dschat.models.text_part import announce_rest
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
 from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
@@ -50,7 +52,6 @@ class Companions(NamedTuple):
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    architecture: str
     stop_ids: tuple[int, ...] = ()
 
 
@@ -84,7 +85,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """Collective. ``base`` as a causal LM in ``zero``'s layout; dropout None: the model's own."""
     with sharded_loading(zero):
-        return load_causal_lm(
+        model = load_causal_lm(
             base.name,
             BASE,
             zero.dtype,
@@ -93,6 +94,8 @@ def load_policy(
             config.trust_remote_code,
             num_ids(base.tokenizer),
         )
+    announce_rest(model)
+    return model
 
 
 def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedModel) -> Companions:
@@ -102,7 +105,7 @@ def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedMod
     """
     match_vocabulary(base.config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
     stops = stop_ids(base.tokenizer, model.generation_config)
-    return Companions(base.config, base.tokenizer, type(model).__name__, stops)
+    return Companions(base.config, base.tokenizer, stops)
 
 
 def build_engine(
@@ -178,21 +181,23 @@ def claim_output(config: SupervisedConfig) -> MetricsLog:
 
 
 def save(
-    module: nn.Module, config: SupervisedConfig, *companions: Any, subfolder: str = ""
+    engine: TrainingEngine, config: SupervisedConfig, companions: Companions, subfolder: str = ""
 ) -> None:
-    """Collective. Export ``module`` as a Hugging Face folder and mark the step as finished.
+    """Collective. Export ``engine``'s model as a Hugging Face folder and mark the step as finished.
 
     An adapter is exported too where the base was frozen: it fits no other weights. A stop signal
     waits until all is saved; a second one does not.
 
     Args:
-        companions: the fields of `Companions`.
         subfolder: of the output folder, which itself gets the mark.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
+    module = unwrap(engine)
     with stop_signals.handle_stop_signals(config.output_dir):
-        export_hf(folder, weight_stream(module, dist.device()), *companions)
+        values = probe_values(engine, companions.config)
+        stream = weight_stream(module, dist.device())
+        export_hf(folder, stream, module, *companions, values)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
         mark_complete(config.output_dir)

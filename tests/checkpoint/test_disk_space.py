@@ -82,7 +82,7 @@ def test_a_model_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
 
     def save_model(max_file_bytes=1 << 30):
         stream = weight_stream(model, CPU)
-        companions = (model.config, tokenizer(), "LlamaForCausalLM")
+        companions = (model, model.config, tokenizer())
         export_hf(folder, stream, *companions, max_file_bytes=max_file_bytes)
 
     def full(tensors, path, **options):

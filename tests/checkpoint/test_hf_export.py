@@ -19,9 +19,9 @@ def export(folder, model, **options):
     export_hf(
         folder,
         weight_stream(model, CPU),
+        model,
         model.config,
         tokenizer(),
-        type(model).__name__,
         **{"stop_ids": (EOS,)} | options,
     )
 
@@ -70,8 +70,7 @@ def test_the_eos_of_another_tokenizer(of_config, saved, tmp_path):
     """Both files say what ends an answer: the tokenizer's, not only what the config had."""
     model, other = causal_lm("llama"), tokenizer()
     model.config.eos_token_id, other.eos_token = of_config, "w5"
-    name = type(model).__name__
-    export_hf(tmp_path, weight_stream(model, CPU), model.config, other, name, stop_ids=(5,))
+    export_hf(tmp_path, weight_stream(model, CPU), model, model.config, other, stop_ids=(5,))
     assert AutoConfig.from_pretrained(tmp_path).eos_token_id == saved
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 5
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 5
@@ -100,7 +99,7 @@ def test_an_export_that_fails_leaves_the_old_one_alone(tmp_path):
 
     for folder in ("out", "new"):
         with pytest.raises(KeyboardInterrupt):
-            export_hf(tmp_path / folder, broken(), model.config, tokenizer(), "LlamaForCausalLM")
+            export_hf(tmp_path / folder, broken(), model, model.config, tokenizer())
     assert not (tmp_path / "new").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
@@ -116,6 +115,6 @@ def test_the_stream_may_reuse_its_buffer(tmp_path):
             view = buffer[: p.numel()].view(p.shape)
             yield name, view.copy_(p.detach())
 
-    export_hf(tmp_path / "out", reusing(), model.config, tokenizer(), "LlamaForCausalLM")
+    export_hf(tmp_path / "out", reusing(), model, model.config, tokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))

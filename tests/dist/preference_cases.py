@@ -17,7 +17,7 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.load import load_causal_lm
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
-from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, unwrap, zero_settings
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, zero_settings
 from dschat.supervised import loop, preference, setup
 
 NUM_HELD_OUT = 7
@@ -51,7 +51,7 @@ def build_preference(case: Case, models: Path, out: Path):
             return load_causal_lm(path, "--model_name_or_path", zero.dtype, dropout)
 
     model = load(zero, 0.0)
-    companions = (model.config, tokenizer, type(model).__name__, (EOS,))
+    companions = setup.Companions(model.config, tokenizer, (EOS,))
     engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
@@ -73,7 +73,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     log.close()
     engine.eval()
     result: dict[str, Any] = {"probe": probe_logprobs(engine)}
-    setup.save(unwrap(engine), config, *companions, subfolder="actor")
+    setup.save(engine, config, companions, subfolder="actor")
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         names = ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")

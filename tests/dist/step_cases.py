@@ -205,7 +205,8 @@ def build_supervised(case: Case, models: Path, out: Path):
                 path, flag, zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
             )
         wrap, task = LanguageModel, tasks.SFTTask()
-    companions = (model.config, tokenizer, type(model).__name__)
+    stops = (EOS,) if case.step == "sft" else ()
+    companions = setup.Companions(model.config, tokenizer, stops)
     engine = setup.build_engine(model, config, zero, 10, wrap)
     return engine, task, config, companions
 
@@ -220,7 +221,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     log.close()
     engine.eval()
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
-    setup.save(unwrap(engine), config, *companions, *([(EOS,)] if case.step == "sft" else []))
+    setup.save(engine, config, companions)
     result: dict[str, Any] = {"probe": probe}
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -70,7 +70,7 @@ def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, c
         caplog.records[-1].message
     ]
     stream = weight_stream(unwrap(model), CPU)
-    export_hf(tmp_path / "out", stream, config, tokenizer(), config.architectures[0], (EOS,))
+    export_hf(tmp_path / "out", stream, unwrap(model), config, tokenizer(), (EOS,))
     stored = load_file(tmp_path / "out/model.safetensors")
     assert sum(VOCAB + NEW in t.shape for t in stored.values()) == 1, "tied is one tensor on disk"
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -90,7 +90,7 @@ def test_a_tie_survives_growing_lora_merge_and_reload(tiny, tmp_path):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.2)
     stream = weight_stream(wrapped, CPU)
-    export_hf(tmp_path / "out", stream, model.config, tokenizer(), "LlamaForCausalLM", (EOS,))
+    export_hf(tmp_path / "out", stream, wrapped, model.config, tokenizer(), (EOS,))
     assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
     loaded = load_causal_lm(str(tmp_path / "out"), FLAG, FP32).eval()
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

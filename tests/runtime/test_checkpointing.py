@@ -245,5 +245,7 @@ def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
         time.sleep(0.2)
 
     monkeypatch.setattr(setup, "export_hf", export)
-    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)))
+    monkeypatch.setattr(setup, "probe_values", lambda *_: None)
+    companions = setup.Companions(None, None)
+    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)), companions)
     assert (tmp_path / COMPLETE).exists()

@@ -1,0 +1,90 @@
+"""Checks a saved model: transformers loads all of it, and it computes what the trained one does."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+import dschat.distributed as dist
+from dschat.memory import available_memory
+from dschat.models.config_files import CONFIG, muted
+from dschat.models.eval_mode import evaluating
+from dschat.models.language_model import LanguageModel
+from dschat.models.load import load_causal_lm, load_score_backbone
+from dschat.models.packing.model import PackedModel
+from dschat.models.packing.rows import pack
+from dschat.models.score_model import ScoreModel
+from dschat.models.training_engine import ModelOrEngine
+
+_NUM_TOKENS = 16
+_MAX_BYTES = 16 * 2**30  # of weights that are loaded again: some seconds
+# Largest mean difference of the values. In 16 bits adapters are rounded when they are merged, and
+# a router may choose another expert.
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_16_BIT = 0.25
+
+
+class SavedModelError(RuntimeError):
+    """What was written is not the model that was trained."""
+
+
+@torch.no_grad()
+def probe_values(
+    model: ModelOrEngine, config: PretrainedConfig, device: torch.device | None = None
+) -> Tensor:
+    """Collective under ZeRO-3. Log-probs or scores (M,) fp32 of a few tokens on ``device``, by
+    default this rank's.
+
+    ``model`` is a `PackedModel`, perhaps in an engine.
+    """
+    vocab = config.get_text_config().vocab_size
+    ids = [(7 * i + 3) % vocab for i in range(1, _NUM_TOKENS + 1)]
+    rows = pack([ids], [range(_NUM_TOKENS - 1)]).to(device or dist.device())
+    with evaluating(model):
+        values = model(rows)
+    return (values[0] if isinstance(values, tuple) else values).float().cpu()
+
+
+def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -> None:
+    """Raise ``SavedModelError`` unless ``folder`` loads as ``model`` and computes ``expected``.
+
+    ``expected``: of `probe_values`; None compares names and shapes only, as for large models.
+    """
+    raw = json.loads((folder / CONFIG).read_text("utf-8"))
+    loader: Any = getattr(transformers, raw["architectures"][0], type(model))
+    with muted(logging.WARNING), torch.random.fork_rng(devices=[]):
+        _, info = loader.from_pretrained(folder, device_map="meta", output_loading_info=True)
+    for kind, names in info.items():
+        if names:
+            raise SavedModelError(
+                f"{folder}: transformers finds {len(names)} {kind.replace('_', ' ')} in the saved "
+                f"model, such as {sorted(map(str, names))[0]}"
+            )
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if expected is None or 2 * num_bytes > min(_MAX_BYTES, available_memory() // 2):
+        return
+    with torch.random.fork_rng(devices=[]):
+        loaded = _loaded(str(folder), model)
+    gap = float((probe_values(loaded, model.config, torch.device("cpu")) - expected).abs().mean())
+    if not gap <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
+        raise SavedModelError(
+            f"{folder}: the saved model's values differ by {gap:.2g} from those of the trained one"
+        )
+
+
+def _loaded(folder: str, model: PreTrainedModel) -> PackedModel:
+    """The saved model in fp32 on the CPU, loaded as a later step would."""
+    flag, trust = "the saved model", getattr(model, "_auto_class", None) is not None
+    if hasattr(model, "score"):
+        pad_id = model.config.pad_token_id
+        options = {"from_base": False, "pad_token_id": pad_id, "num_tokens": 0}
+        score = load_score_backbone(folder, flag, torch.float32, trust_remote_code=trust, **options)
+        return ScoreModel(score, "off")
+    return LanguageModel(
+        load_causal_lm(folder, flag, torch.float32, trust_remote_code=trust), "off"
+    )
