@@ -30,7 +30,7 @@ from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.checkpoint_reader import (
     checkpoint_stream,
     has_own_head,
-    normalized_names,
+    names_on_disk,
     sound_weights,
 )
 from dschat.inference.model.decoder import Decoder
@@ -45,7 +45,8 @@ from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
-from dschat.models.config_files import read_config, read_generation_config
+from dschat.models.config_files import CONFIG, read_config, read_generation_config, read_json
+from dschat.models.text_part import text_part
 from dschat.startup.attention import avoid_cudnn_attention
 from dschat.startup.openmp import limit_spinning_late
 
@@ -128,7 +129,8 @@ class InferenceEngine:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
         torch_device = device_named(device)
         try:
-            config = read_config(str(path), "path")
+            raw = read_json(str(path), CONFIG, "path") or {}
+            config = text_part(read_config(str(path), "path"), raw)
             generation = read_generation_config(str(path), "path")
         except OSError as error:
             checkpoint_stream(path)  # raises the better error for a missing folder
@@ -154,7 +156,7 @@ class InferenceEngine:
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Load the weights of a checkpoint, with one of its tensors in memory at a time."""
-        names = normalized_names(self.weights.names, self.spec.prefix)
+        names = names_on_disk(path, self.weights.names, self.spec.prefix)
         try:
             self.weights.check(
                 (name, tuple(tensor.shape)) for name, tensor in checkpoint_stream(path, names)

@@ -23,6 +23,7 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied, value_fault
 from dschat.models.model_kind import WEIGHT_FILES
+from dschat.models.text_part import text_keys
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -59,6 +60,21 @@ def normalized_names(expected: Collection[str], prefix: str) -> Callable[[str], 
     """`normalize` for these ``expected`` names: the ``names`` argument of `checkpoint_stream`."""
     members = frozenset(expected)
     return lambda name: normalize(name, members, prefix)
+
+
+def names_on_disk(
+    path: str | Path, expected: Collection[str], prefix: str
+) -> Callable[[str], str | None]:
+    """`normalized_names` for the checkpoint ``path``, of which only the text model is read."""
+    names = normalized_names(expected, prefix)
+    found: list[str] = []
+
+    def note(key: str) -> None:  # reads no tensor
+        found.append(key)
+
+    list(checkpoint_stream(path, note))
+    plain = {key: name for name, key in text_keys(found).items()}
+    return lambda key: names(plain[key]) if key in plain else None
 
 
 def checkpoint_stream(

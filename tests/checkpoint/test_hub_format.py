@@ -1,0 +1,217 @@
+"""Saved models against what the family's own class saves: names, shapes, and what they compute."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import _IDS, _MOE, EOS, POSITIONS, tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPTNeoXConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MixtralConfig,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3MoeConfig,
+)
+
+from dschat.checkpoint import hf_export, saved_check
+from dschat.checkpoint.hf_export import export_adapter, export_hf
+from dschat.checkpoint.saved_check import SavedModelError, probe_values
+from dschat.config import UserError
+from dschat.hybrid.weight_stream import adapter_stream, weight_stream
+from dschat.inference import InferenceEngine, SamplingParams
+from dschat.models.config_files import CONFIG, read_json
+from dschat.models.language_model import LanguageModel
+from dschat.models.load import load_causal_lm, load_config, load_score_backbone
+from dschat.models.lora import add_lora
+from dschat.models.model_kind import require_causal_lm, require_score_head
+
+CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
+_MIX = _MOE | {"head_dim": 8}
+_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+_LINEAR = {
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "num_hidden_layers": 4},
+}
+TEXT_ONLY = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_MIX, num_experts=4, moe_intermediate_size=16),
+    "mixtral": lambda: MixtralConfig(**_MIX, num_local_experts=4),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        **_IDS,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 48, "max_position_embeddings": POSITIONS},
+    ),
+}
+WHOLE = {
+    "gemma3": lambda: Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=_MIX | {"sliding_window": 8},
+            vision_config=_VISION,
+            mm_tokens_per_image=4,
+        )
+    ),
+    "mistral3": lambda: Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config=_MIX | {"model_type": "mistral"},
+            vision_config=_VISION | {"model_type": "pixtral", "head_dim": 16},
+            tie_word_embeddings=False,
+        )
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeForConditionalGeneration(
+        Qwen3_5MoeConfig(
+            text_config=_MIX | _LINEAR,
+            vision_config={
+                **{"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2},
+                **{"out_hidden_size": 32, "patch_size": 14},
+            },
+        )
+    ),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def make(name):
+        torch.manual_seed(0)
+        whole = name in WHOLE
+        model = WHOLE[name]() if whole else AutoModelForCausalLM.from_config(TEXT_ONLY[name]())
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / "processor_config.json").write_text('{"of": "images"}')
+        return str(tmp_path / name)
+
+    return make
+
+
+def tensors(folder):
+    return load_file(f"{folder}/model.safetensors")
+
+
+def save(folder, model, config, values=None):
+    export_hf(folder, weight_stream(model, CPU), model, config, tokenizer(), (EOS,), values)
+
+
+@pytest.mark.parametrize("name", [*TEXT_ONLY, *WHOLE])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpoint, tmp_path):
+    path = checkpoint(name)
+    config = load_config(path, FLAG)
+    require_causal_lm(config, path, FLAG)
+    model = load_causal_lm(path, FLAG, FP32)
+    if lora:
+        model = add_lora(model, 2, 4.0, ["all-linear"], True, FLAG)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if not lora or "lora_B" in key:
+                parameter += 0.02 * torch.randn_like(parameter)
+    values = probe_values(LanguageModel(model, "off"), config)
+    save(tmp_path / "out", model, config, values)
+    before, after = tensors(path), tensors(tmp_path / "out")
+    assert {k: t.shape for k, t in after.items()} == {k: t.shape for k, t in before.items()}
+    same = {key for key in after if torch.equal(after[key], before[key])}
+    assert len(same) < len(after)
+    if name in WHOLE:
+        assert {key for key in after if "vision" in key or "visual" in key} <= same
+        raw, old = (read_json(str(f), CONFIG, FLAG) for f in (tmp_path / "out", path))
+        assert raw["vision_config"] == old["vision_config"]
+        assert raw["architectures"] == old["architectures"]
+        assert (tmp_path / "out/processor_config.json").read_text() == '{"of": "images"}'
+        loaded, info = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "out", output_loading_info=True
+        )
+    else:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", output_loading_info=True
+        )
+    assert not any(info.values())
+    ids = torch.tensor([[3, 7, 11, 2, 40, 9, 8, 33, 21, 5, 6, 17]])
+    with torch.no_grad():
+        logits = [m.eval()(input_ids=ids, use_cache=False).logits for m in (model, loaded)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_save_that_lost_a_weight_or_changed_one_is_no_save(checkpoint, tmp_path, monkeypatch):
+    path = checkpoint("qwen3_moe")
+    config, model = load_config(path, FLAG), load_causal_lm(path, FLAG, FP32)
+    values = probe_values(LanguageModel(model, "off"), config)
+    real = hf_export.hub_tensors
+
+    def lost(model, stream):
+        yield from (pair for pair in real(model, stream) if "experts.1.down" not in pair[0])
+
+    def changed(model, stream):
+        yield from ((n, t * 1.5 if "v_proj" in n else t) for n, t in real(model, stream))
+
+    for broken, message in ((lost, "mismatched keys"), (changed, "values differ by")):
+        monkeypatch.setattr(hf_export, "hub_tensors", broken)
+        with pytest.raises(SavedModelError, match=message):
+            save(tmp_path / "out", model, config, values)
+        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(saved_check, "available_memory", lambda: 1000)  # too large to load again
+    save(tmp_path / "out", model, config, values)
+
+
+def test_the_engine_reads_the_text_part(checkpoint):
+    path = checkpoint("mistral3")
+    engine = InferenceEngine.from_pretrained(path, max_seq_len=32, stop_ids=())
+    prompt = [3, 7, 11, 2]
+    answer = engine.generate([prompt], SamplingParams(max_new_tokens=8, temperature=0))[0].token_ids
+    with torch.no_grad():
+        whole = AutoModelForImageTextToText.from_pretrained(path).eval()
+        logits = whole(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
+    assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gemma3", "mixtral"])
+def test_a_score_head_on_any_backbone(name, checkpoint, tmp_path):
+    path = checkpoint(name)
+    config = load_config(path, FLAG)
+    require_score_head(config, path, FLAG)
+    model = load_score_backbone(path, FLAG, FP32, from_base=True, pad_token_id=1, num_tokens=64)
+    export_hf(tmp_path / "rm", weight_stream(model, CPU), model, model.config, tokenizer())
+    again = load_score_backbone(str(tmp_path / "rm"), FLAG, FP32, False, 1, 64)
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "rm", output_loading_info=True
+    )
+    assert not any(info.values())
+    ids = torch.tensor([[3, 7, 11, 2, 40, 9]])
+    with torch.no_grad():
+        scores = [m.eval()(input_ids=ids, use_cache=False).logits for m in (model, again, theirs)]
+    assert torch.equal(scores[0], scores[1])
+    assert torch.equal(scores[0], scores[2])
+    assert (tmp_path / "rm/README.md").exists() == (name == "qwen3_5_moe")
+    assert set(json.loads((tmp_path / "rm/config.json").read_text())).isdisjoint({"vision_config"})
+
+
+def test_an_adapter_that_peft_loads_by_itself(checkpoint, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    path = checkpoint("qwen3_moe")
+    model = add_lora(load_causal_lm(path, FLAG, FP32), 2, 4.0, ["all-linear"], True, FLAG)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[3, 7, 11, 2, 40, 9]])
+    with torch.no_grad():
+        logits = [m.eval()(input_ids=ids).logits for m in (model, loaded)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_rest_of_a_checkpoint_that_is_gone(checkpoint, tmp_path):
+    path = checkpoint("gemma3")
+    config, model = load_config(path, FLAG), load_causal_lm(path, FLAG, FP32)
+    (tmp_path / "gemma3").rename(tmp_path / "moved")
+    with pytest.raises((UserError, OSError), match="gemma3"):
+        save(tmp_path / "out", model, config)
