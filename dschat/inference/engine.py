@@ -45,8 +45,7 @@ from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
-from dschat.models.config_files import CONFIG, read_config, read_generation_config, read_json
-from dschat.models.text_part import text_part
+from dschat.models.config_files import read_config, read_generation_config
 from dschat.startup.attention import avoid_cudnn_attention
 from dschat.startup.openmp import limit_spinning_late
 
@@ -129,8 +128,7 @@ class InferenceEngine:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
         torch_device = device_named(device)
         try:
-            raw = read_json(str(path), CONFIG, "path") or {}
-            config = text_part(read_config(str(path), "path"), raw)
+            config = read_config(str(path), "path")
             generation = read_generation_config(str(path), "path")
         except OSError as error:
             checkpoint_stream(path)  # raises the better error for a missing folder

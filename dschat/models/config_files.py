@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 
 from dschat.config import UserError
 from dschat.models import hub
+from dschat.models.text_part import text_part
 
 T = TypeVar("T")
 Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
@@ -97,7 +98,7 @@ def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | N
 
 
 def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a checkpoint, with its sizes validated.
+    """The configuration of a checkpoint, of its text model if that is a part; sizes validated.
 
     Raises:
         OSError: as `read_json`; or config.json does not exist.
@@ -124,7 +125,7 @@ def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
         raise file.wrong_field("text_config", text, f"not of a {type(config).__name__}")
     for fault in _config_faults(text):
         raise file.wrong_field(*fault)
-    return config
+    return text_part(config, raw)
 
 
 def build_from(

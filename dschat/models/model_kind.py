@@ -32,7 +32,6 @@ from dschat.config import UserError
 from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.models.config_files import CONFIG, build_from, read_config, read_json
-from dschat.models.text_part import text_part
 
 WEIGHT_FILES = (  # in the order of transformers' from_pretrained
     "model.safetensors",
@@ -65,7 +64,7 @@ def load_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -
                 f"{flag} {name_or_path} is quantized ({_quantization(raw)}), which neither "
                 "training nor generation supports; name the checkpoint it was made from"
             )
-        return text_part(read_config(name_or_path, flag, trust_remote_code), raw or {})
+        return read_config(name_or_path, flag, trust_remote_code)
     except UserError as error:
         if "trust_remote_code" not in str(error.__cause__):
             raise
