@@ -33,10 +33,11 @@ from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
+from dschat.observability.flops import ModelShape, shape_of
 
 _SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
-# Errors of a forward pass that needs the values of tensors.
-_FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+# Errors of a forward pass that needs the values of tensors, or of a family without a known size.
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Sizes:
     in_small: int  # trained, in tensors below LARGE_BLOCK
     embedding: int
     tied: bool  # the LM head is the embedding
+    shape: ModelShape | None  # None: not known
 
 
 class Models:
@@ -156,7 +158,7 @@ class Models:
             return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
         except UserError:
             raise
-        except _FORWARD_ERRORS as error:
+        except MODEL_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
 
@@ -212,6 +214,7 @@ def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
         in_small=sum(n for n, t in counts if t and n * dtype.itemsize < LARGE_BLOCK),
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
+        shape=shape_of(module.base),
     )
 
 

@@ -9,78 +9,115 @@ Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 Head = Literal["lm", "score", "none"]
+
+_EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    "moe_top_k",
+)
+# Values of a config's ``layer_types`` whose layers compare no queries with keys.
+_WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a dense decoder that determine its matrix products."""
+    """The sizes of a decoder that determine its matrix products; those of layers are means."""
 
     num_layers: int
     hidden: int
-    intermediate: int  # width of the MLP
+    layer_weights: float  # elements of a layer's matrices that a token is multiplied with
+    outer_weights: int  # the same outside of layers, without the head: OPT's projections
     vocab: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    gated_mlp: bool  # three matrices in the MLP (gate, up, down) instead of two
-    embed_dim: int  # width of embeddings and head; two projections if it is not ``hidden``
+    query_width: float  # query heads x head size; 0 without attention
+    kv_width: float  # key heads x head size
+    embed_dim: int  # width of the head
 
 
-def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The ``ModelShape`` of a transformers config.
+def shape_of(model: PreTrainedModel) -> ModelShape | None:
+    """The ``ModelShape`` of a transformers model, on any device or sharded; None if not known.
 
-    Configs do not say whether the MLP is gated. Families with RMSNorm or SiLU count as gated (Llama
-    and its successors), others not (OPT, GPT-2, GPT-NeoX, BLOOM, Phi). Mixtures of experts and
-    encoders do not fit this shape.
-
-    Raises:
-        ValueError: the config has none of the known names of a size.
+    Matrices are the parameters with two or three dimensions of its text decoder, in whatever kind
+    of layer: attention, MLP, state space. Of experts as many count as a token is routed to. Not
+    counted: embeddings, convolutions, scans of recurrent layers, adapters, what attention saves by
+    a window or an indexer, and a second use of shared layers.
     """
+    try:
+        return _shape_of(model)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
 
-    def read(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if getattr(config, name, None) is not None:
-                return int(getattr(config, name))
-        if default is None:
-            raise ValueError(f"{type(config).__name__} has no {' or '.join(names)}")
-        return default
 
-    hidden = read("hidden_size", "n_embd", "d_model")
-    num_heads = read("num_attention_heads", "n_head", "n_heads")
-    activation = str(getattr(config, "hidden_act", None))
+def _shape_of(model: PreTrainedModel) -> ModelShape:
+    config = model.config.get_text_config(decoder=True)
+    num_layers, active = int(config.num_hidden_layers), _first(config, *_EXPERTS_PER_TOKEN)
+    inner, outer = 0.0, 0
+    head = model.get_output_embeddings()
+    for prefix, module in model.get_decoder().named_modules(remove_duplicate=False):
+        in_layer = any(part.isdigit() for part in prefix.split("."))
+        if module is head or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            sizes = getattr(p, "ds_shape", p.shape)  # ZeRO-3's shards are flat
+            if len(sizes) not in (2, 3) or "bias" in name or "lora_" in prefix:
+                continue
+            is_routed = len(sizes) == 3 and active is not None
+            count = sizes.numel() * (min(1.0, active / sizes[0]) if is_routed else 1)
+            inner, outer = (inner + count, outer) if in_layer else (inner, outer + int(count))
+    if not inner:
+        raise ValueError("no matrix in a layer")
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", 0) else [config]
+    types = getattr(config, "layer_types", None) or [""]
+    share = sum(kind not in _WITHOUT_PAIRS for kind in types) / len(types) / len(layers)
+    widths = [_attention_widths(layer) for layer in layers]
+    embeddings = getattr(model.get_input_embeddings(), "embedding_dim", config.hidden_size)
     return ModelShape(
-        num_layers=read("num_hidden_layers", "n_layer", "n_layers"),
-        hidden=hidden,
-        intermediate=read(
-            "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden
-        ),
-        vocab=read("vocab_size"),
-        num_heads=num_heads,
-        num_kv_heads=read("num_key_value_heads", default=num_heads),
-        head_dim=read("head_dim", default=hidden // num_heads),
-        gated_mlp=getattr(config, "rms_norm_eps", None) is not None or activation == "silu",
-        embed_dim=read("word_embed_proj_dim", default=hidden),
+        num_layers,
+        config.hidden_size,
+        inner / num_layers,
+        outer,
+        config.vocab_size,
+        share * sum(query for query, _ in widths),
+        share * sum(key for _, key in widths),
+        embeddings,
     )
+
+
+def _attention_widths(config: PretrainedConfig) -> tuple[float, float]:
+    """Heads x head size of queries and of keys; of a family whose values have another size, the
+    mean of both.
+    """
+    heads = _first(config, "num_attention_heads")
+    if heads is None:
+        return 0.0, 0.0
+    size = _first(config, "head_dim") or config.hidden_size // heads
+    if (plain := _first(config, "qk_nope_head_dim")) is not None:  # DeepSeek's latent attention
+        size = plain + config.qk_rope_head_dim
+    size = (size + (_first(config, "v_head_dim") or size)) / 2
+    return heads * size, (_first(config, "num_key_value_heads") or heads) * size
+
+
+def _first(config: PretrainedConfig, *names: str) -> Any:
+    """The first of ``names`` that the config has; of a list with one entry per layer the mean."""
+    values = (getattr(config, name, None) for name in names)
+    value = next((value for value in values if value is not None), None)
+    return sum(value) / len(value) if isinstance(value, (list, tuple)) else value
 
 
 def _layer_linear_flops(shape: ModelShape) -> int:
     """FLOPs of one token in the linears of all layers, forward."""
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads  # query and output; key and value
-    attention = shape.hidden * heads * shape.head_dim
-    mlp = shape.hidden * shape.intermediate * (3 if shape.gated_mlp else 2)
-    return 2 * shape.num_layers * (attention + mlp)
+    return round(2 * shape.num_layers * shape.layer_weights)
 
 
 def _attention_flops(shape: ModelShape, seq_len: int, past_len: int, causal: bool) -> int:
     """FLOPs of the scores and the weighted values: ``seq_len`` queries after ``past_len`` keys."""
     new_pairs = seq_len * (seq_len + 1) // 2 if causal else seq_len**2
     pairs = seq_len * past_len + new_pairs
-    return 2 * 2 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return round(2 * 2 * shape.num_layers * shape.query_width) * pairs
 
 
 def _head_flops(shape: ModelShape, head: Head) -> int:
@@ -90,8 +127,8 @@ def _head_flops(shape: ModelShape, head: Head) -> int:
 
 
 def _projection_flops(shape: ModelShape) -> int:
-    """FLOPs of one token between ``embed_dim`` and ``hidden``, both ways, if the two differ."""
-    return 2 * 2 * shape.embed_dim * shape.hidden if shape.embed_dim != shape.hidden else 0
+    """FLOPs of one token in the matrices outside of layers, without the head."""
+    return 2 * shape.outer_weights
 
 
 def transformer_flops(
