@@ -18,6 +18,8 @@ from dschat.models.training_engine import ModelOrEngine
 if TYPE_CHECKING:
     from peft import PeftModel
 
+    from dschat.models.router_loss import RouterLoss
+
 logger = logging.getLogger("dschat")
 
 Packing = Literal["auto", "on", "off"]
@@ -39,7 +41,10 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
+        router_loss: see `dschat.models.router_loss`.
     """
+
+    router_loss: "RouterLoss | None" = None
 
     def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()
