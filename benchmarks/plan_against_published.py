@@ -37,7 +37,6 @@ from dschat.estimate.seconds import (  # noqa: E402
 from dschat.estimate.shares import DEEPSPEED_CHAT, ENGINE, HF_LOOP, Shares  # noqa: E402
 from dschat.observability.flops import ModelShape  # noqa: E402
 
-
 OPT_VOCAB = 50272
 
 
