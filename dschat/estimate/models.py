@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
-from dschat.config import UserError
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
 from dschat.models.config_files import build_from, muted
 from dschat.models.language_model import LanguageModel
@@ -152,15 +151,9 @@ class Models:
             module = self._module(use, num_layers)
             return run_pass(module, work, batch, train, text.vocab_size)
 
-        try:
-            if text.num_hidden_layers <= _SHALLOW:
-                return run(None)
-            return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
-        except UserError:
-            raise
-        except MODEL_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
+        if text.num_hidden_layers <= _SHALLOW:
+            return run(None)
+        return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
 
     def build(self, use: Use, num_layers: int) -> PackedModel:
         """The first layers of ``use`` in CPU memory, with random weights."""

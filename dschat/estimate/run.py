@@ -82,17 +82,16 @@ def make_estimator(request: Request, models: Models | None = None) -> Estimator:
     models = models or Models(request.made_from)
 
     def estimate(config: CommonConfig) -> StepEstimate:
-        args = models, device, request.num_processes
         try:
             if isinstance(config, RLHFConfig):
-                return RLHFEstimator(*args, config).estimate()
+                return RLHFEstimator(models, device, request.num_processes, config).estimate()
             assert isinstance(config, SupervisedConfig)
-            return SupervisedEstimator(*args, config).estimate()
+            return SupervisedEstimator(models, device, request.num_processes, config).estimate()
         except UserError:
             raise
         except MODEL_ERRORS as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(f"its memory is not known for this family ({reason})") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"a model of this step cannot be planned: {reason}") from error
 
     return estimate
 

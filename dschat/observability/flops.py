@@ -7,19 +7,22 @@ Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, 
 (``causal=False`` here): slightly more.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+logger = logging.getLogger("dschat")
+
 Head = Literal["lm", "score", "none"]
 
-_EXPERTS_PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
-    "moe_top_k",
-)
+_WITHOUT_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 # Values of a config's ``layer_types`` whose layers compare no queries with keys.
 _WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
@@ -44,53 +47,46 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
     Matrices are the parameters with two or three dimensions of its text decoder, in whatever kind
     of layer: attention, MLP, state space. Of experts as many count as a token is routed to. Not
     counted: embeddings, convolutions, scans of recurrent layers, adapters, what attention saves by
-    a window or an indexer, and a second use of shared layers.
+    a window or an indexer, and repeated runs of one layer (HRM).
     """
     try:
         return _shape_of(model)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError):
+        _log_unknown(type(model).__name__)
         return None
 
 
+@cache
+def _log_unknown(family: str) -> None:
+    logger.info("FLOPs of a %s are not known: no TFLOP/s in metrics, no times in --plan", family)
+
+
 def _shape_of(model: PreTrainedModel) -> ModelShape:
-    config = model.config.get_text_config(decoder=True)
-    num_layers, active = int(config.num_hidden_layers), _first(config, *_EXPERTS_PER_TOKEN)
-    inner, outer = 0.0, 0
-    head = model.get_output_embeddings()
-    for prefix, module in model.get_decoder().named_modules(remove_duplicate=False):
-        in_layer = any(part.isdigit() for part in prefix.split("."))
-        if module is head or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
+    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    num_layers, active = config.num_hidden_layers, _first(config, *_EXPERTS_PER_TOKEN)
+    outer_inner = [0.0, 0.0]
+    for path, module in model.get_decoder().named_modules(remove_duplicate=False):
+        if module is head or "lora_" in path or isinstance(module, _WITHOUT_MATRICES):
             continue
         for name, p in module.named_parameters(recurse=False):
-            sizes = getattr(p, "ds_shape", p.shape)  # ZeRO-3's shards are flat
-            if len(sizes) not in (2, 3) or "bias" in name or "lora_" in prefix:
-                continue
-            is_routed = len(sizes) == 3 and active is not None
-            count = sizes.numel() * (min(1.0, active / sizes[0]) if is_routed else 1)
-            inner, outer = (inner + count, outer) if in_layer else (inner, outer + int(count))
+            shape = torch.Size(getattr(p, "ds_shape", p.shape))  # ZeRO-3's shards are flat
+            if len(shape) in (2, 3) and "bias" not in name:
+                share = min(1.0, active / shape[0]) if active and len(shape) == 3 else 1.0
+                outer_inner[any(map(str.isdigit, path.split(".")))] += share * shape.numel()
+    outer, inner = outer_inner
     if not inner:
         raise ValueError("no matrix in a layer")
-    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", 0) else [config]
-    types = getattr(config, "layer_types", None) or [""]
-    share = sum(kind not in _WITHOUT_PAIRS for kind in types) / len(types) / len(layers)
-    widths = [_attention_widths(layer) for layer in layers]
-    embeddings = getattr(model.get_input_embeddings(), "embedding_dim", config.hidden_size)
-    return ModelShape(
-        num_layers,
-        config.hidden_size,
-        inner / num_layers,
-        outer,
-        config.vocab_size,
-        share * sum(query for query, _ in widths),
-        share * sum(key for _, key in widths),
-        embeddings,
-    )
+    kinds = getattr(config, "layer_types", None) or [""] * num_layers
+    layers = zip(config.per_layer_config, kinds, strict=False)
+    widths = [_attention_widths(layer) for layer, kind in layers if kind not in _WITHOUT_PAIRS]
+    query, key = (sum(width) / num_layers for width in zip((0.0, 0.0), *widths, strict=True))
+    embed_dim = getattr(model.get_input_embeddings(), "embedding_dim", config.hidden_size)
+    sizes = (inner / num_layers, round(outer), config.vocab_size, query, key, embed_dim)
+    return ModelShape(num_layers, config.hidden_size, *sizes)
 
 
 def _attention_widths(config: PretrainedConfig) -> tuple[float, float]:
-    """Heads x head size of queries and of keys; of a family whose values have another size, the
-    mean of both.
-    """
+    """Heads x head size of a layer's queries and keys; if values have another size, the mean."""
     heads = _first(config, "num_attention_heads")
     if heads is None:
         return 0.0, 0.0
@@ -120,15 +116,10 @@ def _attention_flops(shape: ModelShape, seq_len: int, past_len: int, causal: boo
     return round(2 * 2 * shape.num_layers * shape.query_width) * pairs
 
 
-def _head_flops(shape: ModelShape, head: Head) -> int:
-    """FLOPs of one token in the head, forward."""
+def _outer_flops(shape: ModelShape, head: Head) -> int:
+    """FLOPs of one token in the matrices outside of layers and in the head, forward."""
     width = {"lm": shape.vocab, "score": 1, "none": 0}[head]
-    return 2 * shape.embed_dim * width
-
-
-def _projection_flops(shape: ModelShape) -> int:
-    """FLOPs of one token in the matrices outside of layers, without the head."""
-    return 2 * shape.outer_weights
+    return 2 * (shape.outer_weights + shape.embed_dim * width)
 
 
 def transformer_flops(
@@ -138,13 +129,13 @@ def transformer_flops(
 
     ``head``: "lm" (vocabulary), "score" (reward model, critic: one number) or "none".
     """
-    per_token = _layer_linear_flops(shape) + _projection_flops(shape) + _head_flops(shape, head)
+    per_token = _layer_linear_flops(shape) + _outer_flops(shape, head)
     return seq_len * per_token + _attention_flops(shape, seq_len, 0, causal)
 
 
 def prefill_flops(shape: ModelShape, prompt_len: int) -> int:
     """FLOPs of prefilling one prompt; the LM head runs on its last token only."""
-    return transformer_flops(shape, prompt_len, head="none") + _head_flops(shape, "lm")
+    return transformer_flops(shape, prompt_len, head="none") + 2 * shape.embed_dim * shape.vocab
 
 
 def decode_flops(shape: ModelShape, prompt_len: int, answer_len: int) -> int:
@@ -153,7 +144,7 @@ def decode_flops(shape: ModelShape, prompt_len: int, answer_len: int) -> int:
     ``answer_len - 1`` steps: the prefill samples the first token, and the last one is not fed back.
     """
     steps = max(0, answer_len - 1)
-    per_token = _layer_linear_flops(shape) + _projection_flops(shape) + _head_flops(shape, "lm")
+    per_token = _layer_linear_flops(shape) + _outer_flops(shape, "lm")
     return steps * per_token + _attention_flops(shape, steps, prompt_len, causal=True)
 
 
@@ -175,7 +166,7 @@ def training_flops(
     """
     recompute = 1 if gradient_checkpointing else 0
     linear = 2 if frozen_base else 3
-    outside = seq_len * (_projection_flops(shape) + _head_flops(shape, head))
+    outside = seq_len * _outer_flops(shape, head)
     layers = seq_len * _layer_linear_flops(shape)
     attention = _attention_flops(shape, seq_len, 0, causal)
     return linear * outside + (linear + recompute) * layers + (3 + recompute) * attention

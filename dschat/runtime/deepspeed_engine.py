@@ -25,7 +25,7 @@ from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
-from dschat.models.router_loss import add_router_loss_to
+from dschat.models.router_loss import watch_routers
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 from dschat.startup.malloc import keep_freed_memory
 from dschat.startup.openmp import limit_spinning_late
@@ -356,7 +356,7 @@ def trained_engine(
     )
     packed = wrap(model, config.packing)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
-    add_router_loss_to(packed, is_wanted=not is_policy)
+    watch_routers(packed, is_wanted=not is_policy)
     return initialize_training(
         packed,
         zero,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dschat.data.collate import PackedBatch, RankedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
-from dschat.models.router_loss import METRIC, with_router_loss
+from dschat.models.router_loss import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine
 from dschat.runtime.metric_sums import DeviceSums
 
@@ -66,7 +66,7 @@ class SFTTask(Task):
         total = -logprobs.sum()
         num_tokens = torch.ones_like(logprobs).sum()
         sums = {"loss": total.detach(), "tokens": num_tokens}
-        return with_router_loss(model, total, sums, batch.rows, self.weight(batch))
+        return add_router_loss(model, total, sums, batch.rows, self.weight(batch))
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)
@@ -105,7 +105,7 @@ class RewardTask(Task):
         total, metrics = pairwise_loss(scores[batch.better], scores[batch.worse], batch.weights)
         rows = total.new_full((), batch.num_real)
         metrics |= {"loss": total.detach(), "rows": rows}
-        return with_router_loss(model, total, metrics, batch.rows, batch.num_real)
+        return add_router_loss(model, total, metrics, batch.rows, batch.num_real)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)

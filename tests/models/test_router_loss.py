@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.models.language_model import LanguageModel
-from dschat.models.router_loss import METRIC, add_router_loss_to
+from dschat.models.router_loss import METRIC, watch_routers
 from dschat.models.score_model import ScoreModel
 from dschat.supervised.tasks import RewardTask, SFTTask
 from tests.observability.test_flops_of_families import COUNTED, EXPERTS, config_of
@@ -34,7 +34,7 @@ def model_of(family: str, coefficient: float = 0.5):
 
 def wrapped(model, packing: str = "auto", wrap=LanguageModel, is_wanted: bool = True):
     packed = wrap(model, packing)
-    add_router_loss_to(packed, is_wanted)
+    watch_routers(packed, is_wanted)
     packed.check(torch.device("cpu"))
     return packed
 
@@ -129,14 +129,14 @@ def test_policies_leave_it_out_and_say_so(caplog):
     with caplog.at_level(logging.INFO, "dschat"):
         packed = wrapped(model_of("mixtral"), is_wanted=False)
     assert packed.router_loss is None
-    assert "router_aux_loss_coef 0.5 is not applied" in caplog.text
+    assert "router_aux_loss_coef 0.5 is not applied to a policy" in caplog.text
 
 
 def test_a_family_without_the_loss_says_so(caplog):
     config = config_of("llama4_text", **EXPERTS, intermediate_size_mlp=48)
     model = AutoModelForCausalLM.from_config(config)
     with caplog.at_level(logging.INFO, "dschat"):
-        add_router_loss_to(LanguageModel(model), True)
+        watch_routers(LanguageModel(model), True)
     assert "is not applied: its class has no such loss" in caplog.text
 
 
@@ -147,7 +147,7 @@ def test_others_are_untouched(change, caplog):
         model = AutoModelForCausalLM.from_config(config_of("llama"))
     packed = LanguageModel(model)
     with caplog.at_level(logging.INFO, "dschat"):
-        add_router_loss_to(packed, True)
+        watch_routers(packed, True)
     assert packed.router_loss is None
     assert not caplog.text
     assert not model.model._forward_hooks

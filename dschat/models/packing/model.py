@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from dschat.models.training_engine import ModelOrEngine
 # NOTE: PEFT imports DeepSpeed, which reads settings of `dschat.runtime.deepspeed_engine`.
 if TYPE_CHECKING:
     from peft import PeftModel
-
-    from dschat.models.router_loss import RouterLoss
 
 logger = logging.getLogger("dschat")
 
@@ -41,10 +39,10 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
-        router_loss: see `dschat.models.router_loss`.
+        router_loss: see `dschat.models.router_loss`; None of most models.
     """
 
-    router_loss: "RouterLoss | None" = None
+    router_loss: Any = None
 
     def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()
