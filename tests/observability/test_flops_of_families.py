@@ -1,10 +1,11 @@
 """FLOPs of every causal LM of transformers: known, or known to be unknown; never an error."""
 
+import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -141,5 +142,21 @@ def test_adapters_do_not_count():
     assert shape_of(adapted.get_base_model()) == before
 
 
-def test_an_object_without_sizes_is_unknown():
-    assert shape_of(transformers.PretrainedConfig()) is None
+def test_metrics_without_flops_are_absent_and_say_so_once(monkeypatch, caplog):
+    """No metric ends a run: a family of which the sizes are not known trains on."""
+    from dschat.models.language_model import LanguageModel
+    from dschat.rlhf.metrics import throughput
+
+    model = LanguageModel(AutoModelForCausalLM.from_config(config_of("llama")))
+    monkeypatch.setattr(type(model.base.config), "num_hidden_layers", None, raising=False)
+    del model.base.config.__dict__["num_hidden_layers"]
+    args = SimpleNamespace(ppo_epochs=1)
+    engine = SimpleNamespace(actor=model, critic=None, reward=None, teacher=None, args=args)
+    metrics = {f"time/{part}_s": 1.0 for part in ("generate", "score", "train")}
+    metrics |= {"rollout/sequences": 2.0, "rollout/tokens": 8.0, "rollout/prompt_length": 3.0}
+    with caplog.at_level(logging.INFO, "dschat"):
+        for _ in range(2):
+            got = throughput(metrics, SimpleNamespace(problem=""), engine, train_actor=True)
+    assert got["throughput/train_tokens_per_s"] == 14.0
+    assert not any(name.endswith("tflops") for name in got)
+    assert caplog.text.count("FLOPs of a LlamaForCausalLM are not known") == 1
