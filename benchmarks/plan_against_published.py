@@ -37,26 +37,29 @@ from dschat.estimate.seconds import (  # noqa: E402
 from dschat.estimate.shares import DEEPSPEED_CHAT, ENGINE, HF_LOOP, Shares  # noqa: E402
 from dschat.observability.flops import ModelShape  # noqa: E402
 
+OPT_VOCAB = 50272
 
-def opt(hidden: int, layers: int, heads: int, embed: int | None = None) -> ModelShape:
-    width = hidden // heads
+
+def opt(hidden: int, layers: int, embed: int | None = None) -> ModelShape:
+    matrices, projections = 12 * hidden**2, 2 * hidden * embed if embed else 0
     return ModelShape(
-        layers, hidden, 4 * hidden, 50272, heads, heads, width, False, embed or hidden
+        layers, hidden, matrices, projections, OPT_VOCAB, hidden, hidden, embed or hidden
     )
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelShape:
-    return ModelShape(layers, hidden, inner, 32000, heads, kv_heads, 128, True, hidden)
+    matrices = hidden * (2 * (heads + kv_heads) * 128 + 3 * inner)
+    return ModelShape(layers, hidden, matrices, 0, 32000, 128 * heads, 128 * kv_heads, hidden)
 
 
 SHAPES = {
-    "opt-350m": opt(1024, 24, 16, 512),
-    "opt-1.3b": opt(2048, 24, 32),
-    "opt-6.7b": opt(4096, 32, 32),
-    "opt-13b": opt(5120, 40, 40),
-    "opt-30b": opt(7168, 48, 56),
-    "opt-66b": opt(9216, 64, 72),
-    "opt-175b": opt(12288, 96, 96),
+    "opt-350m": opt(1024, 24, 512),
+    "opt-1.3b": opt(2048, 24),
+    "opt-6.7b": opt(4096, 32),
+    "opt-13b": opt(5120, 40),
+    "opt-30b": opt(7168, 48),
+    "opt-66b": opt(9216, 64),
+    "opt-175b": opt(12288, 96),
     "llama-7b": llama(4096, 11008, 32, 32, 32),
     "llama-13b": llama(5120, 13824, 40, 40, 40),
     "llama-34b": llama(8192, 22016, 48, 64, 8),
@@ -66,16 +69,15 @@ SHAPES = {
 
 def parameters(shape: ModelShape) -> int:
     """Matrices only: within 0.3% of the models' own counts."""
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
-    mlp = (3 if shape.gated_mlp else 2) * shape.intermediate
-    layer = shape.hidden * (heads * shape.head_dim + mlp)
-    return shape.num_layers * layer + (1 + shape.gated_mlp) * shape.vocab * shape.embed_dim
+    tied = shape.vocab == OPT_VOCAB
+    tables = (1 if tied else 2) * shape.vocab * shape.embed_dim
+    return round(shape.num_layers * shape.layer_weights) + tables
 
 
 def adapters(shape: ModelShape, rank: int) -> int:
-    """Parameters of LoRA on every matrix of the layers, and what trains beside it there."""
+    """Parameters of LoRA on every matrix of OPT's layers, and what trains beside it there."""
     attention = 2 * shape.hidden * 4
-    mlp = 2 * (shape.hidden + shape.intermediate)
+    mlp = 2 * (shape.hidden + 4 * shape.hidden)
     return rank * shape.num_layers * (attention + mlp) + shape.vocab * shape.embed_dim
 
 

@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
-from dschat.config import UserError
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
 from dschat.models.config_files import build_from, muted
 from dschat.models.language_model import LanguageModel
@@ -33,10 +32,11 @@ from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
+from dschat.observability.flops import ModelShape, shape_of
 
 _SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
-# Errors of a forward pass that needs the values of tensors.
-_FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+# Errors of a forward pass that needs the values of tensors, or of a family without a known size.
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Sizes:
     in_small: int  # trained, in tensors below LARGE_BLOCK
     embedding: int
     tied: bool  # the LM head is the embedding
+    shape: ModelShape | None  # None: not known
 
 
 class Models:
@@ -150,15 +151,9 @@ class Models:
             module = self._module(use, num_layers)
             return run_pass(module, work, batch, train, text.vocab_size)
 
-        try:
-            if text.num_hidden_layers <= _SHALLOW:
-                return run(None)
-            return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
-        except UserError:
-            raise
-        except _FORWARD_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{use.flag} {use.name} cannot be planned: {reason}") from error
+        if text.num_hidden_layers <= _SHALLOW:
+            return run(None)
+        return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
 
     def build(self, use: Use, num_layers: int) -> PackedModel:
         """The first layers of ``use`` in CPU memory, with random weights."""
@@ -212,6 +207,7 @@ def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
         in_small=sum(n for n, t in counts if t and n * dtype.itemsize < LARGE_BLOCK),
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
+        shape=shape_of(module.base),
     )
 
 

@@ -16,7 +16,6 @@ from dschat.inference.draft_costs import MAX_DRAFTED
 from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
 from dschat.inference.model.rotary import model_positions
-from dschat.observability.flops import shape_of
 
 
 class RolloutBytes(NamedTuple):
@@ -62,17 +61,17 @@ class RolloutEstimator:
         return self._of_module() if spec is None else self._of_engine(spec, held)
 
     def _of_module(self) -> RolloutBytes:
-        c, shape, size = self.config, shape_of(self.model), self.dtype.itemsize
+        c, shape, size = self.config, self.sizes.shape, self.dtype.itemsize
         sharded = c.actor_zero_stage == 3
         rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
         seq_len = c.max_prompt_seq_len + c.max_answer_seq_len
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
+        per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
         form = "an unsharded copy" if sharded else "training weights"
         return RolloutBytes(
             weights=size * self.sizes.total * sharded,
-            cache=rows * seq_len * per_token,
+            cache=round(rows * seq_len * per_token),
             work=0,
-            logits=self._sampling(rows, shape.vocab),
+            logits=self._sampling(rows, self.model.get_text_config().vocab_size),
             form=f"Hugging Face generate loop on {form}",
         )
 

@@ -7,7 +7,7 @@ from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.estimate import CostRequest, Request, title_of
 from dschat.estimate.advice import Advice, Estimator, advise
 from dschat.estimate.cost import find_device_speed, scaling_lines, time_lines
-from dschat.estimate.models import Models
+from dschat.estimate.models import MODEL_ERRORS, Models
 from dschat.estimate.result import GIB, StepEstimate, find_device
 from dschat.estimate.rlhf import RLHFEstimator
 from dschat.estimate.steps import SupervisedEstimator
@@ -54,10 +54,13 @@ def _times(
     def lines(estimate: StepEstimate) -> list[str]:
         if timer.speed.on_gpu != estimate.device.on_gpu:
             return [f"  no times: {timer.speed.name} is not the device of this plan"]
-        return [
-            *time_lines(estimate, timer.time(estimate), cost),
-            *scaling_lines(estimate, estimate_on, timer, cost),
-        ]
+        try:
+            return [
+                *time_lines(estimate, timer.time(estimate), cost),
+                *scaling_lines(estimate, estimate_on, timer, cost),
+            ]
+        except MODEL_ERRORS as error:
+            return [f"  no times: {error}"]
 
     return lines
 
@@ -79,10 +82,16 @@ def make_estimator(request: Request, models: Models | None = None) -> Estimator:
     models = models or Models(request.made_from)
 
     def estimate(config: CommonConfig) -> StepEstimate:
-        if isinstance(config, RLHFConfig):
-            return RLHFEstimator(models, device, request.num_processes, config).estimate()
-        assert isinstance(config, SupervisedConfig)
-        return SupervisedEstimator(models, device, request.num_processes, config).estimate()
+        try:
+            if isinstance(config, RLHFConfig):
+                return RLHFEstimator(models, device, request.num_processes, config).estimate()
+            assert isinstance(config, SupervisedConfig)
+            return SupervisedEstimator(models, device, request.num_processes, config).estimate()
+        except UserError:
+            raise
+        except MODEL_ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"a model of this step cannot be planned: {reason}") from error
 
     return estimate
 

@@ -229,7 +229,7 @@ def decode(
     per_group = rows.count / groups
     concurrent = min(concurrent, per_group)
     steps = per_group / concurrent * max(rows.answer - 1, 0)
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.itemsize
+    token_bytes = 2 * shape.num_layers * shape.kv_width * model.itemsize
     cached = concurrent * (rows.prompt + rows.answer / 2) * token_bytes * shares.cache_passes
     memory_s = steps * (model.num_bytes + cached) / tp_size / (shares.decode * device.bandwidth)
     flops = rows.count * decode_flops(shape, rows.prompt, rows.answer)

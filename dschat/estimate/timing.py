@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig
+from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
 from dschat.estimate.activations import Batch
 from dschat.estimate.cpu_passes import CpuPasses
@@ -30,7 +30,7 @@ from dschat.estimate.seconds import (
 )
 from dschat.estimate.shares import CPU, ENGINE, HF_LOOP, Shares
 from dschat.estimate.steps import Learner, Model
-from dschat.observability.flops import Head, shape_of
+from dschat.observability.flops import Head
 from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
 # --old_logprobs auto recomputes one of so many answers (`dschat.rlhf.scoring`).
@@ -70,7 +70,7 @@ class Timer:
     tokens: tuple[int, int] | None = None
 
     def time(self, estimate: StepEstimate) -> StepTime:
-        """The phases of ``estimate``'s step."""
+        """The phases of ``estimate``'s step. Raises ``UserError`` where FLOPs are not known."""
         config = estimate.config
         if isinstance(config, RLHFConfig):
             return self._rlhf(estimate, config)
@@ -106,8 +106,10 @@ class Timer:
     def _model(self, model: Model) -> TimedModel:
         use, sizes = model.use, self.models.sizes(model.use)
         head: Head = "lm" if use.kind == "lm" else "score"
+        if sizes.shape is None:
+            raise UserError(f"FLOPs of {use.flag} {use.name} are not known")
         return TimedModel(
-            shape_of(self.models.config(use).get_text_config()),
+            sizes.shape,
             sizes.total,
             sizes.trained if isinstance(model, Learner) else 0,
             head,
@@ -176,9 +178,10 @@ class Timer:
         if any(mode.items.get("rollout copy") for mode in estimate.modes):
             phases.append(refresh(fleet, actor, tp_size))
         shape, per_group = actor.shape, rows.count / (fleet.count / tp_size)
-        token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * actor.itemsize
+        token_bytes = 2 * shape.num_layers * shape.kv_width * actor.itemsize
         cache = max(mode.items.get("KV cache", 0) for mode in estimate.modes)
-        cached = cache * tp_size / token_bytes / (rows.prompt + rows.answer / 2)
+        room = token_bytes * (rows.prompt + rows.answer / 2)
+        cached = cache * tp_size / room if room else math.inf
         concurrent = max(1.0, min(config.max_num_seqs, per_group, cached))
         prefilling = decoding = fleet
         if not fleet.device.on_gpu:

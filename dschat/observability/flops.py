@@ -7,91 +7,119 @@ Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, 
 (``causal=False`` here): slightly more.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
-from transformers import PretrainedConfig
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("dschat")
 
 Head = Literal["lm", "score", "none"]
+
+_WITHOUT_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+# Values of a config's ``layer_types`` whose layers compare no queries with keys.
+_WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a dense decoder that determine its matrix products."""
+    """The sizes of a decoder that determine its matrix products; those of layers are means."""
 
     num_layers: int
     hidden: int
-    intermediate: int  # width of the MLP
+    layer_weights: float  # elements of a layer's matrices that a token is multiplied with
+    outer_weights: int  # the same outside of layers, without the head: OPT's projections
     vocab: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    gated_mlp: bool  # three matrices in the MLP (gate, up, down) instead of two
-    embed_dim: int  # width of embeddings and head; two projections if it is not ``hidden``
+    query_width: float  # query heads x head size; 0 without attention
+    kv_width: float  # key heads x head size
+    embed_dim: int  # width of the head
 
 
-def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The ``ModelShape`` of a transformers config.
+def shape_of(model: PreTrainedModel) -> ModelShape | None:
+    """The ``ModelShape`` of a transformers model, on any device or sharded; None if not known.
 
-    Configs do not say whether the MLP is gated. Families with RMSNorm or SiLU count as gated (Llama
-    and its successors), others not (OPT, GPT-2, GPT-NeoX, BLOOM, Phi). Mixtures of experts and
-    encoders do not fit this shape.
-
-    Raises:
-        ValueError: the config has none of the known names of a size.
+    Matrices are the parameters with two or three dimensions of its text decoder, in whatever kind
+    of layer: attention, MLP, state space. Of experts as many count as a token is routed to. Not
+    counted: embeddings, convolutions, scans of recurrent layers, adapters, what attention saves by
+    a window or an indexer, and repeated runs of one layer (HRM).
     """
+    try:
+        return _shape_of(model)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError):
+        _log_unknown(type(model).__name__)
+        return None
 
-    def read(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if getattr(config, name, None) is not None:
-                return int(getattr(config, name))
-        if default is None:
-            raise ValueError(f"{type(config).__name__} has no {' or '.join(names)}")
-        return default
 
-    hidden = read("hidden_size", "n_embd", "d_model")
-    num_heads = read("num_attention_heads", "n_head", "n_heads")
-    activation = str(getattr(config, "hidden_act", None))
-    return ModelShape(
-        num_layers=read("num_hidden_layers", "n_layer", "n_layers"),
-        hidden=hidden,
-        intermediate=read(
-            "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden
-        ),
-        vocab=read("vocab_size"),
-        num_heads=num_heads,
-        num_kv_heads=read("num_key_value_heads", default=num_heads),
-        head_dim=read("head_dim", default=hidden // num_heads),
-        gated_mlp=getattr(config, "rms_norm_eps", None) is not None or activation == "silu",
-        embed_dim=read("word_embed_proj_dim", default=hidden),
-    )
+@cache
+def _log_unknown(family: str) -> None:
+    logger.info("FLOPs of a %s are not known: no TFLOP/s in metrics, no times in --plan", family)
+
+
+def _shape_of(model: PreTrainedModel) -> ModelShape:
+    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    num_layers, active = config.num_hidden_layers, _first(config, *_EXPERTS_PER_TOKEN)
+    outer_inner = [0.0, 0.0]
+    for path, module in model.get_decoder().named_modules(remove_duplicate=False):
+        if module is head or "lora_" in path or isinstance(module, _WITHOUT_MATRICES):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            shape = torch.Size(getattr(p, "ds_shape", p.shape))  # ZeRO-3's shards are flat
+            if len(shape) in (2, 3) and "bias" not in name:
+                share = min(1.0, active / shape[0]) if active and len(shape) == 3 else 1.0
+                outer_inner[any(map(str.isdigit, path.split(".")))] += share * shape.numel()
+    outer, inner = outer_inner
+    if not inner:
+        raise ValueError("no matrix in a layer")
+    kinds = getattr(config, "layer_types", None) or [""] * num_layers
+    layers = zip(config.per_layer_config, kinds, strict=False)
+    widths = [_attention_widths(layer) for layer, kind in layers if kind not in _WITHOUT_PAIRS]
+    query, key = (sum(width) / num_layers for width in zip((0.0, 0.0), *widths, strict=True))
+    embed_dim = getattr(model.get_input_embeddings(), "embedding_dim", config.hidden_size)
+    sizes = (inner / num_layers, round(outer), config.vocab_size, query, key, embed_dim)
+    return ModelShape(num_layers, config.hidden_size, *sizes)
+
+
+def _attention_widths(config: PretrainedConfig) -> tuple[float, float]:
+    """Heads x head size of a layer's queries and keys; if values have another size, the mean."""
+    heads = _first(config, "num_attention_heads")
+    if heads is None:
+        return 0.0, 0.0
+    size = _first(config, "head_dim") or config.hidden_size // heads
+    if (plain := _first(config, "qk_nope_head_dim")) is not None:  # DeepSeek's latent attention
+        size = plain + config.qk_rope_head_dim
+    size = (size + (_first(config, "v_head_dim") or size)) / 2
+    return heads * size, (_first(config, "num_key_value_heads") or heads) * size
+
+
+def _first(config: PretrainedConfig, *names: str) -> Any:
+    """The first of ``names`` that the config has; of a list with one entry per layer the mean."""
+    values = (getattr(config, name, None) for name in names)
+    value = next((value for value in values if value is not None), None)
+    return sum(value) / len(value) if isinstance(value, (list, tuple)) else value
 
 
 def _layer_linear_flops(shape: ModelShape) -> int:
     """FLOPs of one token in the linears of all layers, forward."""
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads  # query and output; key and value
-    attention = shape.hidden * heads * shape.head_dim
-    mlp = shape.hidden * shape.intermediate * (3 if shape.gated_mlp else 2)
-    return 2 * shape.num_layers * (attention + mlp)
+    return round(2 * shape.num_layers * shape.layer_weights)
 
 
 def _attention_flops(shape: ModelShape, seq_len: int, past_len: int, causal: bool) -> int:
     """FLOPs of the scores and the weighted values: ``seq_len`` queries after ``past_len`` keys."""
     new_pairs = seq_len * (seq_len + 1) // 2 if causal else seq_len**2
     pairs = seq_len * past_len + new_pairs
-    return 2 * 2 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return round(2 * 2 * shape.num_layers * shape.query_width) * pairs
 
 
-def _head_flops(shape: ModelShape, head: Head) -> int:
-    """FLOPs of one token in the head, forward."""
+def _outer_flops(shape: ModelShape, head: Head) -> int:
+    """FLOPs of one token in the matrices outside of layers and in the head, forward."""
     width = {"lm": shape.vocab, "score": 1, "none": 0}[head]
-    return 2 * shape.embed_dim * width
-
-
-def _projection_flops(shape: ModelShape) -> int:
-    """FLOPs of one token between ``embed_dim`` and ``hidden``, both ways, if the two differ."""
-    return 2 * 2 * shape.embed_dim * shape.hidden if shape.embed_dim != shape.hidden else 0
+    return 2 * (shape.outer_weights + shape.embed_dim * width)
 
 
 def transformer_flops(
@@ -101,13 +129,13 @@ def transformer_flops(
 
     ``head``: "lm" (vocabulary), "score" (reward model, critic: one number) or "none".
     """
-    per_token = _layer_linear_flops(shape) + _projection_flops(shape) + _head_flops(shape, head)
+    per_token = _layer_linear_flops(shape) + _outer_flops(shape, head)
     return seq_len * per_token + _attention_flops(shape, seq_len, 0, causal)
 
 
 def prefill_flops(shape: ModelShape, prompt_len: int) -> int:
     """FLOPs of prefilling one prompt; the LM head runs on its last token only."""
-    return transformer_flops(shape, prompt_len, head="none") + _head_flops(shape, "lm")
+    return transformer_flops(shape, prompt_len, head="none") + 2 * shape.embed_dim * shape.vocab
 
 
 def decode_flops(shape: ModelShape, prompt_len: int, answer_len: int) -> int:
@@ -116,7 +144,7 @@ def decode_flops(shape: ModelShape, prompt_len: int, answer_len: int) -> int:
     ``answer_len - 1`` steps: the prefill samples the first token, and the last one is not fed back.
     """
     steps = max(0, answer_len - 1)
-    per_token = _layer_linear_flops(shape) + _projection_flops(shape) + _head_flops(shape, "lm")
+    per_token = _layer_linear_flops(shape) + _outer_flops(shape, "lm")
     return steps * per_token + _attention_flops(shape, steps, prompt_len, causal=True)
 
 
@@ -138,7 +166,7 @@ def training_flops(
     """
     recompute = 1 if gradient_checkpointing else 0
     linear = 2 if frozen_base else 3
-    outside = seq_len * (_projection_flops(shape) + _head_flops(shape, head))
+    outside = seq_len * _outer_flops(shape, head)
     layers = seq_len * _layer_linear_flops(shape)
     attention = _attention_flops(shape, seq_len, 0, causal)
     return linear * outside + (linear + recompute) * layers + (3 + recompute) * attention

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
@@ -298,7 +298,7 @@ class DeepSpeedRLHFEngine:
 
     @property
     def actor_config(self) -> PretrainedConfig:
-        return config_of(self.actor)
+        return base_of(self.actor).config
 
     def save(self, output_dir: str | Path) -> None:
         """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
@@ -313,9 +313,9 @@ class DeepSpeedRLHFEngine:
             output_dir / "critic",
             weight_stream(critic, dist.device()),
             critic,
-            config_of(self.critic),
+            base_of(self.critic).config,
             self.checkpoints.critic_tokenizer,
-            values=probe_values(self.critic, config_of(self.critic)),
+            values=probe_values(self.critic, base_of(self.critic).config),
         )
         self._save_adapter(output_dir / "critic", critic)
 
@@ -347,7 +347,7 @@ class DeepSpeedRLHFEngine:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
 
 
-def config_of(model: ModelOrEngine) -> PretrainedConfig:
-    """The configuration of the model inside an engine, wrapper or adapter."""
+def base_of(model: ModelOrEngine) -> PreTrainedModel:
+    """The transformers model inside an engine, wrapper or adapter."""
     module: Any = unwrap(model)
-    return module.get_base_model().config if hasattr(module, "get_base_model") else module.config
+    return module.get_base_model() if hasattr(module, "get_base_model") else module

@@ -17,7 +17,7 @@ from dschat.inference.protocol import Generator
 from dschat.losses import kl_penalty
 from dschat.memory import peak_memory_gib
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
-from dschat.rlhf.engine import DeepSpeedRLHFEngine, config_of
+from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
 from dschat.runtime.metric_sums import DeviceSums
 
@@ -220,18 +220,31 @@ def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:
 def throughput(
     metrics: dict[str, float], e: Experience, engine: DeepSpeedRLHFEngine, train_actor: bool
 ) -> dict[str, float]:
-    """Collective. Seconds, tokens per second, TFLOP/s; the whole iteration includes scoring."""
+    """Collective. Seconds, tokens per second, TFLOP/s; the whole iteration includes scoring.
+    No TFLOP/s where FLOPs of a model are not known.
+    """
     args = engine.args
     epochs = 0 if e.problem else args.ppo_epochs
     parts = [metrics[f"time/{part}_s"] for part in ("generate", "score", "train")]
     generate_s, _, train_s = parts
     iteration_s = sum(parts)
-    critic, reward, teacher = (
-        None if model is None else shape_of(config_of(model))
-        for model in (engine.critic, engine.reward, engine.teacher)
-    )
+    sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
+    prompt_tokens = sequences * metrics["rollout/prompt_length"] if sequences else 0.0
+    trained = epochs * (answer_tokens + prompt_tokens)
+    rates = {
+        "time/iteration_s": iteration_s,
+        "throughput/generate_tokens_per_s": answer_tokens / max(generate_s, 1e-9),
+        "throughput/train_tokens_per_s": trained / max(train_s, 1e-9),
+        "throughput/samples_per_s": sequences / max(iteration_s, 1e-9),
+        "memory/peak_gib": peak_memory_gib(dist.device()),
+    }
+    models = (engine.actor, engine.critic, engine.reward, engine.teacher)
+    shapes = [None if model is None else shape_of(base_of(model)) for model in models]
+    actor, critic, reward, teacher = shapes
+    if actor is None or shapes.count(None) > models.count(None):
+        return rates
     flops = rlhf_iteration_flops(
-        shape_of(engine.actor_config),
+        actor,
         critic,
         reward,
         e.prompt_lengths.tolist(),
@@ -249,17 +262,9 @@ def throughput(
     generate, train, effective = dist.sum_floats(
         [float(flops[name]) for name in ("generate", "train", "effective")]
     )
-    sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
-    prompt_tokens = sequences * metrics["rollout/prompt_length"] if sequences else 0.0
-    trained = epochs * (answer_tokens + prompt_tokens)
     devices = dist.world_size()
-    return {
-        "time/iteration_s": iteration_s,
-        "throughput/generate_tokens_per_s": answer_tokens / max(generate_s, 1e-9),
-        "throughput/train_tokens_per_s": trained / max(train_s, 1e-9),
-        "throughput/samples_per_s": sequences / max(iteration_s, 1e-9),
+    return rates | {
         "throughput/generate_tflops": tflops_per_s(generate, generate_s, devices),
         "throughput/train_tflops": tflops_per_s(train, train_s, devices),
         "throughput/effective_tflops": tflops_per_s(effective, iteration_s, devices),
-        "memory/peak_gib": peak_memory_gib(dist.device()),
     }

@@ -25,6 +25,7 @@ from dschat.models.liger import use_liger
 from dschat.models.linear import use_fastest_products
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
+from dschat.models.router_loss import watch_routers
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 from dschat.startup.malloc import keep_freed_memory
 from dschat.startup.openmp import limit_spinning_late
@@ -334,7 +335,7 @@ def trained_engine(
     config: SupervisedConfig | RLHFConfig,
     name: str,
     zero: ZeroSettings,
-    wrap: Callable[..., nn.Module],
+    wrap: Callable[..., PackedModel],
     num_total_steps: int,
 ) -> TrainingEngine:
     """Collective. ``model`` in an engine, by the flags of ``name``: actor, critic, or "" in steps 1
@@ -353,8 +354,11 @@ def trained_engine(
         config.only_optimize_lora,
         f"--{name}_lora_modules".replace("--_", "--"),
     )
+    packed = wrap(model, config.packing)
+    is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
+    watch_routers(packed, is_wanted=not is_policy)
     return initialize_training(
-        wrap(model, config.packing),
+        packed,
         zero,
         flag("learning_rate"),
         flag("weight_decay"),

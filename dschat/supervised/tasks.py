@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dschat.data.collate import PackedBatch, RankedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
+from dschat.models.router_loss import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine
 from dschat.runtime.metric_sums import DeviceSums
 
@@ -64,11 +65,13 @@ class SFTTask(Task):
         logprobs, _ = model(batch.rows)
         total = -logprobs.sum()
         num_tokens = torch.ones_like(logprobs).sum()
-        return total, {"loss": total.detach(), "tokens": num_tokens}
+        sums = {"loss": total.detach(), "tokens": num_tokens}
+        return add_router_loss(model, total, sums, batch.rows, self.weight(batch))
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}
+        return metrics | _router_metrics(sums, sums["tokens"])
 
 
 class RewardTask(Task):
@@ -101,7 +104,8 @@ class RewardTask(Task):
         scores = model(batch.rows)
         total, metrics = pairwise_loss(scores[batch.better], scores[batch.worse], batch.weights)
         rows = total.new_full((), batch.num_real)
-        return total, metrics | {"loss": total.detach(), "rows": rows}
+        metrics |= {"loss": total.detach(), "rows": rows}
+        return add_router_loss(model, total, metrics, batch.rows, batch.num_real)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
@@ -111,4 +115,8 @@ class RewardTask(Task):
             "margin": sums["margin"] / pairs,
             "chosen_score": sums["chosen"] / pairs,
             "rejected_score": sums["rejected"] / pairs,
-        }
+        } | _router_metrics(sums, sums["rows"])
+
+
+def _router_metrics(sums: dict[str, float], weight: float) -> dict[str, float]:
+    return {METRIC: sums[METRIC] / max(weight, 1.0)} if METRIC in sums else {}

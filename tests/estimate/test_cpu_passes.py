@@ -16,7 +16,6 @@ from dschat.estimate.seconds import TimedModel
 from dschat.estimate.timing import Timer
 from dschat.inference import InferenceEngine
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.observability.flops import shape_of
 
 CPU = replace(DEVICES["V100-32"], name="cpu", flops=1e9)
 
@@ -43,8 +42,7 @@ def times(fields, number=3):
 def timed(use: Use, models: Models) -> TimedModel:
     sizes = models.sizes(use)
     head = "lm" if use.kind == "lm" else "score"
-    shape = shape_of(models.config(use).get_text_config())
-    return TimedModel(shape, sizes.total, sizes.trained, head, 4, checkpointing=False)
+    return TimedModel(sizes.shape, sizes.total, sizes.trained, head, 4, checkpointing=False)
 
 
 def test_a_step_is_made_of_measured_passes(fields, monkeypatch):

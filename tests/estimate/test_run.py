@@ -70,8 +70,11 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
     request = Request({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
     (line,) = log_lines(request)
-    assert line.startswith("no plan: step 1: --model_name_or_path")
+    assert line.startswith("no plan: step 1: ")
     assert line.endswith("cannot be planned: no meta kernel")
+    monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
+    with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
+        estimate.tables(request)  # --plan: one line, not a traceback
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (line,) = preflight_process.log_lines(
         Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)

@@ -27,7 +27,7 @@ DEVICE = DeviceSpeed("toy", 1.0, 1000, 100, 10, 1, 5, 20, "", launch_s=0.001)
 SHARES = Shares(products=0.5, decode=0.5, overlap=0.0, update=1.0)
 # One layer of width 2, one head of 2, an MLP of width 3, 4 words: 2 * (4 * 4 + 2 * 6) = 56 FLOPs a
 # token in the layer, 2 * 8 = 16 in the head, 4 * 2 = 8 in attention for each pair of tokens.
-SHAPE = ModelShape(1, 2, 3, 4, 1, 1, 2, False, 2)
+SHAPE = ModelShape(1, 2, 28, 0, 4, 2, 2, 2)
 MODEL = TimedModel(SHAPE, total=100, trained=100, stage=0, checkpointing=False)
 ROWS = Rows(4, 2, 3)
 

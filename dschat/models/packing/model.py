@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,10 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
+        router_loss: see `dschat.models.router_loss`; None of most models.
     """
+
+    router_loss: Any = None
 
     def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()

@@ -34,6 +34,7 @@ class PackedRows:
     padded_columns: Tensor  # (M,) int64, the columns in the flattened (B * T)
     segments: Segments
     num_rows: int  # 0 for a dummy
+    lengths: tuple[int, ...]  # of the rows; (1,) for a dummy
     candidates: Tensor | None = None  # (M, K) int64, other ids whose log-probs a forward adds
 
     @property
@@ -102,4 +103,5 @@ def pack(
         ),
         segments=Segments(tuple(segments)),
         num_rows=len(rows),
+        lengths=tuple(map(len, arrays)),
     )

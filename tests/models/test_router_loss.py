@@ -1,0 +1,153 @@
+"""Load-balancing loss of mixtures of experts: transformers' own number, on real tokens."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from dschat.models.language_model import LanguageModel
+from dschat.models.router_loss import METRIC, watch_routers
+from dschat.models.score_model import ScoreModel
+from dschat.supervised.tasks import RewardTask, SFTTask
+from tests.observability.test_flops_of_families import COUNTED, EXPERTS, config_of
+
+LATER = {
+    "jetmoe": EXPERTS | {"kv_channels": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
+    "phimoe": EXPERTS | {"router_jitter_noise": 0.0},
+    "qwen3_5_moe_text": COUNTED["qwen3_moe"]
+    | {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 4},
+}
+FAMILIES = {
+    family: COUNTED.get(family) or LATER[family]
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", *LATER)
+}
+ROWS = [[5, 9, 11, 3, 8, 20, 31], [7, 6, 5], [12, 40, 41, 42, 43]]
+
+
+def model_of(family: str, coefficient: float = 0.5):
+    torch.manual_seed(0)
+    config = config_of(family, **FAMILIES[family])
+    config.router_aux_loss_coef = config.aux_loss_coef = coefficient
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def wrapped(model, packing: str = "auto", wrap=LanguageModel, is_wanted: bool = True):
+    packed = wrap(model, packing)
+    watch_routers(packed, is_wanted)
+    packed.check(torch.device("cpu"))
+    return packed
+
+
+def sft_rows(rows=ROWS):
+    return [{"input_ids": row, "loss_mask": [True] * len(row)} for row in rows]
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_transformers_own_loss_on_a_padded_batch(family, packing):
+    model = model_of(family)
+    ids, mask = padded(ROWS)
+    expected = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    packed, task = wrapped(model, packing), SFTTask()
+    batch = task.collate(sft_rows())
+    total, sums = task.loss(packed, batch)
+    weight = task.weight(batch)
+    assert sums[METRIC].item() / weight == pytest.approx(expected.item(), rel=1e-5)
+    assert task.summarize({k: float(v) for k, v in sums.items()})[METRIC] == pytest.approx(
+        expected.item(), rel=1e-5
+    )
+    added = total - sums["loss"]
+    assert added.item() == pytest.approx(0.5 * weight * expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_the_gradient_is_that_of_the_sum(family):
+    """Also where the head is not a plain product (GraniteMoE scales its logits)."""
+    model, rows = model_of(family), ROWS[:1]
+    ids = torch.tensor(rows)
+    out = model(input_ids=ids, output_router_logits=True)
+    logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+    (-logprobs.sum() + 0.5 * (len(rows[0]) - 1) * out.aux_loss).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    task = SFTTask()
+    batch = task.collate(sft_rows(rows))
+    assert task.weight(batch) == len(rows[0]) - 1
+    task.loss(wrapped(model), batch)[0].backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_reward_models_add_it_too():
+    config = model_of("qwen3_moe").config
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    packed, task = wrapped(model, wrap=ScoreModel), RewardTask()
+    row = {"chosen_ids": ROWS[0], "rejected_ids": ROWS[2], "prompt_length": 1}
+    batch = task.collate([row])
+    total, sums = task.loss(packed, batch)
+    assert (total - sums["loss"]).item() == pytest.approx(0.5 * sums[METRIC].item(), rel=1e-5)
+    total.backward()
+    router = next(p for n, p in model.named_parameters() if n.endswith("gate.weight"))
+    assert router.grad.abs().sum() > 0
+
+
+def test_with_adapters_and_checkpointing():
+    from dschat.models.lora import prepare_for_training
+
+    def gradients(coefficient: float) -> dict[str, torch.Tensor]:
+        model = model_of("qwen3_moe", coefficient)
+        args = (True, 4, 8.0, ["q_proj"], True, "--lora_dim")
+        packed, task = wrapped(prepare_for_training(model, *args)), SFTTask()
+        task.loss(packed, task.collate(sft_rows()))[0].backward()
+        return {n: p.grad for n, p in packed.named_parameters() if p.grad is not None}
+
+    without, small, large = (gradients(c) for c in (0.0, 0.1, 0.2))
+    assert any(small[n].ne(without[n]).any() for n in without)
+    for name in without:  # linear in the coefficient, through recomputed layers too
+        expected = 2 * small[name] - without[name]
+        torch.testing.assert_close(large[name], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_evaluation_has_none():
+    packed, task = wrapped(model_of("mixtral")), SFTTask()
+    with torch.no_grad():
+        total, sums = task.loss(packed, task.collate(sft_rows()))
+    assert METRIC not in sums
+    assert total == sums["loss"]
+
+
+def test_policies_leave_it_out_and_say_so(caplog):
+    with caplog.at_level(logging.INFO, "dschat"):
+        packed = wrapped(model_of("mixtral"), is_wanted=False)
+    assert packed.router_loss is None
+    assert "router_aux_loss_coef 0.5 is not applied to a policy" in caplog.text
+
+
+def test_a_family_without_the_loss_says_so(caplog):
+    config = config_of("llama4_text", **EXPERTS, intermediate_size_mlp=48)
+    model = AutoModelForCausalLM.from_config(config)
+    with caplog.at_level(logging.INFO, "dschat"):
+        watch_routers(LanguageModel(model), True)
+    assert "is not applied: its class has no such loss" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["dense", "zero"])
+def test_others_are_untouched(change, caplog):
+    model = model_of("mixtral", 0.0)
+    if change == "dense":
+        model = AutoModelForCausalLM.from_config(config_of("llama"))
+    packed = LanguageModel(model)
+    with caplog.at_level(logging.INFO, "dschat"):
+        watch_routers(packed, True)
+    assert packed.router_loss is None
+    assert not caplog.text
+    assert not model.model._forward_hooks
