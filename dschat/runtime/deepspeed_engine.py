@@ -38,6 +38,7 @@ import deepspeed  # noqa: E402  NOTE: its import reads both settings above
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero import partition_parameters as zero_parameters  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
 logger = logging.getLogger("dschat")
@@ -289,6 +290,24 @@ def _use_fast_operators(module: nn.Module, zero: ZeroSettings) -> None:
         use_liger(module.base, dist.device())
 
 
+def _check(module: nn.Module) -> None:
+    """Collective under ZeRO-3. `PackedModel.check`, as in an engine's forward: a parameter that a
+    module reads without running the child that owns it (Mamba's ``conv1d.weight``) is gathered, and
+    becomes an external parameter of that module.
+    """
+    if not isinstance(module, PackedModel):
+        return
+    tables = [child._parameters for child in module.modules()]
+    sharded = [table for table in tables if isinstance(table, ZeROOrderedDict)]
+    for table in sharded:
+        table._in_forward = True
+    try:
+        module.check(dist.device())
+    finally:
+        for table in sharded:
+            table._in_forward = False
+
+
 def initialize_training(
     module: nn.Module,
     zero: ZeroSettings,
@@ -325,8 +344,7 @@ def initialize_training(
     if scaler is not None:
         # `SkippedSteps` ends a run whose gradients are never finite.
         scaler.raise_error_at_min_scale = False
-    if isinstance(module, PackedModel):
-        module.check(dist.device())
+    _check(module)
     return engine
 
 
@@ -382,8 +400,7 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
         frozen.eval()  # NOTE: DeepSpeed's eval() returns None, not the engine
     else:
         module.to(device=dist.device(), dtype=zero.dtype)
-    if isinstance(module, PackedModel):
-        module.check(dist.device())
+    _check(module)
     return frozen
 
 
