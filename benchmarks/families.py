@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import family_checks  # noqa: E402
 import family_configs  # noqa: E402
+import family_rows  # noqa: E402
 import torch  # noqa: E402
 from family_checks import Checked  # noqa: E402
 from family_steps import Runs, load_published, write_data  # noqa: E402
@@ -74,6 +75,8 @@ class Family:
         self.cells.clear()
         checked = Checked(self._checkpoint)
         if not self._cell("loads", lambda: self._loads(checked)):
+            if not family_configs.is_refused(self.family):  # it should be loaded
+                self.cells["loads"] = self.cells["loads"].replace(REFUSED, "UserError: ")
             return
         if "rollout" in columns:
             self._cell("rollout", lambda: family_checks.rollout_gap(checked), checked.notes)
@@ -100,9 +103,9 @@ class Family:
                 self._cell("names", partial(_names, name, runs, saved), worst=True)
                 self._cell("reloads", partial(runs.reload_gap, saved), [name], worst=True)
         if "reward" in columns and self._cell("reward", runs.reward) and "PPO" in columns:
-            self._cell("PPO", lambda: runs.reload_gap(runs.ppo(self._work / "reward")))
+            self._cell("PPO", lambda: runs.rlhf_gap(runs.ppo(self._work / "reward")))
         if "GRPO" in columns:
-            self._cell("GRPO", lambda: runs.reload_gap(runs.grpo()))
+            self._cell("GRPO", lambda: runs.rlhf_gap(runs.grpo()))
 
     def _cell(
         self, name: str, check: Callable[[], Any], notes: list[str] = (), worst: bool = False
@@ -149,13 +152,13 @@ def _badness(cell: str) -> float:
 
 def _gap(cell: str) -> float | None:
     try:
-        return float(cell.split()[0])
+        return float(cell.partition(" ")[0])
     except ValueError:
         return None
 
 
 def failed(cell: str) -> bool:
-    """Whether the cell is neither ``ok``, nor a gap within the tolerance, nor a one-line error."""
+    """Whether the cell is neither ``ok``, nor a gap within the tolerance, nor a refusal."""
     gap = _gap(cell)
     if gap is not None:
         return not gap <= TOLERANCE
@@ -166,8 +169,8 @@ def check(
     family: str, work: Path, log: TextIO, columns: tuple[str, ...] = COLUMNS
 ) -> dict[str, str]:
     """The cells of ``family``, by column; its folders lie in ``work``."""
-    if family in family_configs.NOT_BUILT:
-        return {"loads": f"{REFUSED}{family_configs.NOT_BUILT[family]}"}
+    if family in family_rows.NOT_BUILT:
+        return {"loads": f"{REFUSED}{family_rows.NOT_BUILT[family]}"}
     torch.manual_seed(0)
     row = Family(family, work, log)
     row.run(columns)
@@ -181,6 +184,8 @@ def silence() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("dschat").setLevel(logging.ERROR)
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage for every engine
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import torch
 from family_checks import difference, logits_of
 from report import ROOT
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
 from dschat.config.parser import to_flags
@@ -137,6 +136,13 @@ class Runs:
 
         return kept
 
+    def rlhf_gap(self, saved: Path) -> float:
+        """`reload_gap` of step 3's actor, or ``rollout/logprob_gap`` where that is larger."""
+        text = (saved.parent / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        gaps = [line["rollout/logprob_gap"] for line in lines if "rollout/logprob_gap" in line]
+        return max(self.reload_gap(saved), *gaps)
+
     def reload_gap(self, saved: Path) -> float:
         """Gap of logits between the module just saved and what transformers loads from ``saved``.
 
@@ -160,8 +166,6 @@ def load_published(family: str, folder: Path) -> torch.nn.Module:
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, info[fault])):
             raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {keys[0]}")
-    if loader is not AutoModelForCausalLM:  # the text part of it is a causal LM, too
-        model.config.get_text_config().use_cache = False
     return model.eval()
 
 
@@ -194,3 +198,4 @@ def _quiet():
             yield
         finally:
             logger.handlers.clear()
+            logger.setLevel(logging.ERROR)
