@@ -74,11 +74,12 @@ class Family:
             return
         self.cells.clear()
         checked = Checked(self._checkpoint)
-        if not self._cell("loads", lambda: self._loads(checked)):
+        if not self._cell("loads", lambda: self._loads(checked), checked.notes):
             if not family_configs.is_refused(self.family):  # it should be loaded
                 self.cells["loads"] = self.cells["loads"].replace(REFUSED, "UserError: ")
             return
         if "rollout" in columns:
+            checked.notes.clear()
             self._cell("rollout", lambda: family_checks.rollout_gap(checked), checked.notes)
         if "packed" in columns:
             checked.notes.clear()
@@ -116,7 +117,8 @@ class Family:
         try:
             text, passed = shown(check()), True
         except UserError as error:
-            text, passed = f"{REFUSED}{error}", False
+            text = f"{REFUSED}{error}".replace(f" {self._checkpoint}", "")
+            passed = False
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
             text, passed = f"{type(error).__name__}: {first}", False

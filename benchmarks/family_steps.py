@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -190,12 +191,15 @@ def script(step: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet():
-    """Without what the step and its libraries print."""
-    devnull = open("/dev/null", "w")  # noqa: SIM115
+    """Without what the step and its libraries print; the logger is as before afterwards."""
     logger = logging.getLogger("dschat")
-    with devnull, contextlib.redirect_stdout(devnull), contextlib.redirect_stderr(devnull):
+    before = list(logger.handlers), logger.level, logger.propagate
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         try:
             yield
         finally:
-            logger.handlers.clear()
-            logger.setLevel(logging.ERROR)
+            logger.handlers[:], logger.level, logger.propagate = before
