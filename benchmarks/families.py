@@ -74,7 +74,7 @@ class Family:
             return
         self.cells.clear()
         checked = Checked(self._checkpoint)
-        if not self._cell("loads", lambda: self._loads(checked), checked.notes):
+        if not self._cell("loads", lambda: self._loads(checked)):
             if not family_configs.is_refused(self.family):  # it should be loaded
                 self.cells["loads"] = self.cells["loads"].replace(REFUSED, "UserError: ")
             return

@@ -84,7 +84,7 @@ SIZES: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "index_topk": TOP_K,
     "index_topk_blocks": 1,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, scores tie at 0, and the order of ties depends on the length
     "index_head_dim": 16,
     # mixtures of experts
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),

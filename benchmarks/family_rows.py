@@ -59,30 +59,8 @@ def _inside(name: str, row: dict[str, Any]) -> dict[str, Any]:
 _SWA = ["sliding_attention", "full_attention", "sliding_attention"]
 
 ROWS: dict[str, dict[str, Any]] = {
-    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 4},
-    "laguna": {"layer_types": _SWA, "num_attention_heads_per_layer": [4, 4, 4]},
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "mellum": {"layer_types": _SWA},
-    "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "num_hidden_layers": 4,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    },
-    "mistral3": {"text_config.sliding_window": None},
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "deepseek_v4": {
-        "num_key_value_heads": 1,
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
-        "mlp_layer_types": ["hash_moe", "moe", "moe"],
-    },
-    "gemma3": {"text_config.rope_parameters": _GEMMA_ROPE},
-    "gemma3_text": {"rope_parameters": _GEMMA_ROPE},
-    "gpt_oss": {"rope_parameters": _YARN | {"truncate": False}},
-    "granitemoehybrid": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "phimoe": {"sliding_window": WINDOW},
-    "recurrent_gemma": {"num_hidden_layers": 3},
     "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         **_inside("encoder_config", {"hidden_size_global": 32}),
@@ -107,6 +85,11 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3},
     "deepseek_v3": {"rope_parameters": _YARN, "max_position_embeddings": 64},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
     "dots1": {
         "num_experts_per_tok": 2,
         "n_routed_experts": 4,
@@ -126,14 +109,22 @@ ROWS: dict[str, dict[str, Any]] = {
         "vocabulary_map": {"<image>": 850},
         **_inside("vq_config", {"base_channels": 32, "codebook_size": 64, "hidden_size": 32}),
     },
-    "gemma3n_text": _GEMMA3N,
+    "gemma3": {"text_config.rope_parameters": _GEMMA_ROPE},
+    "gemma3_text": {"rope_parameters": _GEMMA_ROPE},
     "gemma3n": _inside("text_config", _GEMMA3N),
-    "gemma4_text": _GEMMA4,
+    "gemma3n_text": _GEMMA3N,
     "gemma4": _inside("text_config", _GEMMA4),
-    "gemma4_unified_text": _GEMMA4,
+    "gemma4_text": _GEMMA4,
     "gemma4_unified": _inside("text_config", _GEMMA4),
+    "gemma4_unified_text": _GEMMA4,
+    "gpt_oss": {"rope_parameters": _YARN | {"truncate": False}},
+    "granitemoehybrid": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"layer_types": _SWA, "num_attention_heads_per_layer": [4, 4, 4]},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama4": {
         "text_config.num_experts_per_tok": 1,
@@ -145,7 +136,15 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"num_experts_per_tok": 1, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]},
     "mamba2": {"head_dim": 16},
+    "mellum": {"layer_types": _SWA},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "ministral": {"head_dim": 8},
+    "mistral3": {"text_config.sliding_window": None},
     "mllama": {
         "text_config.num_hidden_layers": 3,
         "text_config.cross_attention_layers": [1],
@@ -155,9 +154,16 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "phi3": {"rope_parameters": _LONG, "max_position_embeddings": 64},
-    "qwen4_exp_text": _QWEN4,
+    "phimoe": {"sliding_window": WINDOW},
     "qwen4_exp": _inside("text_config", _QWEN4),
-    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    "qwen4_exp_text": _QWEN4,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 16],
+        "hash_seed": 0,
+    },
     "roc_bert": {
         "pronunciation_embed_dim": 16,
         "shape_embed_dim": 16,
@@ -194,5 +200,6 @@ NOT_BUILT = {
     "musicgen_melody": "AutoModelForCausalLM does not build it from its own config",
 }
 
-# Families that dschat refuses by design, beside encoders.
-REFUSED: tuple[str, ...] = ()
+# Families that dschat may refuse, beside encoders and encoder-decoders: logits that depend on later
+# tokens or on the sequence's length, and one that AutoModelForCausalLM reads with missing weights.
+REFUSED = ("bert-generation", "cpmant", "emu3", "prophetnet", "reformer", "xlnet")
