@@ -1,0 +1,248 @@
+"""Loads, samples, trains, saves and reloads a tiny checkpoint of every causal-LM family.
+
+    python benchmarks/families.py
+    python benchmarks/families.py llama gemma3 qwen3_5 --log families.log
+    python benchmarks/families.py --markdown docs/families.md
+
+Random weights in fp32, rows longer than every window, chunk, top-k and original length. A cell is a
+gap, ``ok``, or what went wrong; ``refused`` is one line that a user reads before weights load. One
+JSON line per family; tracebacks go to ``--log``. Exits with 1 if a cell failed.
+
+| column | what |
+|---|---|
+| loads | logits of what a step loads, against transformers' |
+| rollout | log-probs of sampled answers, against plain forwards of each sequence alone |
+| packed | log-probs of packed rows in training mode, against plain forwards of each row alone |
+| gradient | of a weighted sum of those, relative to its largest entry |
+| SFT, reward, PPO, GRPO | two steps, one, one iteration, one iteration of the step's script |
+| LoRA, ZeRO-3 | step 1 with adapters (merged when saved); step 1 sharded |
+| names | tensors that step 1 saves, against those of the checkpoint: full, LoRA, ZeRO-3 |
+| reloads | logits of the saved folder in transformers, against the trained module's |
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed logs its choice to stdout
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("DSCHAT_CPU_MATMUL", "mkl")  # no timing of products for every model
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import family_checks  # noqa: E402
+import family_configs  # noqa: E402
+import family_rows  # noqa: E402
+import torch  # noqa: E402
+from family_checks import Checked  # noqa: E402
+from family_steps import Runs, load_published, write_data  # noqa: E402
+from report import environment, note  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from dschat.config import UserError  # noqa: E402
+
+TOLERANCE = 1e-4
+CHEAP = ("loads", "rollout", "packed", "gradient")
+SFT = ("SFT", "LoRA", "ZeRO-3")
+COLUMNS = (*CHEAP, *SFT, "reward", "PPO", "GRPO", "names", "reloads")
+REFUSED = "refused: "
+
+
+class Family:
+    """The cells of one family."""
+
+    def __init__(self, family: str, work: Path, log: TextIO) -> None:
+        self.family, self._log = family, log
+        self.cells: dict[str, str] = {}
+        self._work, self._checkpoint = work / family, work / family / "checkpoint"
+        self._work.mkdir(parents=True)
+
+    def run(self, columns: tuple[str, ...]) -> None:
+        """Fill ``cells``. A family whose checkpoint is refused or not read gets no other cells."""
+        if not self._cell("built", lambda: family_configs.save(self.family, self._checkpoint)):
+            return
+        self.cells.clear()
+        checked = Checked(self._checkpoint)
+        if not self._cell("loads", lambda: self._loads(checked)):
+            if not family_configs.is_refused(self.family):  # it should be loaded
+                self.cells["loads"] = self.cells["loads"].replace(REFUSED, "UserError: ")
+            return
+        if "rollout" in columns:
+            checked.notes.clear()
+            self._cell("rollout", lambda: family_checks.rollout_gap(checked), checked.notes)
+        if "packed" in columns:
+            checked.notes.clear()
+            self._cell("packed", lambda: self._packed(checked), checked.notes)
+        if set(columns) - set(CHEAP):
+            write_data(self._work)
+            self._run_steps(Runs(self.family, self._checkpoint, self._work), columns)
+
+    def _loads(self, checked: Checked) -> float:
+        return family_checks.loads(checked, load_published(self.family, self._checkpoint))
+
+    def _packed(self, checked: Checked) -> float:
+        gap, gradient = family_checks.packed_gaps(checked)
+        self.cells["gradient"] = shown(gradient)
+        return gap
+
+    def _run_steps(self, runs: Runs, columns: tuple[str, ...]) -> None:
+        flags = {"SFT": {}, "LoRA": {"lora_dim": 4}, "ZeRO-3": {"zero_stage": 3}}
+        for name in SFT:
+            if name in columns and self._cell(name, partial(runs.sft, name, **flags[name])):
+                saved = self._work / name
+                self._cell("names", partial(_names, name, runs, saved), worst=True)
+                self._cell("reloads", partial(runs.reload_gap, saved), [name], worst=True)
+        if "reward" in columns and self._cell("reward", runs.reward) and "PPO" in columns:
+            self._cell("PPO", lambda: runs.rlhf_gap(runs.ppo(self._work / "reward")))
+        if "GRPO" in columns:
+            self._cell("GRPO", lambda: runs.rlhf_gap(runs.grpo()))
+
+    def _cell(
+        self, name: str, check: Callable[[], Any], notes: list[str] = (), worst: bool = False
+    ) -> bool:
+        """Run ``check`` and write its cell; whether it did not fail. ``worst``: keep a failure, or
+        a larger gap, that an earlier check wrote.
+        """
+        try:
+            text, passed = shown(check()), True
+        except UserError as error:
+            text = f"{REFUSED}{error}".replace(f" {self._checkpoint}", "")
+            passed = False
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            text, passed = f"{type(error).__name__}: {first}", False
+            print(f"== {self.family}, {name}", file=self._log)
+            traceback.print_exc(file=self._log)
+            self._log.flush()
+        if notes and passed:
+            text = f"{text} {' '.join(notes)}"
+        before = self.cells.get(name)
+        if not worst or before is None or _badness(text) > _badness(before):
+            self.cells[name] = text
+        return passed
+
+
+def _names(run: str, runs: Runs, saved: Path) -> str:
+    differences = runs.name_differences(saved)
+    if not differences:
+        return "ok"
+    return f"{run}: {len(differences)} differ, {differences[0]}"
+
+
+def shown(value: Any) -> str:
+    """A gap with one digit; ``ok`` for what returns nothing to show."""
+    if isinstance(value, float):
+        return f"{value:.0e}" if value else "0"
+    return value if isinstance(value, str) else "ok"
+
+
+def _badness(cell: str) -> float:
+    gap = _gap(cell)
+    return (0.0 if cell.startswith("ok") else float("inf")) if gap is None else gap
+
+
+def _gap(cell: str) -> float | None:
+    try:
+        return float(cell.partition(" ")[0])
+    except ValueError:
+        return None
+
+
+def failed(cell: str) -> bool:
+    """Whether the cell is neither ``ok``, nor a gap within the tolerance, nor a refusal."""
+    gap = _gap(cell)
+    if gap is not None:
+        return not gap <= TOLERANCE
+    return not (cell.startswith("ok") or (cell.startswith(REFUSED) and "\n" not in cell))
+
+
+def check(
+    family: str, work: Path, log: TextIO, columns: tuple[str, ...] = COLUMNS
+) -> dict[str, str]:
+    """The cells of ``family``, by column; its folders lie in ``work``."""
+    if family in family_rows.NOT_BUILT:
+        return {"loads": f"{REFUSED}{family_rows.NOT_BUILT[family]}"}
+    torch.manual_seed(0)
+    row = Family(family, work, log)
+    row.run(columns)
+    gc.collect()
+    return row.cells
+
+
+def silence() -> None:
+    """No warnings of the libraries: tables and JSON lines only."""
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("dschat").setLevel(logging.ERROR)
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage for every engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
+    parser.add_argument("--log", default="/dev/null", help="file for tracebacks")
+    parser.add_argument("--markdown", help="file for the table")
+    args = parser.parse_args()
+    if unknown := set(args.families) - set(family_configs.FAMILIES):
+        parser.error(f"unknown: {' '.join(sorted(unknown))}")
+    silence()
+    family_checks.start()
+    about = environment(torch.device("cpu"))
+    rows: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
+        for family in args.families or family_configs.FAMILIES:
+            began = time.perf_counter()
+            rows[family] = check(family, Path(folder), log, tuple(args.columns))
+            seconds = round(time.perf_counter() - began, 1)
+            line = {"benchmark": "families", "case": family, **about, "seconds": seconds}
+            print(json.dumps(line | {"cells": rows[family]}), flush=True)
+    faults = [(f, name, c) for f, row in rows.items() for name, c in row.items() if failed(c)]
+    for family, name, cell in faults:
+        note(f"{family}, {name}: {cell[:150]}")
+    note(f"{len(rows)} families, {len(faults)} failed cells in {len({f for f, *_ in faults})}")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows))
+    sys.exit(bool(faults))
+
+
+def markdown(rows: dict[str, dict[str, str]]) -> str:
+    """The table, and under it each distinct line that a cell had no room for."""
+    reasons: list[str] = []
+
+    def brief(cell: str) -> str:
+        if _gap(cell) is not None or cell in ("", "ok"):
+            return cell
+        reason = cell.removeprefix(REFUSED)
+        if reason not in reasons:
+            reasons.append(reason)
+        return (
+            f"{'refused' if cell.startswith(REFUSED) else 'FAILED'} ({reasons.index(reason) + 1})"
+        )
+
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for family, row in rows.items():
+        lines.append(f"| {family} | {' | '.join(brief(row.get(c, '')) for c in COLUMNS)} |")
+    listed = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*_HEADER, *lines, "", *listed]) + "\n"
+
+
+_HEADER = ("# Families", "", "Written by `python benchmarks/families.py --markdown`.", "")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Compares what dschat computes with a tiny checkpoint with plain forwards of transformers.
+
+Each function takes the folder of a checkpoint (see `family_configs.save`) and returns a gap. The
+oracle is the module that transformers loads, with eager attention, on one row at a time, without a
+cache and in eval mode. Rows are longer than every window, chunk, top-k and original length of the
+table, and some are shorter.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import family_configs
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import dschat.distributed as dist
+from dschat.hybrid.rollout_form import ModuleRollout, RolloutSettings, rollout_form
+from dschat.inference import EngineConfig
+from dschat.inference.protocol import SamplingParams
+from dschat.losses import token_logprobs
+from dschat.models.language_model import LanguageModel
+from dschat.models.load import load_causal_lm
+from dschat.models.packing import pack
+
+FLAG = "--model_name_or_path"
+MAX_LEN = 48  # prompt and answer
+SAMPLED = SamplingParams(max_new_tokens=16, n=2, seed=5)
+
+
+def random_row(length: int, seed: int) -> list[int]:
+    """Ids of the tokenizer without its special tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    num_ids = len(family_configs.tokenizer())
+    return torch.randint(5, num_ids, (length,), generator=draw).tolist()
+
+
+PROMPTS = [random_row(length, length) for length in (12, 3, 21, 7, 30)]
+# Three answers to one prompt, then rows of their own: (row, its prompt's length).
+ROWS = [(random_row(12, 0) + random_row(length, length), 12) for length in (22, 5, 1)]
+ROWS += [(random_row(length, 50 + length), 2) for length in (40, 9, 3)]
+
+
+@dataclass
+class Checked:
+    """A checkpoint in both forms, each loaded once."""
+
+    folder: Path
+    notes: list[str] = field(default_factory=list)
+    _plain: PreTrainedModel | None = None
+
+    @property
+    def plain(self) -> PreTrainedModel:
+        """The oracle."""
+        if self._plain is None:
+            self._plain = self.load(attn_implementation="eager").eval()
+        return self._plain
+
+    def load(self, **options) -> PreTrainedModel:
+        """A new module, as every step loads it."""
+        num_tokens = len(family_configs.tokenizer())
+        options = {"dropout": 0.0, "num_tokens": num_tokens} | options
+        return load_causal_lm(str(self.folder), FLAG, torch.float32, **options)
+
+    def trained(self) -> LanguageModel:
+        """A new module in its training form, which has chosen to pack or to pad."""
+        model = LanguageModel(self.load())
+        model.check(torch.device("cpu"))
+        return model
+
+
+def logprobs_alone(module: torch.nn.Module, row: list[int], start: int = 1) -> Tensor:
+    """Log-probs of the row's ids from ``start`` on: (len(row) - start,)."""
+    ids = torch.tensor([row])
+    logits = module(input_ids=ids, use_cache=False).logits[:, start - 1 : -1]
+    return token_logprobs(logits, ids[:, start:])[0]
+
+
+@torch.no_grad()
+def logits_of(module: torch.nn.Module) -> list[Tensor]:
+    """Logits of rows of both kinds of lengths, each alone."""
+    was_training = module.training
+    module.eval()
+    rows = [random_row(length, length) for length in (40, 9)]
+    logits = [module(input_ids=torch.tensor([row]), use_cache=False).logits for row in rows]
+    module.train(was_training)
+    return logits
+
+
+def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference of logits; NaN counts as infinite."""
+    pairs = zip(ours, theirs, strict=True)
+    num_ids = min(ours[0].shape[-1], theirs[0].shape[-1])
+    gaps = [(a[..., :num_ids] - b[..., :num_ids]).abs().max() for a, b in pairs]
+    return float(torch.stack(gaps).nan_to_num(nan=torch.inf).max())
+
+
+def loads(checked: Checked, published: PreTrainedModel) -> float:
+    """The gap of logits between what a step loads and ``published``.
+
+    Raises:
+        ValueError: logits of ``published`` depend on later tokens.
+    """
+    theirs = logits_of(published)
+    longer = torch.tensor([random_row(40, 40) + random_row(17, 17)])
+    with torch.no_grad():
+        again = published(input_ids=longer, use_cache=False).logits[:, :40]
+    if (gap := difference([again], theirs[:1])) > 1e-3:
+        raise ValueError(f"not causal: logits change by {gap:.1g} with later tokens")
+    return difference(logits_of(checked.load()), theirs)
+
+
+@torch.no_grad()
+def rollout_gap(checked: Checked) -> float:
+    """The largest |difference| of a sampled token's log-prob, by the form that step 3 chooses."""
+    model = checked.trained()
+    tokenizer = family_configs.tokenizer()
+    prompts = len(PROMPTS) * SAMPLED.n
+    engine = EngineConfig(
+        stop_ids=(family_configs.END,),
+        num_tokens=len(tokenizer),
+        max_num_seqs=prompts,
+        max_seq_len=MAX_LEN,
+    )
+    settings = RolloutSettings(torch.float32, family_configs.PAD, engine)
+    form = rollout_form(model.model, model.base.config, settings, True)
+    checked.notes.append("module" if isinstance(form, ModuleRollout) else "engine")
+    rollout = form.enter(0).generate(PROMPTS, SAMPLED)
+    gaps = [
+        (logprobs_alone(checked.plain, prompt + answer, len(prompt)) - torch.tensor(drawn)).abs()
+        for prompt, answer, drawn in zip(
+            [prompt for prompt in PROMPTS for _ in range(SAMPLED.n)],
+            rollout.token_ids,
+            rollout.logprobs,
+            strict=True,
+        )
+    ]
+    return float(torch.cat(gaps).nan_to_num(nan=torch.inf).max())
+
+
+def packed_gaps(checked: Checked) -> tuple[float, float]:
+    """Gap of log-probs of packed rows, in training mode, and the gradient's relative gap.
+
+    The gradient is that of a weighted sum of log-probs; its gap is relative to its largest entry.
+    """
+    model = checked.trained().train()
+    checked.notes.append("packed" if model.packs else "padded")
+    rows = [row for row, _ in ROWS]
+    reads = [range(len(row) - 1) for row in rows]
+    packed = model(pack(rows, reads, [length for _, length in ROWS]))[0]
+    plain = torch.cat([logprobs_alone(checked.plain, row) for row in rows])
+    weights = torch.linspace(-1, 1, len(plain))
+    (packed * weights).sum().backward()
+    checked.plain.zero_grad()
+    (plain * weights).sum().backward()
+    gap = float((packed - plain).detach().abs().max().nan_to_num(nan=torch.inf))
+    return gap, gradient_gap(model.base, checked.plain)
+
+
+def gradient_gap(ours: torch.nn.Module, theirs: torch.nn.Module) -> float:
+    """Largest difference of two gradients, relative to the largest entry."""
+    gradients = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    gap = 0.0
+    for name, parameter in ours.named_parameters():
+        theirs_here = gradients.pop(name, torch.zeros(()))
+        ours_here = parameter.grad if parameter.grad is not None else torch.zeros(())
+        gap = max(gap, float((ours_here - theirs_here).abs().max().nan_to_num(nan=torch.inf)))
+    assert not any(g.any() for g in gradients.values()), "parameters without a counterpart"
+    return gap / largest
+
+
+def start() -> None:
+    """Join a process group of one."""
+    dist.init()

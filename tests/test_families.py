@@ -1,0 +1,75 @@
+"""`benchmarks/families.py`: what people post-train loads, samples, trains, saves and reloads."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+# NOTE: `families` is a module of the engine's tests.
+_spec = importlib.util.spec_from_file_location(
+    "families_benchmark", ROOT / "benchmarks" / "families.py"
+)
+benchmark = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(benchmark)
+
+import family_checks  # noqa: E402
+import family_configs  # noqa: E402
+
+# Qwen3.5 and Gemma 3 as published, with their vision part; Phi-3 with LongRoPE.
+QUICK = ("llama", "qwen3_moe", "qwen3_5", "gemma3", "gpt_oss", "phi3")
+POPULAR = (*QUICK, "mistral", "qwen2", "qwen3", "qwen3_5_moe", "gemma2", "olmo3", "glm4_moe")
+POPULAR += ("deepseek_v3",)
+
+
+def cells(family, folder, columns):
+    family_checks.start()
+    with open(folder / "log.txt", "w+") as log:
+        row = benchmark.check(family, folder, log, columns)
+        log.seek(0)
+        print(log.read())
+    return row
+
+
+def faults(row, columns):
+    """Cells that are empty, failed or refused: none of these families may be."""
+    texts = {column: row.get(column, "empty") for column in columns}
+    return {c: t for c, t in texts.items() if benchmark.failed(t) or t.startswith("refused")}
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_popular_family_is_itself_from_load_to_save(family, tmp_path):
+    columns = (*benchmark.CHEAP, "LoRA", "reward", "GRPO", "names", "reloads")
+    assert faults(cells(family, tmp_path, columns), columns) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", POPULAR)
+def test_a_popular_family_passes_every_step(family, tmp_path):
+    row = cells(family, tmp_path, benchmark.COLUMNS)
+    assert faults(row, benchmark.COLUMNS) == {}
+
+
+def test_the_table_has_every_family():
+    assert len(family_configs.FAMILIES) >= 189
+    assert set(POPULAR) <= set(family_configs.FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("cell", "fails"),
+    [
+        ("0", False),
+        ("9e-05 packed", False),
+        ("2e-04 packed", True),
+        ("inf", True),
+        ("nan", True),
+        ("ok", False),
+        ("refused: name a causal LM", False),
+        ("KeyError: 'x'", True),
+        ("SFT: 3 differ, model.a (2,)", True),
+    ],
+)
+def test_a_cell_fails_beyond_the_tolerance(cell, fails):
+    assert benchmark.failed(cell) == fails
