@@ -14,13 +14,14 @@ import inspect
 import logging
 import re
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat.config import UserError
 from dschat.inference.protocol import (
@@ -43,6 +44,8 @@ logger = logging.getLogger("dschat")
 
 # Config fields for the size of a local attention window (sliding_window, GPT-Neo's window_size).
 _WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
+# The argument of a model's forward that takes its cache: named as in what the forward returns.
+_CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
 MAX_ROWS = 256  # that decode together
 _CHECKED_TOKENS = 8  # per answer of the self-check
 # Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed: 1e-6
@@ -89,11 +92,8 @@ class HuggingFaceGenerator:
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         self._config, self._name = base.config, type(base).__name__
         parameters = inspect.signature(base.forward).parameters
-        if "past_key_values" not in parameters:
-            raise UserError(
-                f"{self._name} cannot generate here: its forward has no past_key_values argument; "
-                "use another model"
-            )
+        supports_default = getattr(base, "_supports_default_dynamic_cache", lambda: True)()
+        self._makes_cache = _CACHE not in parameters or not supports_default
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         cache = DynamicCache(config=base.config)
@@ -101,7 +101,8 @@ class HuggingFaceGenerator:
         settings = base.config.get_text_config().to_dict().items()
         local = any(value and _WINDOW.search(key) for key, value in settings)
         with_gaps = plain and self._takes_positions and not local
-        self.batching = Batching(with_gaps, copies_cache=True, unchecked=self_check)
+        # MiniMax keeps state beside the layers of its own cache, where no copy of rows reaches it.
+        self.batching = Batching(with_gaps, copies_cache=supports_default, unchecked=self_check)
 
     @property
     def device(self) -> torch.device:
@@ -233,8 +234,10 @@ class HuggingFaceGenerator:
         if batch:
             yield batch
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache]:
-        """Logits after each prompt (B, V), and the cache of the whole right-padded block."""
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, str, Cache]:
+        """Logits after each prompt (B, V), and the cache of the whole right-padded block behind the
+        name that the forward has for it.
+        """
         lengths = torch.tensor([len(p) for p in prompts])
         longest = int(lengths.max())
         ids = torch.full((len(prompts), longest), self._pad_id)
@@ -244,18 +247,24 @@ class HuggingFaceGenerator:
             # NOTE: RecurrentGemma keeps state in its layers and treats a prompt of one token as a
             # decode step; a forward without cache clears that state.
             self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)
-        cache = DynamicCache(config=self._config)
         last, options = lengths - 1, {}
+        if not self._makes_cache:
+            options[_CACHE] = DynamicCache(config=self._config)
         if self._takes_positions:
             options["position_ids"] = torch.arange(longest, device=self.device).expand(ids.shape)
         if self._keeps_logits:  # only the columns where some prompt ends
             columns, last = torch.unique(last, return_inverse=True)
             options["logits_to_keep"] = columns.to(self.device)
-        output = self.module(
-            input_ids=ids.to(self.device), past_key_values=cache, use_cache=True, **options
-        )
+        output = self.module(input_ids=ids.to(self.device), use_cache=True, **options)
+        made = {**output, **options}.items()
+        name, cache = next(((n, c) for n, c in made if isinstance(c, Cache)), (None, None))
+        if cache is None:
+            raise UserError(
+                f"{self._name} cannot generate here: it has no cache of transformers' kinds; "
+                "use another model"
+            )
         rows = torch.arange(len(prompts), device=self.device)
-        return output.logits[rows, last.to(self.device)], cache
+        return output.logits[rows, last.to(self.device)], name, cache
 
     def _decode(
         self,
@@ -267,7 +276,7 @@ class HuggingFaceGenerator:
         """Yields per step: unfinished rows (prompt-major in ``batch``), tokens and log-probs."""
         n, device = sampling.n, self.device
         copies = 1 if self.batching.copies_cache else n
-        logits, cache = self._prefill([prompts[p] for p in batch for _ in range(copies)])
+        logits, name, cache = self._prefill([prompts[p] for p in batch for _ in range(copies)])
         lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
         prompt_index = torch.tensor([indices[p] for p in batch], device=device).repeat_interleave(n)
         sample_index = torch.arange(n, device=device).repeat(len(batch))
@@ -305,14 +314,12 @@ class HuggingFaceGenerator:
                 prompt_index, sample_index = prompt_index[keep], sample_index[keep]
                 finished = finished[keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            options = {}
+            options = {name: cache}
             if self._takes_positions:
                 options["position_ids"] = (lengths + position).unsqueeze(1)
             if has_gaps:
                 options["attention_mask"] = mask.long()
-            output = self.module(
-                input_ids=tokens.unsqueeze(1), past_key_values=cache, use_cache=True, **options
-            )
+            output = self.module(input_ids=tokens.unsqueeze(1), use_cache=True, **options)
             logits = output.logits[:, -1]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import CONFIGS, EOS, OTHERS, POSITIONS, VOCAB, causal_lm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from dschat.config import UserError
 from dschat.inference.hf_generator import HuggingFaceGenerator, empty_copy, fill
@@ -156,9 +156,10 @@ def test_a_cache_that_computes_something_else_is_refused(monkeypatch):
     plain = model.forward
 
     @functools.wraps(plain)
-    def forward(*args, past_key_values=None, **options):
-        decodes = past_key_values is not None and past_key_values.get_seq_length() > 0
-        output = plain(*args, past_key_values=past_key_values, **options)
+    def forward(*args, **options):
+        caches = [value for value in options.values() if isinstance(value, DynamicCache)]
+        decodes = any(cache.get_seq_length() > 0 for cache in caches)
+        output = plain(*args, **options)
         if decodes:
             output.logits = output.logits.roll(1, -1)
         return output
