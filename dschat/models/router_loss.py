@@ -24,8 +24,8 @@ METRIC = "moe/aux_loss"
 def watch_routers(packed: PackedModel, is_wanted: bool) -> None:
     """Set ``packed.router_loss`` if its config has a coefficient and ``is_wanted``; log which."""
     config, body = packed.base.config.get_text_config(), backbone(packed.base)
-    coefficient = getattr(config, "router_aux_loss_coef", None)
-    coefficient = coefficient or getattr(config, "aux_loss_coef", None)  # JetMoE's
+    names = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoE's
+    coefficient = next(filter(None, (getattr(config, name, None) for name in names)), None)
     whole = body or getattr(packed.base, "model", packed.base)
     recorders = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits", [])
     recorders = recorders if isinstance(recorders, list) else [recorders]
@@ -33,28 +33,26 @@ def watch_routers(packed: PackedModel, is_wanted: bool) -> None:
     if not coefficient or not any(isinstance(module, kinds) for module in whole.modules()):
         return
     function: Any = getattr(sys.modules[type(whole).__module__], "load_balancing_loss_func", None)
-    is_known = function is not None and len(inspect.signature(function).parameters) == 4
+    top_k = getattr(config, "num_experts_per_tok", None)
+    is_known = top_k and function and len(inspect.signature(function).parameters) == 4
     result = f"applied ({METRIC})"
     if not is_wanted:
         result = "not applied to a policy or critic"
-    elif body is None or not is_known or not hasattr(config, "num_experts_per_tok"):
+    elif body is None or not is_known:
         result = "not applied: its class has no such loss"
     else:
-        logits: tuple[Tensor, ...] = ()
+        recorded: list[tuple[Tensor, ...]] = []  # router logits of the last forward, by layer
 
         # NOTE: of the backbone: the class with the head would compute the loss with our mask.
         def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             return args, kwargs | {"output_router_logits": torch.is_grad_enabled()}
 
         def keep(_: nn.Module, args: Any, output: Any) -> None:
-            nonlocal logits
-            logits = output.router_logits if torch.is_grad_enabled() else ()
+            recorded[:] = [output.router_logits] if torch.is_grad_enabled() else []
 
         def loss(mask: Tensor | None) -> tuple[float, Tensor]:
-            nonlocal logits
-            taken, logits = logits, ()
-            top_k = config.num_experts_per_tok
-            return coefficient, function(taken, taken[0].shape[-1], top_k, mask)
+            logits = recorded.pop()
+            return coefficient, function(logits, logits[0].shape[-1], top_k, mask)
 
         body.register_forward_pre_hook(ask, with_kwargs=True)
         body.register_forward_hook(keep)

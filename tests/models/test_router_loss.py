@@ -117,6 +117,15 @@ def test_with_adapters_and_checkpointing():
         torch.testing.assert_close(large[name], expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_an_empty_micro_batch_adds_nothing(packing):
+    """A rank with fewer rows than others runs a dummy token, in the same collectives."""
+    packed, task = wrapped(model_of("mixtral"), packing), SFTTask()
+    total, sums = task.loss(packed, task.collate([]))
+    total.backward()
+    assert total.item() == sums[METRIC].item() == 0.0
+
+
 def test_evaluation_has_none():
     packed, task = wrapped(model_of("mixtral")), SFTTask()
     with torch.no_grad():
