@@ -128,7 +128,7 @@ class Runs:
 
         @functools.wraps(save)
         def kept(trained: Any, *args: Any, **kwargs: Any) -> None:
-            module = unwrap(trained.actor) if isinstance(trained, DeepSpeedRLHFEngine) else trained
+            module = unwrap(getattr(trained, "actor", trained))
             if hasattr(module, "score"):
                 self._logits = None
             else:

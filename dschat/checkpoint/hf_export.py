@@ -212,7 +212,7 @@ def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfi
     """Put the saved text model's configuration into that of the whole model it is a part of."""
     rest: Rest = getattr(model, "rest", None) or Rest()
     raw = read_json(rest.source, CONFIG, "the base model") if rest.source else None
-    if raw is None or raw.get("model_type") == saved.model_type:
+    if raw is None or FIELD not in raw or hasattr(saved, FIELD):
         return
     text = json.loads((staging / CONFIG).read_text("utf-8"))
     names = ("vocab_size", "dtype", "tie_word_embeddings", *_SPECIAL_IDS)
