@@ -127,12 +127,11 @@ def load_generator(
     """
     from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
     from dschat.inference.hf_generator import HuggingFaceGenerator
-    from dschat.models.config_files import read_generation_config
     from dschat.models.load import load_causal_lm, load_config
     from dschat.models.tokenizer import stop_ids
     from dschat.models.vocabulary import num_ids
 
-    stops = stop_ids(tokenizer, read_generation_config(name, "--path"))
+    stops = stop_ids(tokenizer)
     try:
         spec = model_spec(load_config(name, "--path", trust_remote_code))
         if not (Path(name) / "adapter_config.json").is_file():

@@ -8,7 +8,7 @@ the chat template adds for this turn to the rendered generation prompt.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import Turn
-from dschat.models.chat_template import default_template, failure
+from dschat.models.chat_template import default_template, failure, turn_ends
+from dschat.models.continued_text import continued_ids
+from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
 
@@ -35,6 +37,7 @@ class Segment:
     text: str
     is_answer: bool = False  # an assistant's turn
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
+    before: str = ""  # the text that this one follows
 
 
 @dataclass
@@ -42,8 +45,8 @@ class Encoded:
     """An example as ids; ``problem`` says why it cannot be used ("" if it can)."""
 
     prompt_ids: list[int]  # (P,)
-    prompt_targets: list[bool]  # (P,) tokens of earlier assistant turns, through their EOS
-    answers: list[list[int]]  # each (A,), ends with its only EOS
+    prompt_targets: list[bool]  # (P,) tokens of earlier assistant turns, through their end
+    answers: list[list[int]]  # each (A,), its last token is its only one of `stop_ids`
     problem: str = ""
 
 
@@ -70,7 +73,7 @@ def encode_examples(
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
     """
-    eos = require_eos(tokenizer)
+    require_eos(tokenizer)
     split: list[list[Segment]] = []
     problems, num_answers = [], []
     for example in examples:
@@ -89,7 +92,7 @@ def encode_examples(
     return [
         Encoded([], [], [], problem)
         if problem
-        else _assemble([(s, next(ids)) for s in segments], count, eos)
+        else _assemble(tokenizer, [(s, next(ids)) for s in segments], count)
         for segments, problem, count in zip(split, problems, num_answers, strict=True)
     ]
 
@@ -116,7 +119,9 @@ def prompt_segments(
             "only the last answer of each dialogue is trained"
         )
         pieces = [(pieces[-1][0], "", False)]
-    return [Segment(text[len(before) :], is_answer) for text, before, is_answer in pieces]
+    return [
+        Segment(text[len(before) :], is_answer, before=before) for text, before, is_answer in pieces
+    ]
 
 
 def answer_segment(
@@ -124,25 +129,29 @@ def answer_segment(
 ) -> Segment:
     """The answer's segment: its text, or the text that the template adds to the prompt for it."""
     if isinstance(answer, str):
-        return Segment(answer, is_answer=True)
+        return Segment(answer, is_answer=True, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
     answered = render_chat(tokenizer, [*prompt, *answer], tools=tools)
     _require_calls(answer[-1], answered)
     if answered.startswith(asked):
-        return Segment(answered[len(asked) :], is_answer=True)
+        return Segment(answered[len(asked) :], is_answer=True, before=asked)
     _warn_once(
         "the chat template does not render an answer as a continuation of its generation prompt: "
         "answers are trained as plain text"
     )
-    return Segment(answer[-1]["content"], is_answer=True)
+    return Segment(answer[-1]["content"], is_answer=True, before=asked)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
     """Token ids of each segment, without the EOS that some tokenizers append to a prompt."""
     out: list[list[int]] = [[] for _ in segments]
+    given = [(i, s) for i, s in enumerate(segments) if s.text]
+    pairs = {i: (s.before, s.text) for i, s in given if s.before}
+    for i, ids in zip(pairs, continued_ids(tokenizer, list(pairs.values())), strict=True):
+        out[i] = ids
     for special in (False, True):
-        indices = [i for i, s in enumerate(segments) if s.add_special == special and s.text]
+        indices = [i for i, s in given if s.add_special == special and not s.before]
         if not indices:
             continue
         texts = [segments[i].text for i in indices]
@@ -170,36 +179,44 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def _assemble(pieces: list[tuple[Segment, list[int]]], num_answers: int, eos: int) -> Encoded:
+def _assemble(
+    tokenizer: PreTrainedTokenizerBase, pieces: list[tuple[Segment, list[int]]], num_answers: int
+) -> Encoded:
+    ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
     prompt_ids: list[int] = []
     targets: list[bool] = []
     for segment, ids in pieces[: len(pieces) - num_answers]:
-        # text that the template adds after an answer's EOS (a line break) carries no loss
-        num_targets = len(_through_eos(ids, eos)) if segment.is_answer else 0
+        # text that the template adds after an answer's end (a line break) carries no loss
+        num_targets = len(through_end(ids, ends)) if segment.is_answer else 0
         prompt_ids += ids
         targets += [i < num_targets for i in range(len(ids))]
     if not prompt_ids:
         return Encoded([], [], [], "a prompt without tokens")
-    answers = [_through_eos(ids, eos) for _, ids in pieces[len(pieces) - num_answers :]]
-    answers = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answers]
+    answers = [through_end([*ids, *end], ends) for _, ids in pieces[len(pieces) - num_answers :]]
     if any(len(ids) < 2 for ids in answers):
         return Encoded([], [], [], "an answer without tokens")
     return Encoded(prompt_ids, targets, answers)
 
 
-def _through_eos(ids: list[int], eos: int) -> list[int]:
-    """``ids`` up to and including the first EOS; all of them without one."""
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
+def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
+    """The id for the end of an answer whose text has none; empty for a tokenizer without EOS."""
+    end = turn_ends(tokenizer, str(tokenizer.chat_template))[0] if is_chat else None
+    return [i for i in (end, tokenizer.eos_token_id) if i is not None][:1]
+
+
+def through_end(ids: list[int], ends: Container[int]) -> list[int]:
+    """``ids`` up to and including the first of ``ends``; all of them without one."""
+    last = next((n for n, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: last + 1]
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Turn],
     add_generation_prompt: bool = False,
-    template: str | None = None,
     tools: Tools = None,
 ) -> str:
-    """``messages`` as text, rendered by the tokenizer's chat template or by ``template``.
+    """``messages`` as text, rendered by the tokenizer's chat template or else the default one.
 
     The text has all special tokens: tokenize it without adding any.
 
@@ -207,8 +224,7 @@ def render_chat(
         RefusedChat: the chat template refuses these messages.
         UserError: the chat template fails.
     """
-    if template is None and not tokenizer.chat_template:
-        template = default_template(tokenizer)
+    template = None if tokenizer.chat_template else default_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(
             messages,

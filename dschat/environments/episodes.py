@@ -28,6 +28,7 @@ from dschat.inference import sequence as inference
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.open_batch import OpenBatch
 from dschat.inference.protocol import FinishReason, SamplingParams
+from dschat.models.continued_text import continued_texts
 from dschat.rewards.threads import Pool
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
@@ -243,9 +244,9 @@ class EpisodeRunner:
             episode.add_answer(sequence.answer, sequence.logprobs)
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
-            texts = [self._tokenizer.decode(ids, skip_special_tokens=True)]
+            texts = continued_texts(self._tokenizer, [ids])
             if episode.environment.wants_special_tokens:
-                texts.append(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+                texts += continued_texts(self._tokenizer, [ids], with_special=True)
             self._ask(episode, episode.environment.step, *texts)
 
     # -- the environment's turn --------------------------------------------------------------------

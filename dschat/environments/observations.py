@@ -5,6 +5,7 @@ text. The template's pieces around it come from a small chat of placeholders, so
 on the episode.
 """
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,14 +13,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.segments import RefusedChat, Segment, encode, render_chat, require_eos
+from dschat.data.segments import RefusedChat, Segment, encode, end_of, render_chat, require_eos
 from dschat.environments.contract import EnvironmentFault, Observation, ToolResult
+from dschat.models.tokenizer import stop_ids
 
 _ASKED, _ANSWERED, _SAID = "question", "the-answer", "the-observation"
 
 
 class ObservationTokens:
-    """The tokens of an observation, from after an answer's EOS to where the next answer begins.
+    """The tokens of an observation, from after an answer's end to where the next answer begins.
 
     ``is_chat``: whether prompts are chats; else the text is all there is.
 
@@ -29,6 +31,9 @@ class ObservationTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> None:
         self._tokenizer = tokenizer
+        ends = tokenizer.convert_ids_to_tokens(list(stop_ids(tokenizer)))
+        self._ends = re.compile("|".join(map(re.escape, ends)))
+        self._end = "".join(tokenizer.convert_ids_to_tokens(end_of(tokenizer, is_chat)))
         self._pieces = ("", "")
         if is_chat:
             require_eos(tokenizer)
@@ -72,30 +77,29 @@ class ObservationTokens:
         raise EnvironmentFault(str(refused))
 
     def _after_answer(self, answer: dict[str, Any], turns: list[dict[str, Any]]) -> str:
-        """What the template writes after the EOS of ``answer``, for ``turns`` and up to where the
+        """What the template writes after the end of ``answer``, for ``turns`` and up to where the
         next answer begins.
         """
         chat = [{"role": "user", "content": _ASKED}, answer]
         whole = render_chat(self._tokenizer, [*chat, *turns], add_generation_prompt=True)
         before = render_chat(self._tokenizer, chat)
-        eos = self._tokenizer.eos_token
         answered = before.find(_ANSWERED)
         if whole.startswith(before):
             asked = render_chat(self._tokenizer, chat[:1], add_generation_prompt=True)
-            at = before.find(eos, answered if answered >= 0 else len(asked))
-            if at >= 0:
-                return whole[at + len(eos) :]
+            end = self._ends.search(before, answered if answered >= 0 else len(asked))
+            if end:
+                return whole[end.end() :]
             is_text = answered >= 0 and "tool_calls" not in answer
             return whole[answered + len(_ANSWERED) if is_text else len(before) :]
         # it renders the last answer in another way, such as with its thoughts
         answered = whole.find(_ANSWERED)
-        at = whole.find(eos, answered)
-        if min(answered, at) < 0:
+        end = self._ends.search(whole, max(answered, 0))
+        if answered < 0 or end is None:
             raise _no_place("--tools" if "tool_calls" in answer else "--environment", "a turn")
-        return whole[at + len(eos) :]
+        return whole[end.end() :]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        (ids,) = encode(self._tokenizer, [Segment(text)])
+        (ids,) = encode(self._tokenizer, [Segment(text, before=self._end)])
         return tuple(ids)
 
 

@@ -1,6 +1,8 @@
 """Supplies a chat template for tokenizers without one; describes errors in a template."""
 
 import traceback
+from functools import lru_cache
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ _TURNS = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
+_MARK = "an-answer"  # no template has it
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -26,6 +29,34 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
     ids = tokenizer("a")["input_ids"]
     starts_with_bos = bos is not None and len(ids) > 1 and ids[0] == bos
     return ("{{ bos_token }}" if starts_with_bos else "") + _TURNS
+
+
+@lru_cache(maxsize=16)
+def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | None, int | None]:
+    """The ids with which the tokenizer's template ends an assistant's turn; None: it writes none.
+
+    The first ends an answer: the first added token after its content. It comes from a dialogue's
+    last turn: gpt-oss ends thoughts with a token that must not stop the answer after them. The
+    second ends a turn with calls of tools (gpt-oss: <|call|>): its last added token, unless it
+    stands between two calls too. ``template`` tells templates apart.
+    """
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+
+    def after_marks(**answer: Any) -> list[list[int]]:
+        """The added tokens after each mark in a rendered turn."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]
+        try:
+            parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_MARK)[1:]
+        except Exception:  # a template is a program: it may raise anything
+            parts = []
+        encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+        return [[i for i in ids if i in added] for ids in encoded] or [[]]
+
+    function = {"name": "f", "arguments": {"x": _MARK}}
+    calls = [{"type": "function", "id": f"call{i:05d}", "function": function} for i in range(2)]
+    *between, last = after_marks(content="", tool_calls=calls)
+    of_calls = [i for i in last if not any(i in ids for ids in between)]
+    return (after_marks(content=_MARK)[-1] or [None])[0], (of_calls or [None])[-1]
 
 
 def failure(error: Exception) -> str:

@@ -2,23 +2,26 @@
 
 from typing import TYPE_CHECKING
 
+from dschat.models.continued_text import anchor_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class StreamDecoder:
-    """Incremental decoding: the pieces joined equal all tokens decoded at once; without special
-    tokens, unless ``with_special``.
+    """Incremental decoding: the pieces joined equal `continued_texts` of all tokens; without
+    special tokens, unless ``with_special``.
 
     A token's text depends on its neighbours: a byte-level token may end within a character, and a
     SentencePiece token loses its leading space at the start of a text. So tokens are decoded
-    together with those of the previous piece, and held back while they end within a character.
+    together with those of the previous piece, at first an anchor, and held back while they end
+    within a character.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", with_special: bool = False) -> None:
         self._tokenizer, self._with_special = tokenizer, with_special
-        self._ids: list[int] = []  # the tokens of the last piece, then the pending ones
-        self._num_emitted = 0
+        self._ids = [*anchor_ids(tokenizer)]  # the tokens of the last piece, then the pending ones
+        self._num_emitted = len(self._ids)
 
     def push(self, token: int) -> str:
         """The text that is final after ``token``: often a word, sometimes empty."""

@@ -15,8 +15,8 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.config.text_file import read_text
 from dschat.models import hub
-from dschat.models.chat_template import default_template, failure
-from dschat.models.config_files import culprit, read_json
+from dschat.models.chat_template import default_template, failure, turn_ends
+from dschat.models.config_files import culprit, read_generation_config, read_json
 from dschat.models.model_kind import brings_code
 
 PAD_TOKEN = "<|pad|>"
@@ -57,6 +57,7 @@ def load_tokenizer(
         tokenizer.chat_template = _read_template(chat_template, tokenizer)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = default_template(tokenizer)
+    tokenizer.generation_config = read_generation_config(name_or_path, flag)  # for `stop_ids`
     return tokenizer
 
 
@@ -172,9 +173,16 @@ def ensure_distinct_pad(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def stop_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends an answer, sorted: the tokenizer's EOS and those of the checkpoint."""
-    ids = getattr(generation_config, "eos_token_id", None)
-    listed = ids if isinstance(ids, (list, tuple)) else [ids]
-    return tuple(sorted({i for i in (*listed, tokenizer.eos_token_id) if i is not None}))
+    """Every id that ends an answer, sorted: EOS, those with which the chat template ends a turn,
+    and those of the generation configs: ``generation_config``, and the one beside the tokenizer.
+
+    An answer's last token is its first of them, in every step and program. What the template writes
+    after it has no loss and is in front of no score.
+    """
+    found = {tokenizer.eos_token_id, *turn_ends(tokenizer, str(tokenizer.chat_template))}
+    for config in (generation_config, getattr(tokenizer, "generation_config", None)):
+        ids = getattr(config, "eos_token_id", None)
+        found |= {*ids} if isinstance(ids, (list, tuple)) else {ids}
+    return tuple(sorted(found - {None}))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config.errors import require
 from dschat.inference.protocol import Rollout
+from dschat.models.continued_text import continued_texts
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Row, Rows
 
@@ -39,7 +40,7 @@ class AnswerLines:
 
     def of(self, rows: list[Row], answers: Rollout, scores: list[float | None] | None) -> list[str]:
         """A line per row; ``answers`` and ``scores`` (S,) have n of each."""
-        texts = self._tokenizer.batch_decode(answers.token_ids, skip_special_tokens=True)
+        texts = continued_texts(self._tokenizer, answers.token_ids)
         n = self._config.n
         lines = []
         for number, row in enumerate(rows):

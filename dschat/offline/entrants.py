@@ -12,6 +12,7 @@ from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.readers import read_lines
 from dschat.inference.protocol import Rollout
+from dschat.models.continued_text import continued_texts
 from dschat.offline.flags import EvalConfig
 from dschat.offline.items import Item
 from dschat.offline.model import Model
@@ -40,7 +41,7 @@ def generated(config: EvalConfig, model: Model, items: Sequence[Item], label: st
         progress.advance(len(indices), parts[-1].num_tokens)
     progress.close()
     rollout = Rollout.joined(parts)
-    texts = model.tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
+    texts = continued_texts(model.tokenizer, rollout.token_ids)
     return Answers([text.strip() for text in texts], rollout)
 
 

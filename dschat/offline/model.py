@@ -8,7 +8,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dschat.chat.load import causal_lm, load_generator, resolve_dtype
 from dschat.config import UserError
 from dschat.inference.protocol import Generator
-from dschat.models.config_files import read_generation_config
 from dschat.models.fit import check_fit
 from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer, stop_ids
@@ -50,7 +49,7 @@ class Model:
             name,
             config,
             tokenizer,
-            stop_ids(tokenizer, read_generation_config(name, FLAG)),
+            stop_ids(tokenizer),
             min(positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN),
             resolve_dtype(dtype),
         )

@@ -12,6 +12,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 from dschat.config.reward import RewardTrainingConfig
 from dschat.inference.protocol import Rollout
+from dschat.models.continued_text import continued_texts
 from dschat.models.load import load_config, load_score_backbone
 from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
@@ -169,7 +170,7 @@ class AnswerScorer:
         repeated = [row for row in rows for _ in range(n)]
         return Samples(
             prompts=[row.question for row in repeated],
-            answers=self._tokenizer.batch_decode(answers.token_ids, skip_special_tokens=True),
+            answers=continued_texts(self._tokenizer, answers.token_ids),
             prompt_ids=[row.ids for row in repeated],
             answer_ids=answers.token_ids,
             finish_reasons=list(answers.finish_reasons),

@@ -14,6 +14,7 @@ from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.models.continued_text import continued_texts
 from dschat.rewards.reward_functions import RewardError, SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -77,7 +78,7 @@ class EpisodeCollector(RolloutCollector):
         runner = EpisodeRunner(
             generator, tokenizer, self._make, observations, self._limits, appended
         )
-        texts = prompts.texts or self.texts_of(prompts.ids)
+        texts = self.prompt_texts(prompts)
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
             for i in range(len(prompts.ids))
@@ -108,7 +109,7 @@ class EpisodeCollector(RolloutCollector):
                 ids[len(drawn) - drawn[::-1].index(False) if False in drawn else 0 :]
                 for ids, drawn in zip(rollout.token_ids, rollout.drawn or [], strict=True)
             ]
-            samples.answers = self.texts_of(last)
+            samples.answers = continued_texts(self._engine.tokenizer, last)
         return samples
 
     def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:

@@ -20,6 +20,7 @@ from dschat.config import RLHFConfig
 from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
+from dschat.models.continued_text import continued_texts
 from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import ModelOrEngine
 from dschat.rewards.combine import any_applies, source_means
@@ -193,7 +194,7 @@ def _answer_sums(
         row[start : start + length].tolist()
         for row, start, length in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
     ]
-    answers = engine.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    answers = continued_texts(engine.tokenizer, ids)
     texts = [text for text in held_out.texts for _ in range(n)]
     means = answer_metrics(texts, answers, lengths, e.finished.tolist(), gold=held_out.gold)
     return {name: means[name] * e.num_sequences for name in names}

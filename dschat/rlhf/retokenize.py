@@ -1,20 +1,25 @@
 """Converts the actor's sequences for a reward model with another tokenizer.
 
-A text prompt and its answer are one text, tokenized as a whole. Chat messages are rendered by the
-reward model's template, with the answer as the assistant's turn. A prompt of which only the ids are
-known is decoded: the actor's EOS becomes the reward model's, its other special tokens are dropped.
-A finished answer ends with the reward model's EOS, an unfinished one with its last word.
+Prompt and answer are tokenized as step 2 tokenizes them. Chat messages are rendered by the reward
+model's template, with the answer as the assistant's turn. A prompt of which only the ids are known
+is decoded: the actor's EOS becomes the reward model's, its other special tokens are dropped. A
+finished answer ends as in step 2, an unfinished one with its last word.
 """
 
 import logging
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.segments import render_chat
+from dschat.data import segments
+from dschat.data.segments import Segment
 from dschat.data.sources.adapters import Content
-from dschat.models.chat_template import default_template
+from dschat.data.sources.turns import Turn
+from dschat.models.tokenizer import stop_ids as end_ids
 from dschat.rlhf.experience import Experience
 
 logger = logging.getLogger("dschat")
@@ -40,6 +45,7 @@ class Retokenizer:
     ) -> None:
         self._actor_tokenizer, self._reward_tokenizer = actor_tokenizer, reward_tokenizer
         self._stop_ids = frozenset(stop_ids)
+        self._ends = end_ids(reward_tokenizer)
         self._max_len = max_len
         self._warnings: set[str] = set()
 
@@ -65,17 +71,20 @@ class Retokenizer:
         """Ids of one prompt and answer; ``source``: the prompt's text or messages, if known."""
         if finished and answer_ids and answer_ids[-1] in self._stop_ids:
             answer_ids = answer_ids[:-1]
-        if isinstance(source, list):
-            answer = self._decode(answer_ids).strip()
-            text, special = self._chat(source, answer, finished), False
+        if is_chat := isinstance(source, list):
+            pieces = self._chat(source, self._decode(answer_ids).strip(), finished)
         else:
             before = self._decode(prompt_ids)
             both = self._decode([*prompt_ids, *answer_ids])
             # Decoded together: a SentencePiece token loses its space where it comes first.
             answer = both[len(before) :] if both.startswith(before) else self._decode(answer_ids)
-            text = (self._plain(prompt_ids) if source is None else source) + answer
-            special = True
-        return self._fit(self._encode(text, special, finished))
+            text = self._plain(prompt_ids) if source is None else source
+            pieces = [Segment(text, add_special=True), Segment(answer, False, not text, text)]
+        *asked, ids = segments.encode(self._reward_tokenizer, pieces)
+        if finished:
+            end = segments.end_of(self._reward_tokenizer, is_chat)
+            ids = segments.through_end([*ids, *end], self._ends)
+        return self._fit([*chain(*asked), *ids] or [self._reward_tokenizer.eos_token_id or 0])
 
     def _decode(self, ids: list[int]) -> str:
         return self._actor_tokenizer.decode(
@@ -92,44 +101,15 @@ class Retokenizer:
                 parts[-1].append(i)
         return (self._reward_tokenizer.eos_token or "").join(map(self._decode, parts))
 
-    def _chat(self, messages: list[dict[str, str]], answer: str, finished: bool) -> str:
-        """The dialogue in the reward model's template, up to the end of ``answer`` or its EOS."""
+    def _chat(self, chat: list[Turn], answer: str, finished: bool) -> list[Segment]:
+        """Those of ``chat`` and its answer, without the end of a turn unless ``finished``."""
         try:
-            prompt, dialogue, after = self._rendered(messages, answer)
+            return _segments(self._reward_tokenizer, chat, answer, finished)
         except UserError as error:
             self._warn_once(f"the reward model gets such chats in the default template: {error}")
-            template = default_template(self._reward_tokenizer)
-            prompt, dialogue, after = self._rendered(messages, answer, template)
-        if not dialogue.startswith(prompt):
-            return prompt + answer
-        end = len(dialogue) - (len(after) if dialogue.endswith(after) else 0)
-        eos = self._reward_tokenizer.eos_token
-        if finished and eos and eos in dialogue[end:]:
-            end = dialogue.index(eos, end) + len(eos)
-        return dialogue[:end]
-
-    def _rendered(
-        self, messages: list[dict[str, str]], answer: str, template: str | None = None
-    ) -> tuple[str, str, str]:
-        """The chat up to the answer, the chat with ``answer``, and the text after any answer."""
-
-        def render(*answers: str) -> str:
-            turns = [{"role": "assistant", "content": text} for text in answers]
-            return render_chat(self._reward_tokenizer, [*messages, *turns], not answers, template)
-
-        # NOTE: searching for the answer would not find its end: "A" is in "Answer: " too.
-        return render(), render(answer), render(_MARK).rpartition(_MARK)[2]
-
-    def _encode(self, text: str, special: bool, finished: bool) -> list[int]:
-        """Ids of ``text``, ending with EOS exactly where the answer is finished."""
-        tokenizer = self._reward_tokenizer
-        eos = tokenizer.eos_token_id
-        ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-        if special and len(ids) > 1 and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
-            ids.pop()  # appended by the tokenizer, not part of the text
-        if finished and eos is not None and ids[-1:] != [eos]:
-            ids.append(eos)
-        return ids or [0 if eos is None else eos]
+        plain = copy(self._reward_tokenizer)
+        plain.chat_template = None
+        return _segments(plain, chat, answer, finished)
 
     def _fit(self, ids: list[int]) -> list[int]:
         if self._max_len is None or len(ids) <= self._max_len:
@@ -145,3 +125,16 @@ class Retokenizer:
         if message not in self._warnings and len(self._warnings) < 3:
             self._warnings.add(message)
             logger.warning("%s", message)
+
+
+def _segments(
+    tokenizer: PreTrainedTokenizerBase, chat: list[Turn], answer: str, finished: bool
+) -> list[Segment]:
+    # NOTE: searching for the answer would not find its end: "A" is in "Answer: " too.
+    last, marked = (
+        segments.answer_segment(tokenizer, chat, [{"role": "assistant", "content": text}])
+        for text in (answer, _MARK)
+    )
+    after = "" if finished else marked.text.rpartition(_MARK)[2]
+    asked = segments.prompt_segments(tokenizer, chat)
+    return [*asked, replace(last, text=last.text.removesuffix(after))]

@@ -11,6 +11,7 @@ import numpy as np
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.models.continued_text import continued_texts
 from dschat.rewards.combine import joined_scores
 from dschat.rewards.reward_functions import SourceScores
 from dschat.rewards.samples import Samples
@@ -191,15 +192,16 @@ class RolloutCollector(RolloutSource):
             calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))
         return PendingRollout(e, len(prompts.ids), {}, self.scorer, calls)
 
-    def texts_of(self, rows: list[list[int]]) -> list[str]:
-        # NOTE: of no rows, `batch_decode` makes one text in transformers 5.
-        return self._engine.tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+    def prompt_texts(self, prompts: PromptTable) -> list[str]:
+        """The texts of prompts; decoded where only their ids are known."""
+        decode = self._engine.tokenizer.decode
+        return prompts.texts or [decode(ids, skip_special_tokens=True) for ids in prompts.ids]
 
     def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
         """``prompts``: one for each answer of ``rollout``."""
         return Samples(
-            prompts=prompts.texts or self.texts_of(prompts.ids),
-            answers=self.texts_of(rollout.token_ids),
+            prompts=self.prompt_texts(prompts),
+            answers=continued_texts(self._engine.tokenizer, rollout.token_ids),
             prompt_ids=prompts.ids,
             answer_ids=rollout.token_ids,
             finish_reasons=list(rollout.finish_reasons),

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat.models.continued_text import continued_texts
 from dschat.models.stream_decoder import StreamDecoder
 from dschat.rlhf.experience import Experience
 
@@ -55,7 +56,7 @@ def _sample(
     total = float((e.logprobs[i] - e.ref_logprobs[i])[e.answer_mask[i]].double().sum())
     return {
         "prompt": tokenizer.decode(ids[:start], skip_special_tokens=True),
-        "answer": tokenizer.decode(ids[start:], skip_special_tokens=True),
+        "answer": continued_texts(tokenizer, [ids[start:]])[0],
         "score": _number(float(e.scores[i])) if e.scored[i] else None,
         "answer_length": len(ids) - start,
         "finished": bool(e.finished[i]),

@@ -16,6 +16,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.splits import parse_spec
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import Generator, SamplingParams
+from dschat.models.continued_text import continued_texts
 from dschat.models.vocabulary import num_ids
 from dschat.observability.metrics_log import MetricsLog
 
@@ -80,7 +81,7 @@ def sample_gold(
     rollout = generator.generate(ids, sampling, share)
     sums = {"gold": 0.0, "answer_length": 0.0, "eos_share": 0.0}
     if share:
-        answers = tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
+        answers = continued_texts(tokenizer, rollout.token_ids)
         lengths = [len(answer) for answer in rollout.token_ids]
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
         means = answer_metrics(texts, answers, lengths, stopped, gold=True)

@@ -8,7 +8,6 @@ import dschat.distributed as dist
 from dschat.chat.load import causal_lm, resolve_dtype
 from dschat.config import UserError
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
-from dschat.models.config_files import read_generation_config
 from dschat.models.fit import check_fit
 from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer, stop_ids
@@ -45,7 +44,7 @@ def _load(name: str, path: str, config: ServeConfig) -> ServedModel:
             path,
             dtype,
             str(dist.device()),
-            stop_ids=stop_ids(tokenizer, read_generation_config(path, "--path")),
+            stop_ids=stop_ids(tokenizer),
             num_tokens=num_ids(tokenizer),
             max_num_seqs=config.max_num_seqs,
             max_seq_len=min(config.max_seq_len or _MAX_SEQ_LEN, positions),

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dschat.models.continued_text import continued_texts
 from dschat.serving.generation import Event, Generation
 
 if TYPE_CHECKING:
@@ -107,9 +108,11 @@ class CompletionFormat:
         tokenizer = self.generation.model.tokenizer
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for event in events:
-            found["tokens"].append(tokenizer.decode([event.token.id]))
+            found["tokens"] += continued_texts(tokenizer, [[event.token.id]], with_special=True)
             found["token_logprobs"].append(event.token.logprob)
-            top = {tokenizer.decode([token]): value for token, value in event.token.top}
+            top = {
+                continued_texts(tokenizer, [[i]], True)[0]: value for i, value in event.token.top
+            }
             found["top_logprobs"].append(top)
             offset = self._offsets.get(event.choice, 0)
             found["text_offset"].append(offset)
@@ -128,5 +131,5 @@ def _head(prefix: str, generation: Generation) -> Json:
 
 
 def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> Json:
-    text = tokenizer.decode([token])
+    (text,) = continued_texts(tokenizer, [[token]], with_special=True)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -40,8 +40,16 @@ def text_ids(folder, tokenizer):
 @pytest.mark.parametrize(
     ("make", "file", "module", "name", "edited"),
     [
-        (dialogue_ids, "data/segments.py", segments, "_through_eos", lambda ids, eos: [7]),
+        (dialogue_ids, "data/segments.py", segments, "through_end", lambda ids, ends: [7, 7]),
         (dialogue_ids, "models/chat_template.py", segments, "default_template", lambda _: XES),
+        (dialogue_ids, "models/tokenizer.py", segments, "stop_ids", lambda _: (7, 8, 9)),
+        (
+            dialogue_ids,
+            "models/continued_text.py",
+            segments,
+            "continued_ids",
+            lambda _, texts: [[7]],
+        ),
         (dialogue_ids, "data/sources/turns.py", segments, "default_template", lambda _: XES),
         (text_ids, "data/pretraining_text.py", pretraining_text, "require_eos", lambda _: 7),
     ],

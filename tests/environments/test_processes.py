@@ -21,6 +21,11 @@ PROMPTS = [[3, 4, 5], [6], [7, 8]]
 class Tokenizer:
     """A token's text is its number."""
 
+    chat_template, eos_token_id, unk_token_id, added_tokens_decoder = None, None, None, {}
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[*map(ord, text)] for text in texts]}
+
     def decode(self, ids, **_):
         return " ".join(map(str, ids))
 

@@ -47,7 +47,9 @@ def test_stream_decoder_says_what_was_cut_within_a_character(tokenizer):
 
 
 def test_stream_decoder_keeps_sentencepiece_spaces():
-    """Tokens whose leading space vanishes where they stand first, byte tokens, special tokens."""
+    """Tokens whose leading space vanishes where they stand first in a text, which an answer does
+    not; byte tokens, special tokens.
+    """
     from transformers import PreTrainedTokenizerFast
 
     words = ["</s>", "▁Hello", "▁wide", "▁world", "!", *(f"<0x{b:02X}>" for b in range(256))]
@@ -64,4 +66,4 @@ def test_stream_decoder_keeps_sentencepiece_spaces():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
     euro = [5 + b for b in "€".encode()]
     pieces = streamed(tokenizer, [1, 0, 2, *euro, 3, 4])
-    assert pieces == ["Hello", "", " wide", "", "", "€", " world", "!", ""]
+    assert pieces == [" Hello", "", " wide", "", "", "€", " world", "!", ""]

@@ -23,7 +23,8 @@ from dschat.config import UserError
 from dschat.data.sources.resolve import quiet
 
 CODE = Path(__file__).parents[2]  # the package
-_MADE_BY = ("data/**/*.py", "models/chat_template.py")  # reads, normalizes, renders, tokenizes
+# reads, normalizes, renders, tokenizes
+_MADE_BY = ("data/**/*.py", "models/chat_template.py", "models/c*_text.py", "models/tokenizer.py")
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
 
 

@@ -1,0 +1,75 @@
+"""Tokenizes and decodes text that continues other text.
+
+SentencePiece's tokenizers, and byte-level ones with ``add_prefix_space``, put a space in front of
+every text, and drop it when they decode. Behind an anchor, whose ids are cut off again, a text has
+the ids that it has within a longer one; no token reaches over the border between both.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat.models.tokenizer import stop_ids
+
+
+@lru_cache(maxsize=16)
+def _anchors(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Characters that have tokens of their own; none where no space is put in front of a text."""
+    found = {}
+    for anchor in ":.,-()0aA\n":
+        texts = [anchor, f"{anchor}x", "x"]
+        head, both, alone = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if head and tokenizer.unk_token_id not in both and both[: len(head)] == head:
+            if both[len(head) :] == alone:
+                return {}
+            found[anchor] = head
+    return found
+
+
+def continued_ids(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
+) -> list[list[int]]:
+    """The ids of the second text of each pair, as it follows the first."""
+    anchors = *_anchors(tokenizer), ""
+    tails: list[str] = [anchors[0]] * len(pairs)
+    if anchors[0]:
+        # Some tokenizers start anew after an added token, and some such tokens absorb spaces.
+        added = "|".join(map(re.escape, sorted(tokenizer.get_added_vocab(), key=len, reverse=True)))
+        found = [re.search(rf"(?:{added})\s*\Z", before[-64:]) for before, _ in pairs]
+        tails = [match[0] if match and added else anchors[0] for match in found]
+    out: dict[int, list[int]] = {}
+    for anchor in (None, *anchors):  # those with which a text merges do not serve it
+        if not (left := [i for i in range(len(pairs)) if i not in out]):
+            break
+        heads = [tails[i] if anchor is None else anchor for i in left]
+        texts = [head + pairs[i][1] for head, i in zip(heads, left, strict=True)]
+        ids = tokenizer([*heads, *texts], add_special_tokens=False, verbose=False)["input_ids"]
+        for i, head, both in zip(left, ids[: len(left)], ids[len(left) :], strict=True):
+            if both[: len(head)] == head:
+                out[i] = both[len(head) :]
+    return [out[i] for i in range(len(pairs))]
+
+
+def anchor_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that keep the first space of an answer behind them; none where it is not in danger."""
+    return next(iter(_anchors(tokenizer).values()), [])
+
+
+def continued_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]], with_special: bool = False
+) -> list[str]:
+    """The texts of answers, with the spaces that they start with; without their end and special
+    tokens, unless ``with_special``.
+    """
+    ends = () if with_special else stop_ids(tokenizer)
+    texts = [
+        tokenizer.decode(
+            anchor_ids(tokenizer) + (ids[:-1] if ids and ids[-1] in ends else ids),
+            skip_special_tokens=not with_special,
+            clean_up_tokenization_spaces=False,
+        )
+        for ids in ([], *rows)
+    ]
+    return [text[len(texts[0]) :] for text in texts[1:]]
