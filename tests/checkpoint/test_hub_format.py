@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import _IDS, _MOE, EOS, POSITIONS, tokenizer
+from tiny_models import _IDS, _MOE, EOS, POSITIONS, causal_lm, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -215,3 +215,22 @@ def test_the_rest_of_a_checkpoint_that_is_gone(checkpoint, tmp_path):
     (tmp_path / "gemma3").rename(tmp_path / "moved")
     with pytest.raises((UserError, OSError), match="gemma3"):
         save(tmp_path / "out", model, config)
+
+
+def test_code_of_a_checkpoint_is_saved_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path, code = tmp_path / "own", "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    code += "class OwnConfig(LlamaConfig):\n    model_type = 'own_kind'\n"
+    code += "class OwnLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    causal_lm("llama").save_pretrained(path)
+    (path / "modeling_own.py").write_text(code)
+    fields = json.loads((path / "config.json").read_text())
+    auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnLM"}
+    fields |= {"model_type": "own_kind", "architectures": ["OwnLM"], "auto_map": auto}
+    (path / "config.json").write_text(json.dumps(fields))
+    model = load_causal_lm(str(path), FLAG, FP32, trust_remote_code=True)
+    config = load_config(str(path), FLAG, trust_remote_code=True)
+    save(tmp_path / "out", model, config, probe_values(LanguageModel(model, "off"), config))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnLM"
+    assert (tmp_path / "out/modeling_own.py").exists()
