@@ -75,6 +75,7 @@ def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -
         return
     with torch.random.fork_rng(devices=[]):
         loaded = _loaded(str(folder), model)
+        loaded.check(torch.device("cpu"))
     gap = float((probe_values(loaded, model.config, torch.device("cpu")) - expected).abs().mean())
     if not gap <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
         raise SavedModelError(

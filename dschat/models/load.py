@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_finite
-from dschat.models.config_files import muted
+from dschat.models.config_files import CONFIG, muted, read_json
 from dschat.models.legacy_weights import legacy_state_dict
 from dschat.models.model_kind import (
     checkpoint_keys,
@@ -37,7 +37,7 @@ from dschat.models.model_kind import (
     reward_form,
     score_class,
 )
-from dschat.models.text_part import Rest, text_keys, text_prefix
+from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
 from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
@@ -72,7 +72,8 @@ def load_causal_lm(
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
     pad_token_id = drop_invalid_pad(config)
-    if config.get_text_config().tie_word_embeddings and has_own_head(name_or_path, flag):
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    if tied and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     options = dtype, dropout, attn_implementation, trust_remote_code
@@ -190,6 +191,9 @@ def _from_pretrained(
     model.get_input_embeddings().padding_idx = None
     ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
     others = keys - set(part.values())
+    if FIELD in (read_json(name_or_path, CONFIG, flag) or {}):
+        own = {name.split(".")[0] for name in model.state_dict()}
+        others |= {key for key in part if key.split(".")[0] not in own}
     if ignored or is_deepspeed_zero3_enabled():
         unused = _unused_keys(model, set(part))
         passed = {key for key in unused if any(re.search(pattern, key) for pattern in ignored)}

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
@@ -141,14 +142,22 @@ def _other_linears(model: nn.Module) -> set[str]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter of all fused experts, (E, ., .)."""
+    """Name -> parameter of all fused experts, (E, ., .) with E as the config says."""
+    config = getattr(model, "config", None)
+    counts = _expert_counts(config.to_dict() if config is not None else {})
     return {
         f"{name}.{leaf}": parameter
         for name, module in model.named_modules()
         if not type(module).__module__.startswith("torch.")  # nn.Conv1d
         for leaf, parameter in module.named_parameters(recurse=False)
-        if len(full_shape(parameter)) == 3 and parameter.is_floating_point()
+        if len(full_shape(parameter)) == 3 and full_shape(parameter)[0] in counts
     }
+
+
+def _expert_counts(fields: dict[str, Any]) -> set[int]:
+    """Numbers of experts in a config, nested ones too."""
+    counts = {v for k, v in fields.items() if "expert" in k and type(v) is int and v > 1}
+    return counts.union(*(_expert_counts(v) for v in fields.values() if isinstance(v, dict)))
 
 
 def expert_names(model: nn.Module) -> set[str]:
