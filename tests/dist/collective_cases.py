@@ -8,13 +8,16 @@ from step_cases import Case
 from torch import nn
 
 import dschat.distributed as dist
-from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen
+from dschat.hybrid.weight_stream import weight_stream
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, initialize_training
+from dschat.runtime.optimizer_step import OptimizerStep
 
 
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """``exchanged``: objects of very different sizes, sent to each rank. ``gathered``: whether
     tensors of a few elements and of several pieces arrived whole. ``sharded``: what a layer under
-    ZeRO-3 makes of ones, and how often its weight was gathered on the host.
+    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed``: see
+    `_routed`.
     """
     rank = dist.rank()
     objects = [{"from": rank, "to": to, "text": "x" * 10 ** (3 * rank)} for to in range(2)]
@@ -29,6 +32,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "exchanged": dist.exchange_objects(objects),
         "gathered": dist.gather_objects(gathered),
         "sharded": _through_deepspeed(),
+        "routed": _routed(),
     }
 
 
@@ -48,6 +52,44 @@ def _through_deepspeed() -> list[Any]:
             return [frozen(torch.ones(1, 600)).flatten().tolist(), calls]
     finally:
         dist.gather_on_host = original
+
+
+class _Mixture(nn.Module):
+    """One expert for all rows, which their first value names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](rows)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.mixture = _Mixture()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.mixture(self.first(rows), int(rows[0, 0]))
+
+
+def _routed() -> list[bool]:
+    """Which experts took a step under ZeRO-3, where rank 0 has rows for expert 1, rank 1 for 3."""
+    torch.manual_seed(0)
+    net = _Net()
+    before = [expert.weight.detach().clone() for expert in net.mixture.experts]
+    zero = ZeroSettings(3, torch.float32)
+    engine = initialize_training(net, zero, 1e-2, 0.0, [0.9, 0.95], "constant", 0, 10)
+    step = OptimizerStep(engine, 1, denominator=1.0)
+    step.backward(engine(torch.full((3, 4), 1.0 + 2 * dist.rank())).square().sum())
+    assert step.finish()
+    after = dict(weight_stream(net, torch.device("cpu")))
+    return [
+        not torch.equal(after[f"mixture.experts.{number}.weight"], weight)
+        for number, weight in enumerate(before)
+    ]
 
 
 RUNNERS = {"collectives": _run}

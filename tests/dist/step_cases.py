@@ -42,7 +42,16 @@ from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.supervised import loop, setup, tasks
 
-MODELS = ("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward")
+MODELS = (
+    *("qwen3_5", "nemotron_h", "mixtral", "bamba"),
+    "llama",
+    "opt",
+    "opt_350m",
+    "gpt2",
+    "llama_padeos",
+    "llama_reward",
+    "opt_350m_reward",
+)
 MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
 MODELS += ("llama_stops",)  # answers of a few tokens; two ranks can share its heads
 GLOBAL_BATCH = 8

@@ -17,3 +17,4 @@ def test_two_processes(case, two_processes):
     outputs, calls = result["sharded"]
     assert outputs == [sum((600 * row + i) % 7 for i in range(600)) for row in range(600)]
     assert calls == [True]
+    assert result["routed"] == [False, True, False, True]  # ranks do not wait for each other
