@@ -1,13 +1,15 @@
-"""Checks a launcher's variables, the process's limits and its standard streams.
+"""Checks a launcher's variables, the process's limits, its standard streams and installed versions.
 
 A value that cannot work is one line before anything loads; so is a limit that is reached later.
 """
 
 import errno
+import operator
 import os
 import re
 import resource
 import sys
+from importlib import metadata
 from typing import Optional
 
 from dschat.config import UserError
@@ -17,6 +19,7 @@ from dschat.distributed.env import VARIABLES, rank, world_size
 NUM_FILES = 64  # open files that a process needs
 _ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
+_COMPARES = {">=": operator.ge, "<": operator.lt, "!=": operator.ne}
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
 closed: list[str] = []  # those of "stdin", "stdout", "stderr" that were closed at the start
 
@@ -48,6 +51,31 @@ def check() -> None:
         f"{' and '.join(_ACCELERATORS)}; unset it",
     )
     _allow_files()
+
+
+def check_versions() -> None:
+    """Raise ``UserError`` for an installed library of a version that pyproject.toml excludes."""
+    if {"-h", "--help"} & set(sys.argv):  # which answers at once
+        return
+    try:
+        required = metadata.requires("dschat") or []
+    except metadata.PackageNotFoundError:  # runs from a folder, not installed
+        return
+    for line in required:
+        name, ranges = re.findall(r"^[\w.-]+|[<>=!][^;]*", line + " >=0")[:2]
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:  # an extra's, or the import will say so
+            continue
+        for sign, bound in re.findall(r"(>=|<|!=)([\d.]+)", ranges):
+            require(
+                _COMPARES[sign](_numbers(found), _numbers(bound)),
+                f"{name} {found} does not work with dschat: pip install '{name}{ranges.strip()}'",
+            )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _allow_files() -> None:
