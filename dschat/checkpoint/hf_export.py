@@ -145,6 +145,7 @@ def _write_companions(
     dtype: torch.dtype | None,
 ) -> None:
     saved = type(config).from_dict(config.to_dict())
+    restore_rotary(saved)
     saved.architectures = [architecture]
     saved.use_cache = True
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
