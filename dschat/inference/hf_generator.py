@@ -212,9 +212,7 @@ class HuggingFaceGenerator:
             *(self._name, error),
         )
 
-    def _error(
-        self, prompts: list[list[int]], sampling: SamplingParams, tolerance: float
-    ) -> float:
+    def _error(self, prompts: list[list[int]], sampling: SamplingParams, tolerance: float) -> float:
         """Largest mean, over a sequence, of |rollout log-prob - log-prob of a plain forward|.
 
         Where rounding decides which experts a router chooses, some tokens differ: an error beyond

@@ -13,7 +13,9 @@ from transformers import PretrainedConfig
 logger = logging.getLogger("dschat")
 
 # Config fields for the size of a window, a chunk, a sparse selection or the original positions.
-_SIZE = re.compile(r"window(_size|_len)?$|chunk_size$|topk$|block_size$|local_attention$|^original_")
+_SIZE = re.compile(
+    r"window(_size|_len)?$|chunk_size$|topk$|block_size$|local_attention$|^original_"
+)
 
 
 def probe_length(config: PretrainedConfig, longest_row: int, shortest: int) -> int:
