@@ -68,6 +68,7 @@ def train_reward_model(config, zero, base, tables) -> None:
             dropout=config.dropout,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            longest_row=config.max_seq_len,
         )
     companions = setup.Companions(model.config, base.tokenizer)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)

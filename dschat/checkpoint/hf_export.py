@@ -32,6 +32,7 @@ from dschat.config import UserError
 from dschat.distributed.disk_space import is_full, needed_and_free
 from dschat.models.config_files import CONFIG, read_json
 from dschat.models.model_kind import IS_MADE
+from dschat.models.row_length import restore_rotary
 from dschat.models.text_part import FIELD, Rest
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -186,6 +187,7 @@ def _write_companions(
     dtype: torch.dtype | None,
 ) -> None:
     saved = type(config).from_dict(config.to_dict())
+    restore_rotary(saved)
     saved.architectures = [type(model).__name__]
     saved.use_cache = True
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]

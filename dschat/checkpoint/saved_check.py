@@ -85,12 +85,17 @@ def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -
 
 def _loaded(folder: str, model: PreTrainedModel) -> PackedModel:
     """The saved model in fp32 on the CPU, loaded as a later step would."""
-    flag, trust = "the saved model", getattr(model, "_auto_class", None) is not None
+    options: dict[str, Any] = {
+        "trust_remote_code": getattr(model, "_auto_class", None) is not None,
+        "longest_row": getattr(model, "longest_row", 0),
+    }
+    given = folder, "the saved model", torch.float32
     if hasattr(model, "score"):
         pad_id = model.config.pad_token_id
-        options = {"from_base": False, "pad_token_id": pad_id, "num_tokens": 0}
-        score = load_score_backbone(folder, flag, torch.float32, trust_remote_code=trust, **options)
-        return ScoreModel(score, "off")
-    return LanguageModel(
-        load_causal_lm(folder, flag, torch.float32, trust_remote_code=trust), "off"
-    )
+        loaded = load_score_backbone(
+            *given, from_base=False, pad_token_id=pad_id, num_tokens=0, **options
+        )
+    else:
+        loaded = load_causal_lm(*given, **options)
+    loaded.longest_row = 0  # a short check will do
+    return (ScoreModel if hasattr(model, "score") else LanguageModel)(loaded, "off")

@@ -20,7 +20,7 @@ from dschat.losses import (
     token_logprobs,
 )
 from dschat.models.linear import OneDnnLinear, product_of
-from dschat.models.packing.model import PackedModel, Packing, backbone
+from dschat.models.packing.model import PackedModel, Packing, backbone, probe
 from dschat.models.packing.rows import PackedRows
 
 if TYPE_CHECKING:
@@ -78,9 +78,10 @@ class LanguageModel(PackedModel):
             entropy = compute(logits, temperature)[0]
         return (logprobs, entropy, ids) if top_k else (logprobs, entropy)
 
-    def _check(self, rows: PackedRows) -> None:
-        super()._check(rows)
+    def _check(self, device: torch.device) -> None:
+        super()._check(device)
         if self._head_is_linear:
+            rows = probe(self.base).to(device)
             head = self.base.get_output_embeddings()
             logits = self.run(rows, "logits")
             self._head_is_linear = self.gap(head(self.hidden_states(rows)), logits) is None

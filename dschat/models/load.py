@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -37,6 +38,7 @@ from dschat.models.model_kind import (
     reward_form,
     score_class,
 )
+from dschat.models.row_length import fix_rotary
 from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
 from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
 
@@ -44,12 +46,30 @@ transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
-    """Set every dropout probability of this configuration, layer dropout included."""
-    for key, value in config.to_dict().items():
-        if isinstance(value, float) and any(
+    """Set every dropout probability of this configuration and those inside it, layer dropout
+    included.
+    """
+    for key, value in vars(config).copy().items():
+        if isinstance(value, PretrainedConfig):
+            set_dropout(value, dropout)
+        elif isinstance(value, float) and any(
             word in key for word in ("dropout", "pdrop", "layerdrop")
         ):
             setattr(config, key, dropout)
+
+
+def silence_routers(model: nn.Module) -> None:
+    """Let routers of experts that draw noise in training mode compute what they do in evaluation.
+
+    Their settings stay: PhiMoE's jitter is also a threshold of its routing.
+    """
+
+    def leave_training(router: nn.Module, _: Any) -> None:
+        router.training = False
+
+    for module in model.modules():
+        if any("jitter" in name for name in vars(module)):
+            module.register_forward_pre_hook(leave_training)
 
 
 def load_causal_lm(
@@ -60,10 +80,12 @@ def load_causal_lm(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     num_tokens: int = 0,
+    longest_row: int = 0,
 ) -> PreTrainedModel:
     """An ``AutoModelForCausalLM`` with exactly the checkpoint's weights, on the CPU or sharded.
 
     ``num_tokens``: size of the tokenizer; embedding and head grow to it if they have fewer rows.
+    ``longest_row``: tokens of the longest row that the run's flags allow; 0: not known.
 
     Raises:
         UserError: naming ``flag``: not a causal LM, or unreadable, missing, unexpected, reshaped or
@@ -76,7 +98,7 @@ def load_causal_lm(
     if tied and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-    options = dtype, dropout, attn_implementation, trust_remote_code
+    options = dtype, dropout, attn_implementation, trust_remote_code, longest_row
     model, info = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, config, *options)
     _check(model, info, name_or_path, flag)
     model.rest = info["rest"]
@@ -96,12 +118,13 @@ def load_score_backbone(
     dropout: float | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    longest_row: int = 0,
 ) -> PreTrainedModel:
     """An ``AutoModelForSequenceClassification(num_labels=1)``.
 
     ``from_base``: step 2 may start from a causal LM; then the score head may be missing and the LM
     head is unused. ``num_tokens``: size of the tokenizer; the embedding grows to it if it has fewer
-    rows. Reads reward models of DeepSpeed-Chat too.
+    rows. ``longest_row``: see `load_causal_lm`. Reads reward models of DeepSpeed-Chat too.
 
     Raises:
         UserError: naming ``flag``; as `load_causal_lm`, or not a reward model.
@@ -114,7 +137,7 @@ def load_score_backbone(
     if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
         config.pad_token_id = pad_token_id
     drop_invalid_pad(config)
-    options = dtype, dropout, attn_implementation, trust_remote_code, form == "v_head"
+    options = dtype, dropout, attn_implementation, trust_remote_code, longest_row, form == "v_head"
     auto_class = AutoModelForSequenceClassification
     model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
     if not hasattr(model, "score"):
@@ -145,11 +168,13 @@ def _from_pretrained(
     dropout: float | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
+    longest_row: int,
     legacy: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing, unexpected and reshaped weights."""
     if dropout is not None:
         set_dropout(config, dropout)
+    fix_rotary(config, longest_row)
     source: str | None = name_or_path
     loader: Any = auto_class
     if auto_class is AutoModelForSequenceClassification:
@@ -186,6 +211,9 @@ def _from_pretrained(
             raise
         reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
+    if dropout == 0.0:
+        silence_routers(model)
+    model.longest_row = longest_row  # `PackedModel.check` reads it
     model.config.use_cache = False  # training does not read the cache; generation enables it
     # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
     model.get_input_embeddings().padding_idx = None

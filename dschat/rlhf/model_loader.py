@@ -20,6 +20,7 @@ class ModelLoader:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._checkpoints, self._args, self._tokenizer = checkpoints, args, tokenizer
+        self._longest_row = args.max_prompt_seq_len + args.max_answer_seq_len
 
     def language_model(
         self, name: str, flag: str, zero: ZeroSettings, dropout: float = 0.0
@@ -34,6 +35,7 @@ class ModelLoader:
                 self._args.attn_implementation,
                 self._args.trust_remote_code,
                 num_tokens=num_ids(self._tokenizer),
+                longest_row=self._longest_row,
             )
 
     def critic(self, zero: ZeroSettings, dropout: float) -> nn.Module:
@@ -52,6 +54,7 @@ class ModelLoader:
                 dropout=dropout,
                 attn_implementation=self._args.attn_implementation,
                 trust_remote_code=self._args.trust_remote_code,
+                longest_row=self._longest_row,
             )
 
     def reward(self, zero: ZeroSettings) -> nn.Module:
@@ -72,4 +75,5 @@ class ModelLoader:
                 dropout=0.0,
                 attn_implementation=self._args.attn_implementation,
                 trust_remote_code=trust,
+                longest_row=self._longest_row,
             )

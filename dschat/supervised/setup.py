@@ -93,6 +93,7 @@ def load_policy(
             config.attn_implementation,
             config.trust_remote_code,
             num_ids(base.tokenizer),
+            config.max_seq_len,
         )
     announce_rest(model)
     return model

@@ -76,11 +76,11 @@ def model_positions(spec: ModelSpec, config: PretrainedConfig) -> int | None:
 
 def rotary_limit(config: PretrainedConfig, max_positions: int) -> int:
     """Longest sequence whose frequencies do not depend on its length."""
-    kind = config.rope_parameters["rope_type"]
-    if "longrope" in kind:
-        original = config.rope_parameters.get("original_max_position_embeddings")
-        return min(max_positions, original or max_positions)
-    return max_positions
+    rope = config.rope_parameters
+    if rope.get("long_factor") == rope.get("short_factor"):  # none, or see `fix_rotary`
+        return max_positions
+    original = rope.get("original_max_position_embeddings")
+    return min(max_positions, original or max_positions)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -6,12 +6,14 @@ each part with the joined output and log-sum-exp, which gives the exact gradient
 recomputes probabilities as exp(scores - log-sum-exp), as ring attention does (arXiv 2310.01889).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -21,8 +23,8 @@ from dschat.models.packing.varlen import VarlenKernel
 
 NAME = "dschat"
 
-# Arguments of transformers' attention functions that change the scores.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+# Arguments of transformers' attention functions that change the scores, or select keys.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_indices")
 
 
 class UnsupportedAttentionError(ValueError):
@@ -69,6 +71,20 @@ def attention(
         output = PackedAttention.apply(*_same_sizes(query, key, value), segments, scale)
     # NOTE: contiguous, as transformers' own: some families take a view of it.
     return output[..., :size].transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def own_attention(base: PreTrainedModel) -> Iterator[None]:
+    """Runs ``base`` with the attention that packed attention stands in for."""
+    name = base.config._attn_implementation
+    if name != NAME:
+        yield
+        return
+    base.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(name)
 
 
 AttentionInterface.register(NAME, attention)
