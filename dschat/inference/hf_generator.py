@@ -284,9 +284,10 @@ class HuggingFaceGenerator:
             options["logits_to_keep"] = columns.to(self.device)
         output = self.module(input_ids=ids.to(self.device), use_cache=True, **options)
         made = {**output, **options}.items()
-        name, cache = next(((n, c) for n, c in made if isinstance(c, Cache)), (None, None))
-        if cache is None:
+        caches = [(name, made_cache) for name, made_cache in made if isinstance(made_cache, Cache)]
+        if not caches:
             raise self._unable("it has no cache of transformers' kinds")
+        name, cache = caches[0]
         rows = torch.arange(len(prompts), device=self.device)
         return output.logits[rows, last.to(self.device)], name, cache
 

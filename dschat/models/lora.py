@@ -96,6 +96,12 @@ def target_modules(model: nn.Module, modules: Sequence[str], flag: str) -> str |
         UserError: naming ``flag``: no such module, or one that LoRA does not support.
     """
     if "all-linear" in modules:
+        weights = [layer.weight for layer in linear_layers(model).values()]
+        if len({*map(id, weights)}) < len(weights):
+            raise UserError(
+                f"{flag}: layers of a {type(model).__name__} share weights, to which adapters of "
+                "their own cannot be merged; train it without"
+            )
         return "all-linear"
     names = [name for name in modules if name not in expert_names(model)]
     return [target for name in names for target in _targets(model, name, flag)]
@@ -156,7 +162,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _expert_counts(fields: dict[str, Any]) -> set[int]:
     """Numbers of experts in a config, nested ones too."""
-    counts = {v for k, v in fields.items() if "expert" in k and type(v) is int and v > 1}
+    counts = {v for k, v in fields.items() if "expert" in str(k) and type(v) is int and v > 1}
     return counts.union(*(_expert_counts(v) for v in fields.values() if isinstance(v, dict)))
 
 
