@@ -62,7 +62,7 @@ GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
 # slow.
 HERE = [
     Case("sft", 3, 2),
-    Case("sft", 3, 4, "qwen3_5", options=(("gradient_checkpointing", True),)),
+    Case("sft", 3, 8, "qwen3_5", options=(("gradient_checkpointing", True),)),
     Case("reward", 0, 2, rows="ranked", options=LORA),
     Case("ppo", 0, 4, options=BUDGET),
     Case("ppo", 3, 4, iterations=1, options=TOP),
@@ -113,7 +113,7 @@ SLOW_TWO += [
     Case("reward", 0, 2, rows="ranked", options=(("packing", "off"),)),
     Case("reward", 3, 4, options=AUTO),
 ]
-SLOW_TWO += [Case("sft", 3, 4, model) for model in ("qwen3_5", "nemotron_h", "mixtral")]
+SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
 FEWER = [case for case in TWO if case.iterations < NUM_ITERATIONS]
 SLOW_TWO += [replace(case, iterations=NUM_ITERATIONS) for case in FEWER]

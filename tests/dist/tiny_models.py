@@ -145,7 +145,7 @@ OTHERS = {
         moe_intermediate_size=16,
         moe_shared_expert_intermediate_size=16,
     ),
-    "mixtral": lambda: MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=1),
+    "mixtral": lambda: MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=4),
     "recurrent_gemma": lambda: RecurrentGemmaConfig(  # states in the module, not in the cache
         **_IDS,
         hidden_size=32,
