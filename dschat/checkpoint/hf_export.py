@@ -36,7 +36,7 @@ def export_hf(
     """Collective. Write ``stream`` to ``folder``: every rank iterates, rank 0 writes.
 
     ``architecture``: the class name for config.json. ``stop_ids``: the ids that end an answer, for
-    the generation config; empty for reward models. Files are written beside ``folder`` and then
+    the generation config. Files are written beside ``folder`` and then
     moved into it. Raises ``UserError`` where the disk is full.
     """
     folder = Path(folder)

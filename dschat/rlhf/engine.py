@@ -315,6 +315,7 @@ class DeepSpeedRLHFEngine:
             config_of(self.critic),
             self.checkpoints.critic_tokenizer,
             self._architectures["critic"],
+            self.stop_ids,
         )
         self._save_adapter(output_dir / "critic", critic)
 
