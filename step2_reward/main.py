@@ -49,7 +49,7 @@ def train_reward_model(config, zero, base, tables) -> None:
     from dschat.data.preference_rows import most_answers
     from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
-    from dschat.models.tokenizer import ensure_distinct_pad
+    from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
     from dschat.models.vocabulary import num_ids
     from dschat.runtime.deepspeed_engine import sharded_loading
     from dschat.supervised import loop, setup, tasks
@@ -70,7 +70,8 @@ def train_reward_model(config, zero, base, tables) -> None:
             trust_remote_code=config.trust_remote_code,
             longest_row=config.max_seq_len,
         )
-    companions = setup.Companions(model.config, base.tokenizer)
+    ends = stop_ids(base.tokenizer)
+    companions = setup.Companions(model.config, base.tokenizer, ends)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)

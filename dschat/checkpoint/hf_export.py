@@ -67,7 +67,7 @@ def export_hf(
 
     Args:
         model: the transformers model that ``stream`` is of, or PEFT's around it.
-        stop_ids: the ids that end an answer, for the generation config; empty for reward models.
+        stop_ids: the ids that end an answer, for the generation config.
         values: what the model computes, by `probe_values`; the saved one must compute the same.
 
     Raises:

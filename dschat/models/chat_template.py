@@ -56,8 +56,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | 
     calls = [{"type": "function", "id": f"call{i:05d}", "function": function} for i in range(2)]
     *between, last = after_marks(content="", tool_calls=calls)
     of_calls = [i for i in last if not any(i in ids for ids in between)]
-    first = next(iter(after_marks(content=_MARK)[-1]), None)
-    return first, of_calls[-1] if of_calls else None
+    of_answer = after_marks(content=_MARK)[-1]
+    return next(iter(of_answer), None), next(reversed(of_calls), None)
 
 
 def failure(error: Exception) -> str:

@@ -21,7 +21,8 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     for anchor in ":.,-()0aA\n":
         texts = [anchor, f"{anchor}x", "x"]
         head, both, alone = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if head and tokenizer.unk_token_id not in both and both[: len(head)] == head:
+        is_known = tokenizer.unk_token_id not in both and 0 < len(head) < len(both)
+        if is_known and both[: len(head)] == head:
             if both[len(head) :] == alone:
                 return {}
             found[anchor] = head

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_finite
 from dschat.models.config_files import CONFIG, muted, read_json
 from dschat.models.legacy_weights import legacy_state_dict
@@ -211,6 +212,13 @@ def _from_pretrained(
             raise
         reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
         raise UserError(f"{flag} {name_or_path}: {reason}") from error
+    except (IndexError, ValueError) as error:  # initializes by shapes, which shards do not have
+        if not is_deepspeed_zero3_enabled():
+            raise
+        raise UserError(
+            f"{flag} {name_or_path}: transformers cannot load this family in shards "
+            f"({first_line(error)}); use ZeRO stage 2 or less"
+        ) from error
     if dropout == 0.0:
         silence_routers(model)
     model.longest_row = longest_row  # `PackedModel.check` reads it

@@ -315,7 +315,8 @@ class DeepSpeedRLHFEngine:
             critic,
             base_of(self.critic).config,
             self.checkpoints.critic_tokenizer,
-            values=probe_values(self.critic, base_of(self.critic).config),
+            self.stop_ids,
+            probe_values(self.critic, base_of(self.critic).config),
         )
         self._save_adapter(output_dir / "critic", critic)
 

@@ -110,9 +110,7 @@ class CompletionFormat:
         for event in events:
             found["tokens"] += continued_texts(tokenizer, [[event.token.id]], with_special=True)
             found["token_logprobs"].append(event.token.logprob)
-            top = {
-                continued_texts(tokenizer, [[i]], True)[0]: value for i, value in event.token.top
-            }
+            top = {continued_texts(tokenizer, [[i]], True)[0]: v for i, v in event.token.top}
             found["top_logprobs"].append(top)
             offset = self._offsets.get(event.choice, 0)
             found["text_offset"].append(offset)

@@ -126,7 +126,7 @@ def tokenizer_of(kind, template=None, eos="</s>"):
 
 _PIECES = [
     "Paris", " Paris", "the sun", "is a star", "It is five.", "def add(a, b):\n    return a + b",
-    "    indented", "\n", "\n\n", " ", "   ", "12345", "3.14", "\U0001f600", "\u6771\u4eac", "naïve",
+    "    indented", "\n", "\n\n", " ", "   ", "12345", "3.14", "\U0001f600", "\u6771", "naïve",
     "-- x", "(5)", "'s", "<b>", "[INST]", "Human:", "\t", ":", ".", "user",
 ]  # fmt: skip
 

@@ -1,0 +1,117 @@
+"""The end of an answer is one set of ids, in steps 1 to 3 and wherever a score is read."""
+
+import pytest
+import torch
+from joined_texts import CHATML, GEMMA, KINDS, tokenizer_of
+from transformers import GenerationConfig, LlamaConfig, LlamaForSequenceClassification
+
+from dschat.data.preference_rows import pair_rows
+from dschat.data.segments import encode_examples, prompt_text_ids
+from dschat.data.sources.adapters import Example
+from dschat.models.continued_text import continued_texts
+from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.rlhf.retokenize import Retokenizer
+
+PHI_3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% else %}{{ eos_token }}{% endif %}"
+)
+# Ends thoughts with <s>, calls with <end_of_turn>, a last answer with <|im_end|>
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user:' + m.content + '<s>' }}"
+    "{% elif m.tool_calls %}{{ '<|im_start|>assistant:' + "
+    "(m.tool_calls[0].function.arguments | tojson) + '<end_of_turn>' }}"
+    "{% else %}{{ '<|im_start|>assistant:thinks<s><|im_start|>final:' + m.content }}"
+    "{{ '<|im_end|>' if loop.last else '<s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+)
+NO_END = "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}"
+ASKED = [{"role": "user", "content": "what time is it?"}]
+
+
+def turn(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|im_end|>"]),
+        (GEMMA, ["<end_of_turn>"]),
+        (PHI_3, ["<|im_end|>"]),
+        (GPT_OSS, ["<|im_end|>", "<end_of_turn>"]),
+        (NO_END, []),
+        (None, []),
+        ("{{ raise_exception('none') }}", []),
+    ],
+)
+def test_the_set(template, ends):
+    tokenizer = tokenizer_of("byte-level", template)
+    expected = {*tokenizer.convert_tokens_to_ids(["</s>", *ends])}
+    assert {*stop_ids(tokenizer)} == expected
+    assert {*stop_ids(tokenizer, GenerationConfig(eos_token_id=[9, 11]))} == expected | {9, 11}
+
+
+def test_the_set_has_the_checkpoints_ids(tmp_path):
+    tokenizer_of("byte-level", CHATML).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=[1, 6]).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), "--path")
+    assert stop_ids(tokenizer) == (1, 2, 4, 6)
+    (row,) = encode_examples(tokenizer, [Example(ASKED, turn("a<s>b"))], ("chosen",))
+    assert row.answers[0][-1] == 1  # of the template's and the checkpoint's, the first
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA, PHI_3, GPT_OSS, NO_END])
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_an_answer_ends_with_its_first_end(kind, template):
+    tokenizer = tokenizer_of(kind, template)
+    example = Example(ASKED, turn("It is five."))
+    (row,) = encode_examples(tokenizer, [example], ("chosen",))
+    ends = stop_ids(tokenizer)
+    assert [i in ends for i in row.answers[0]] == [False] * (len(row.answers[0]) - 1) + [True]
+    first = {NO_END: "</s>", GEMMA: "<end_of_turn>"}.get(template, "<|im_end|>")
+    assert row.answers[0][-1] == tokenizer.convert_tokens_to_ids(first)
+    assert continued_texts(tokenizer, row.answers)[0].replace(" .", ".").strip().endswith("five.")
+
+
+def test_earlier_turns_carry_no_loss_after_their_end():
+    tokenizer = tokenizer_of("byte-level", CHATML)
+    chat = [*ASKED, *turn("five"), *ASKED]
+    (row,) = encode_examples(tokenizer, [Example(chat, turn("six"))], ("chosen",))
+    assert row.prompt_ids == prompt_text_ids(tokenizer, chat)
+    pairs = zip(row.prompt_ids, row.prompt_targets, strict=True)
+    assert tokenizer.decode([i for i, t in pairs if t]) == "five<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA, PHI_3])
+@torch.no_grad()
+def test_step_2_and_a_rollout_read_the_same_score(template):
+    """A rollout stops at the template's end of turn; step 2's ids end there too."""
+    tokenizer = tokenizer_of("byte-level", template)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_labels=1,
+            initializer_range=0.4,
+            pad_token_id=0,
+        )
+    ).eval()
+    answers = ["It is five.", "No."]
+    example = Example(ASKED, *map(turn, answers))
+    (pair,) = pair_rows([example], [0], tokenizer, 512, True)
+    (end,) = {*stop_ids(tokenizer)} - {tokenizer.eos_token_id}
+    retokenizer = Retokenizer(tokenizer, tokenizer, stop_ids(tokenizer))
+    for side, answer in zip(("chosen_ids", "rejected_ids"), answers, strict=True):
+        drawn = [*tokenizer(answer, add_special_tokens=False)["input_ids"], end]
+        asked = prompt_text_ids(tokenizer, ASKED)
+        text = retokenizer.sequence(asked, drawn, True, ASKED)
+        scores = [
+            float(model(torch.tensor([ids])).logits) for ids in (pair[side], asked + drawn, text)
+        ]
+        assert scores[0] == scores[1] == scores[2]
