@@ -96,11 +96,14 @@ class HuggingFaceGenerator:
         self._makes_cache = _CACHE not in parameters or not supports_default
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
-        cache = DynamicCache(config=base.config)
-        plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        try:
+            layers = DynamicCache(config=base.config).layers
+        except (AttributeError, KeyError) as error:  # BLT
+            raise self._unable(f"transformers has no cache for its config ({error})") from None
+        self._plain = all(type(layer) is DynamicLayer for layer in layers)
         settings = base.config.get_text_config().to_dict().items()
         local = any(value and _WINDOW.search(key) for key, value in settings)
-        with_gaps = plain and self._takes_positions and not local
+        with_gaps = self._plain and self._takes_positions and not local
         # MiniMax keeps state beside the layers of its own cache, where no copy of rows reaches it.
         self.batching = Batching(with_gaps, copies_cache=supports_default, unchecked=self_check)
 
@@ -112,6 +115,9 @@ class HuggingFaceGenerator:
     def max_positions(self) -> int | None:
         """The model's number of positions; None if unbounded."""
         return getattr(self._config, "max_position_embeddings", None)
+
+    def _unable(self, reason: str) -> UserError:
+        return UserError(f"{self._name} cannot generate here: {reason}; use another model")
 
     @torch.no_grad()
     def generate(
@@ -249,7 +255,8 @@ class HuggingFaceGenerator:
             self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)
         last, options = lengths - 1, {}
         if not self._makes_cache:
-            options[_CACHE] = DynamicCache(config=self._config)
+            # Without a config it grows by itself: HRM runs its layers several times per token.
+            options[_CACHE] = DynamicCache(config=None if self._plain else self._config)
         if self._takes_positions:
             options["position_ids"] = torch.arange(longest, device=self.device).expand(ids.shape)
         if self._keeps_logits:  # only the columns where some prompt ends
@@ -257,12 +264,9 @@ class HuggingFaceGenerator:
             options["logits_to_keep"] = columns.to(self.device)
         output = self.module(input_ids=ids.to(self.device), use_cache=True, **options)
         made = {**output, **options}.items()
-        name, cache = next(((n, c) for n, c in made if isinstance(c, Cache)), (None, None))
+        name, cache = next(((n, c) for n, c in made if isinstance(c, Cache)), ("", None))
         if cache is None:
-            raise UserError(
-                f"{self._name} cannot generate here: it has no cache of transformers' kinds; "
-                "use another model"
-            )
+            raise self._unable("it has no cache of transformers' kinds")
         rows = torch.arange(len(prompts), device=self.device)
         return output.logits[rows, last.to(self.device)], name, cache
 

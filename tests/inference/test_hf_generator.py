@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import CONFIGS, EOS, OTHERS, POSITIONS, VOCAB, causal_lm
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from dschat.config import UserError
 from dschat.inference.hf_generator import HuggingFaceGenerator, empty_copy, fill
@@ -261,3 +261,32 @@ def test_fill_insists_on_every_weight_exactly_once(tiny):
         filled([*weights, weights[-1]])
     with pytest.raises(RuntimeError, match="lm_head.weight"):  # of another shape: no broadcasting
         filled([*weights[:-1], ("lm_head.weight", torch.ones(VOCAB, 1))])
+
+
+_SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+_SMALL |= {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS, "initializer_range": 0.3}
+OWN_CACHES = {
+    "minimax": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4},
+    "hrm_text": {"head_dim": 8, "num_layers_per_stack": 1},  # 8 passes through its one layer
+    "mamba": {"state_size": 8},
+}
+
+
+@pytest.mark.parametrize("kind", OWN_CACHES)
+def test_caches_that_are_not_one_layer_of_keys_per_layer(kind):
+    """MiniMax and Mamba make their own; HRM needs more layers than its config may count."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **_SMALL | OWN_CACHES[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = HuggingFaceGenerator(model, (EOS, 7), EOS, self_check=True)
+    rollout = generator.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=1))
+    assert max(gaps(model, PROMPTS, rollout)) < 1e-4
+
+
+def test_a_model_without_a_cache_is_refused():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("rwkv", **sizes)).eval()
+    with pytest.raises(
+        UserError, match=r"^RwkvForCausalLM cannot generate here: .* another model$"
+    ):
+        HuggingFaceGenerator(model, (EOS,), EOS).generate([[5]], SamplingParams(max_new_tokens=4))
