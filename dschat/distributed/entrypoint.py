@@ -44,6 +44,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     try:
         for signum in before:
             signal.signal(signum, _raise_or_exit)
+        host_checks.check_versions()
         code = main() or 0
     except UserError as error:
         _refuse(" ".join(str(error).splitlines()))

@@ -1,14 +1,17 @@
-"""Checks a launcher's variables, the process's limits and its standard streams.
+"""Checks a launcher's variables, the process's limits, its standard streams and installed versions.
 
 A value that cannot work is one line before anything loads; so is a limit that is reached later.
 """
 
 import errno
+import operator
 import os
 import re
 import resource
 import sys
-from typing import Optional
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
@@ -17,6 +20,7 @@ from dschat.distributed.env import VARIABLES, rank, world_size
 NUM_FILES = 64  # open files that a process needs
 _ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
+_COMPARES = {">=": operator.ge, "<": operator.lt, "!=": operator.ne}
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
 closed: list[str] = []  # those of "stdin", "stdout", "stderr" that were closed at the start
 
@@ -48,6 +52,31 @@ def check() -> None:
         f"{' and '.join(_ACCELERATORS)}; unset it",
     )
     _allow_files()
+
+
+def check_versions() -> None:
+    """Raise ``UserError`` for an installed library of a version that pyproject.toml excludes."""
+    if {"-h", "--help"} & set(sys.argv):  # which answers at once
+        return
+    for line in _about("dschat", metadata.requires) or []:
+        name, ranges = re.findall(r"^[\w.-]+|(?<=[\w.-])[^\w.-][^;]*|$", line)[:2]
+        found = _about(name, metadata.version)  # None: an extra's, or its import will say so
+        for sign, bound in re.findall(r"(>=|<|!=)([\d.]+)", ranges if found else ""):
+            require(
+                _COMPARES[sign](_numbers(found), _numbers(bound)),
+                f"{name} {found} does not work with dschat: pip install '{name}{ranges}'",
+            )
+
+
+def _about(name: str, fact: Callable[[str], Any]) -> Any:
+    try:
+        return fact(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _allow_files() -> None:

@@ -172,6 +172,12 @@ def test_a_key_may_override_a_merged_one(yaml_file):
     }
 
 
+def test_of_several_merged_mappings_the_first_wins(yaml_file):
+    """As YAML's merge key says; PyYAML 6.0.4, which pyproject.toml excludes, takes the last."""
+    text = "a: &a {seed: 1}\nb: &b {<<: *a, seed: 3}\nc: {<<: [*a, *b]}\n"
+    assert parser.read_yaml(yaml_file(text))["c"] == {"seed": 1}
+
+
 def test_no_such_file():
     with pytest.raises(UserError, match=r"nope\.yaml: No such file"):
         parser.parse(SFTConfig, ["--config", "nope.yaml"])
