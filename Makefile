@@ -5,20 +5,21 @@ STAMP := .venv/.stamp
 KERNELS := .venv/.kernels
 # Tests are many small tensors: one thread per process is faster than threads that fight over the cores.
 # Files stay in conftest's order, the long ones first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test test-full test-gpu faults lint format wheel clean
+.PHONY: help venv demo test test-full test-latest test-gpu faults lint format wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions; every other target does so too"
 	@echo "make demo       train the tiny chat model: three steps, offline, into output/demo"
 	@echo "make test       lint, layering, and the quick tests"
 	@echo "make test-full  the same and the slow tests"
+	@echo "make test-latest  the quick tests and a short demo on the newest versions that are allowed"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts (make format fixes what ruff can)"
 	@echo "make wheel      build the package into dist/"
-	@echo "make clean      remove .venv, builds and caches; output/ stays"
+	@echo "make clean      remove .venv, .venv-latest, builds and caches; output/ stays"
 
 venv: $(STAMP)
 
@@ -30,6 +31,17 @@ test: lint
 
 test-full: lint $(KERNELS)
 	$(PYTEST) -m "not gpu"
+
+# A new environment every time: what pip resolves today. torch stays at the lock's version.
+test-latest: BIN := .venv-latest/bin
+test-latest:
+	@$(PYTHON) -m venv --clear .venv-latest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		$$(grep '^torch==' requirements.lock) -e '.[dev]'
+	$(BIN)/python -m pip list --disable-pip-version-check --format=freeze > .venv-latest/versions.txt
+	$(PYTEST)
+	$(BIN)/python train.py --recipe demo --max_steps 10 --step3.eval_steps 5 \
+		--output-dir .venv-latest/demo
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
@@ -58,7 +70,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-latest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The versions are pinned for Python 3.11 and later; on 3.10 pip resolves pyproject.toml's ranges.
