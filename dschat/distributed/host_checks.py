@@ -9,8 +9,9 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Callable
 from importlib import metadata
-from typing import Optional
+from typing import Any, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
@@ -57,21 +58,21 @@ def check_versions() -> None:
     """Raise ``UserError`` for an installed library of a version that pyproject.toml excludes."""
     if {"-h", "--help"} & set(sys.argv):  # which answers at once
         return
-    try:
-        required = metadata.requires("dschat") or []
-    except metadata.PackageNotFoundError:  # runs from a folder, not installed
-        return
-    for line in required:
-        name, ranges = re.findall(r"^[\w.-]+|[<>=!][^;]*", line + " >=0")[:2]
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an extra's, or the import will say so
-            continue
-        for sign, bound in re.findall(r"(>=|<|!=)([\d.]+)", ranges):
+    for line in _about("dschat", metadata.requires) or []:
+        name, ranges = re.findall(r"^[\w.-]+|(?<=[\w.-])[^\w.-][^;]*|$", line)[:2]
+        found = _about(name, metadata.version)  # None: an extra's, or its import will say so
+        for sign, bound in re.findall(r"(>=|<|!=)([\d.]+)", ranges if found else ""):
             require(
                 _COMPARES[sign](_numbers(found), _numbers(bound)),
-                f"{name} {found} does not work with dschat: pip install '{name}{ranges.strip()}'",
+                f"{name} {found} does not work with dschat: pip install '{name}{ranges}'",
             )
+
+
+def _about(name: str, fact: Callable[[str], Any]) -> Any:
+    try:
+        return fact(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _numbers(version: str) -> list[int]:

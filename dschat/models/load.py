@@ -187,7 +187,6 @@ def _from_pretrained(
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     keys = set(options.get("state_dict") or checkpoint_keys(name_or_path, flag))
-    part = text_keys(keys)
     prefix, plain = text_prefix(keys)
     if prefix:
         options["key_mapping"] = {"^" + re.escape(prefix): plain}
@@ -225,22 +224,34 @@ def _from_pretrained(
     model.config.use_cache = False  # training does not read the cache; generation enables it
     # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
     model.get_input_embeddings().padding_idx = None
-    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    others = keys - set(part.values())
-    if FIELD in (read_json(name_or_path, CONFIG, flag) or {}):
-        own = {name.split(".")[0] for name in model.state_dict()}
-        others |= {key for key in part if key.split(".")[0] not in own}
-    if ignored or is_deepspeed_zero3_enabled():
-        unused = _unused_keys(model, set(part))
-        passed = {key for key in unused if any(re.search(pattern, key) for pattern in ignored)}
-        others |= {k for k in passed if not (is_constant(k) or embedding_or_head(k))}
-        if is_deepspeed_zero3_enabled():  # transformers reports no unexpected keys then
-            info["unexpected_keys"] = unused - passed
+    others = _not_loaded(model, info, keys, name_or_path, flag)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     info["rest"] = Rest(name_or_path, (prefix, plain), frozenset(others))
     # NOTE: a save reverts what loading does to the family's own names, not to those found here.
     model._weight_conversions = None
     return model, info
+
+
+def _not_loaded(
+    model: PreTrainedModel, info: dict[str, Any], keys: set[str], name_or_path: str, flag: str
+) -> set[str]:
+    """Names of a checkpoint's tensors that are no part of ``model`` by design.
+
+    Under ZeRO-3, where transformers does not, it also puts unexpected ones into ``info``.
+    """
+    part = text_keys(keys)
+    others = keys - set(part.values())
+    if FIELD in (read_json(name_or_path, CONFIG, flag) or {}):
+        own = {name.split(".")[0] for name in model.state_dict()}
+        others |= {key for key in part if key.split(".")[0] not in own}
+    patterns = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    if patterns or is_deepspeed_zero3_enabled():
+        unused = _unused_keys(model, set(part))
+        passed = {key for key in unused if any(re.search(pattern, key) for pattern in patterns)}
+        others |= {k for k in passed if not (is_constant(k) or embedding_or_head(k))}
+        if is_deepspeed_zero3_enabled():
+            info["unexpected_keys"] = unused - passed
+    return others
 
 
 def _check(

@@ -62,9 +62,9 @@ def test_a_command_with_such_a_library(flags, code, tmp_path):
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}"
         (folder / "METADATA").write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "train.py", *flags]
+    command = [sys.executable, "-m", "dschat", "train", *flags]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == code, done.stderr
     line = "error: pip 6.1 does not work with dschat: pip install 'pip<6,>=5'\n"
