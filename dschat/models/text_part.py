@@ -32,22 +32,6 @@ class Rest:
     keys: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Rest:
-    """What a loaded model leaves of its checkpoint, for saves to keep.
-
-    ``prefixes``: of the model's weights, see `text_prefix`. ``keys``: names of the other tensors.
-    """
-
-    source: str = ""
-    prefixes: tuple[str, str] = ("", "")
-    keys: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        parts = sorted({key.removeprefix("model.").split(".")[0] for key in self.keys})
-        return f"{len(self.keys)} tensors of {self.source} ({', '.join(parts)})"
-
-
 def text_part(config: PretrainedConfig, raw: dict[str, Any]) -> PretrainedConfig:
     """The configuration of the causal LM inside ``config``, ``raw`` on disk; else ``config``."""
     text: Any = config.get_text_config()

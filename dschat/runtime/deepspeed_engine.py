@@ -38,14 +38,11 @@ import deepspeed  # noqa: E402  NOTE: its import reads both settings above
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero import partition_parameters as zero_parameters  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
-from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
-from deepspeed.utils import set_z3_leaf_module  # noqa: E402
+
+from dschat.runtime.gathered_modules import as_in_forward, mark_leaves  # noqa: E402
 
 logger = logging.getLogger("dschat")
-
-# Parts of sparse attention (DeepSeek-V4, Qwen4) that run a norm once for every full block of keys.
-_RUNS_ON_LONG_ROWS = ("compressor", "indexer")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -294,34 +291,11 @@ def _use_fast_operators(module: nn.Module, zero: ZeroSettings) -> None:
         use_liger(module.base, dist.device())
 
 
-def _mark_leaves(module: nn.Module) -> None:
-    """Let ZeRO-3 gather all weights of a module at once, and reduce all of their gradients, where
-    the rows decide which of its children run. Otherwise ranks would wait for each other.
-    """
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if name in _RUNS_ON_LONG_ROWS:
-                set_z3_leaf_module(child, True)
-            elif isinstance(child, nn.ModuleList) and "expert" in name:
-                set_z3_leaf_module(parent, True)
-
-
 def _check(module: nn.Module) -> None:
-    """Collective under ZeRO-3. `PackedModel.check`, as in an engine's forward: a parameter that a
-    module reads without running the child that owns it (Mamba's ``conv1d.weight``) is gathered, and
-    becomes an external parameter of that module.
-    """
-    if not isinstance(module, PackedModel):
-        return
-    tables = [child._parameters for child in module.modules()]
-    sharded = [table for table in tables if isinstance(table, ZeROOrderedDict)]
-    for table in sharded:
-        table._in_forward = True
-    try:
-        module.check(dist.device())
-    finally:
-        for table in sharded:
-            table._in_forward = False
+    """Collective under ZeRO-3. `PackedModel.check`, where ``module`` is one."""
+    if isinstance(module, PackedModel):
+        with as_in_forward(module):
+            module.check(dist.device())
 
 
 def initialize_training(
@@ -337,7 +311,7 @@ def initialize_training(
     """Collective. An engine with AdamW and a schedule over ``num_total_steps`` optimizer steps."""
     start_deepspeed()
     _use_fast_operators(module, zero)
-    _mark_leaves(module)
+    mark_leaves(module)
     # Torch's fused AdamW needs no compilation and runs both on CUDA and on offloaded CPU shards.
     optimizer = torch.optim.AdamW(
         _parameter_groups(module, weight_decay),
@@ -411,7 +385,7 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
     frozen = module
     if zero.shards_parameters:
         start_deepspeed()
-        _mark_leaves(module)
+        mark_leaves(module)
         frozen, *_ = deepspeed.initialize(
             model=module, config=deepspeed_config(zero), dist_init_required=False
         )

@@ -59,11 +59,18 @@ class Scripted:
         return self.rollout
 
 
-def collector_of(*functions, **flags):
-    tokenizer = SimpleNamespace(
-        pad_token_id=0,
-        batch_decode=lambda rows, **_: [" ".join(map(str, ids)) for ids in rows],
+@pytest.fixture(autouse=True)
+def texts_of_ids(monkeypatch):
+    """The text of an answer is its ids, whatever the tokenizer."""
+    monkeypatch.setattr(
+        rollout_collector,
+        "continued_texts",
+        lambda tokenizer, rows: [" ".join(map(str, ids)) for ids in rows],
     )
+
+
+def collector_of(*functions, **flags):
+    tokenizer = SimpleNamespace(pad_token_id=0)
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
     programs = RewardPrograms.of(args, functions)

@@ -1,0 +1,45 @@
+"""Modules whose weights ZeRO-3 cannot gather one by one, just before each runs.
+
+Only `dschat.runtime.deepspeed_engine` imports this, after it has set up DeepSpeed's import.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
+
+# Parts of sparse attention (DeepSeek-V4, Qwen4) that run a norm once for every full block of keys.
+_RUNS_ON_LONG_ROWS = ("compressor", "indexer")
+
+
+def mark_leaves(module: nn.Module) -> None:
+    """Let ZeRO-3 gather all weights of a module at once, and reduce all of their gradients, where
+    the rows decide which of its children run. Otherwise ranks would wait for each other.
+
+    Call before ``deepspeed.initialize``.
+    """
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if name in _RUNS_ON_LONG_ROWS:
+                set_z3_leaf_module(child, True)
+            elif isinstance(child, nn.ModuleList) and "expert" in name:
+                set_z3_leaf_module(parent, True)
+
+
+@contextmanager
+def as_in_forward(module: nn.Module) -> Iterator[None]:
+    """A scope in which parts of a sharded ``module`` run as in its engine's forward: a parameter
+    that a module reads without running the child that owns it (Mamba's ``conv1d.weight``) is
+    gathered, and becomes an external parameter of the reader, for recomputation and backward too.
+    """
+    tables = [child._parameters for child in module.modules()]
+    sharded = [table for table in tables if isinstance(table, ZeROOrderedDict)]
+    for table in sharded:
+        table._in_forward = True
+    try:
+        yield
+    finally:
+        for table in sharded:
+            table._in_forward = False
