@@ -81,9 +81,15 @@ def weight_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int
     return numel * dtype.itemsize
 
 
+def on_meta(config: PretrainedConfig) -> nn.Module:
+    """The model of ``config`` without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in all layers."""
-    shape = shape_of(config)
+    shape = shape_of(on_meta(config))
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
@@ -104,7 +110,7 @@ def floor_ms(
     read = rollout_bytes(config, case, dtype)
     prefill_s = read.step_weights / rates.copy_bytes_per_s
     if rates.matrix_flops_per_s:
-        flops = case.prompts * prefill_flops(shape_of(config), case.prompt_tokens)
+        flops = case.prompts * prefill_flops(shape_of(on_meta(config)), case.prompt_tokens)
         prefill_s = max(prefill_s, flops / rates.matrix_flops_per_s)
     decode_s = (read.decode_steps * read.step_weights + read.kv_decode) / rates.copy_bytes_per_s
     return {

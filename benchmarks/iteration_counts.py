@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from gpu_floor import on_meta
 from iteration_cases import Case, rollout_rows, supervised_rows
 
 from dschat.observability.flops import (
@@ -40,8 +41,8 @@ def _count_rollout(counts: Counts, case: Case, number: int, rank: int) -> None:
     prompts, answers = rollout_rows(case, number, rank)
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(case.samples)]
     answer_lens = [len(answer) for answer in answers]
-    shape = shape_of(case.config())
-    scorer = shape_of(case.config(case.scorer)) if case.task == "ppo" else None
+    shape = shape_of(on_meta(case.config()))
+    scorer = shape_of(on_meta(case.config(case.scorer))) if case.task == "ppo" else None
     flops = rlhf_iteration_flops(
         shape,
         scorer,
@@ -58,7 +59,7 @@ def _count_rollout(counts: Counts, case: Case, number: int, rank: int) -> None:
 
 
 def _count_rows(counts: Counts, case: Case, number: int, rank: int) -> None:
-    rows, shape = supervised_rows(case, number, rank), shape_of(case.config())
+    rows, shape = supervised_rows(case, number, rank), shape_of(on_meta(case.config()))
     blocks = ("input_ids",) if case.task == "sft" else ("chosen_ids", "rejected_ids")
     lengths = [len(row[block]) for row in rows for block in blocks]
     head = "score" if case.task == "rm" else "lm"

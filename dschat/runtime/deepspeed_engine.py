@@ -365,7 +365,8 @@ def trained_engine(
     )
     packed = wrap(model, config.packing)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
-    watch_routers(packed, is_wanted=not is_policy)
+    if isinstance(packed, PackedModel):
+        watch_routers(packed, is_wanted=not is_policy)
     return initialize_training(
         packed,
         zero,

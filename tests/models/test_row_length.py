@@ -14,7 +14,7 @@ from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
-from dschat.models.packing import pack
+from dschat.models.packing import attention, pack
 from dschat.models.row_length import fix_rotary, probe_length, restore_rotary
 
 ORIGINAL = 16
@@ -142,10 +142,15 @@ def test_probes_go_beyond_what_rows_reach():
 
 
 def test_the_self_check_finds_a_window_that_packed_attention_does_not_see(monkeypatch, load):
-    """Qwen2-MoE has its window in the mask alone; rows of five tokens do not reach it."""
-    monkeypatch.setattr("dschat.models.packing.model.WINDOW_IN_MASK", ())
+    """As where a family has its window in the mask alone; rows of five tokens do not reach it."""
+    real = attention._sequence_by_sequence
+    monkeypatch.setattr(attention, "_sequence_by_sequence", lambda *args: real(*args[:-1], None))
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MistralConfig(
+        **fields, vocab_size=VOCAB, num_key_value_heads=1, sliding_window=8, initializer_range=0.3
+    )
     for longest_row, packs in ((6, True), (40, False)):
-        wrapped = LanguageModel(load(OTHERS["qwen2_moe"](), longest_row))
+        wrapped = LanguageModel(load(config, longest_row))
         assert wrapped.packs
         wrapped.check(torch.device("cpu"))
         assert wrapped.packs == packs

@@ -15,6 +15,7 @@ from dschat.config import RLHFConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rlhf import rollout_collector
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.rollout_scorer import RolloutScorer

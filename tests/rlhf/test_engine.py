@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.config import UserError
 from dschat.models.packing import pack
-from dschat.rlhf.engine import DeepSpeedRLHFEngine, config_of
+from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.runtime.deepspeed_engine import unwrap
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
@@ -118,7 +118,7 @@ def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, mode
     tokenizer.add_tokens(["w64"])
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero}
     engine = build(models_folder, "llama", "llama_reward", tokenizer, **stages)
-    assert engine.actor_config.vocab_size == config_of(engine.critic).vocab_size == 65
+    assert engine.actor_config.vocab_size == base_of(engine.critic).config.vocab_size == 65
     rows = pack([[5, 64, 6]], [[0, 1]])
     with torch.no_grad(), engine.reference() as reference:
         logprobs = [model(rows)[0] for model in (engine.actor, reference)]

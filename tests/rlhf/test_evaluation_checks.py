@@ -10,9 +10,15 @@ import torch
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
 from dschat.rewards.reward_functions import SourceScores
+from dschat.rlhf import evaluation
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.prompt_table import PromptTable
+
+
+@pytest.fixture(autouse=True)
+def any_text(monkeypatch):
+    monkeypatch.setattr(evaluation, "continued_texts", lambda tokenizer, rows: ["a"] * len(rows))
 
 
 def evaluated(sources, has_programs=True, **knobs):
@@ -25,8 +31,7 @@ def evaluated(sources, has_programs=True, **knobs):
     collector = SimpleNamespace(
         answers_of=lambda *_: scored, scorer=SimpleNamespace(programs=programs)
     )
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["a"] * len(ids))
-    engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=tokenizer)
+    engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=None)
     held_out = HeldOutPrompts(PromptTable([[1], [1]]), ["", ""], 0, 2, gold=False)
     return evaluate_policy(engine, None, held_out, collector)
 

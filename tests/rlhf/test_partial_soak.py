@@ -19,6 +19,7 @@ from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rlhf import rollout_collector
 from dschat.rlhf.partial_rollouts import PartialRollouts
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
@@ -37,6 +38,12 @@ def tight_engine(module):
     return made
 
 
+@pytest.fixture(autouse=True)
+def texts_of_ids(monkeypatch):
+    texts = lambda _, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
+    monkeypatch.setattr(rollout_collector, "continued_texts", texts)
+
+
 def stub_of(made):
     """What partial rollouts use of an RLHF engine."""
 
@@ -44,11 +51,10 @@ def stub_of(made):
     def rollout_mode():
         yield made
 
-    decode = lambda rows, **_: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
     return SimpleNamespace(
         rollout_mode=rollout_mode,
         rollout=SimpleNamespace(last_refresh=Refresh()),
-        tokenizer=SimpleNamespace(pad_token_id=EOS, batch_decode=decode),
+        tokenizer=SimpleNamespace(pad_token_id=EOS),
         reward=None,
         teacher=None,
     )
