@@ -16,7 +16,8 @@ _RUNS_ON_LONG_ROWS = ("compressor", "indexer")
 
 def mark_leaves(module: nn.Module) -> None:
     """Let ZeRO-3 gather all weights of a module at once, and reduce all of their gradients, where
-    the rows decide which of its children run. Otherwise ranks would wait for each other.
+    the rows decide which of its children run. Otherwise ranks would gather halves of different
+    weights into one, or wait for each other.
 
     Call before ``deepspeed.initialize``.
     """

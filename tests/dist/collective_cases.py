@@ -75,21 +75,28 @@ class _Net(nn.Module):
         return self.mixture(self.first(rows), int(rows[0, 0]))
 
 
-def _routed() -> list[bool]:
-    """Which experts took a step under ZeRO-3, where rank 0 has rows for expert 1, rank 1 for 3."""
+def _routed() -> list[Any]:
+    """Under ZeRO-3, where rank 0 has rows for expert 1 and rank 1 for 3: how far each rank's output
+    is from plain torch's, and which experts took a step.
+    """
     torch.manual_seed(0)
     net = _Net()
+    rows = torch.full((3, 4), 1.0 + 2 * dist.rank())
+    expected = net(rows).detach()
     before = [expert.weight.detach().clone() for expert in net.mixture.experts]
     zero = ZeroSettings(3, torch.float32)
     engine = initialize_training(net, zero, 1e-2, 0.0, [0.9, 0.95], "constant", 0, 10)
     step = OptimizerStep(engine, 1, denominator=1.0)
-    step.backward(engine(torch.full((3, 4), 1.0 + 2 * dist.rank())).square().sum())
+    output = engine(rows)
+    gaps = dist.gather_objects(float((output - expected).abs().max()))
+    step.backward(output.square().sum())
     assert step.finish()
     after = dict(weight_stream(net, torch.device("cpu")))
-    return [
+    moved = [
         not torch.equal(after[f"mixture.experts.{number}.weight"], weight)
         for number, weight in enumerate(before)
     ]
+    return [gaps, moved]
 
 
 RUNNERS = {"collectives": _run}

@@ -17,4 +17,6 @@ def test_two_processes(case, two_processes):
     outputs, calls = result["sharded"]
     assert outputs == [sum((600 * row + i) % 7 for i in range(600)) for row in range(600)]
     assert calls == [True]
-    assert result["routed"] == [False, True, False, True]  # ranks do not wait for each other
+    gaps, moved = result["routed"]
+    assert max(gaps) < 1e-6  # not one expert's half beside another's
+    assert moved == [False, True, False, True]
