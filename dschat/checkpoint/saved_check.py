@@ -4,7 +4,6 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import torch
 import transformers
@@ -12,7 +11,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dschat.distributed as dist
-from dschat.config.errors import first_line
 from dschat.memory import available_memory
 from dschat.models.config_files import CONFIG, muted
 from dschat.models.eval_mode import evaluating
@@ -85,9 +83,7 @@ def _loaded(folder: str, model: PreTrainedModel) -> PackedModel:
     if hasattr(model, "score"):
         pad_id = model.config.pad_token_id
         options = {"from_base": False, "pad_token_id": pad_id, "num_tokens": 0}
-        score = load_score_backbone(
-            folder, flag, torch.float32, trust_remote_code=trust, **options
-        )
+        score = load_score_backbone(folder, flag, torch.float32, trust_remote_code=trust, **options)
         return ScoreModel(score, "off")
     return LanguageModel(
         load_causal_lm(folder, flag, torch.float32, trust_remote_code=trust), "off"

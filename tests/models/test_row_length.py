@@ -7,14 +7,23 @@ import torch
 from families import POSITIONS, longrope
 from own_forward import OTHERS
 from tiny_models import VOCAB
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PhimoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV32Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhimoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
-from dschat.models.packing import attention, pack
+from dschat.models.packing import pack
 from dschat.models.row_length import fix_rotary, probe_length, restore_rotary
 
 ORIGINAL = 16
@@ -142,15 +151,75 @@ def test_probes_go_beyond_what_rows_reach():
 
 
 def test_the_self_check_finds_a_window_that_packed_attention_does_not_see(monkeypatch, load):
-    """As where a family has its window in the mask alone; rows of five tokens do not reach it."""
-    real = attention._sequence_by_sequence
-    monkeypatch.setattr(attention, "_sequence_by_sequence", lambda *args: real(*args[:-1], None))
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = MistralConfig(
-        **fields, vocab_size=VOCAB, num_key_value_heads=1, sliding_window=8, initializer_range=0.3
-    )
+    """Qwen2-MoE has its window in the mask alone; rows of five tokens do not reach it."""
+    monkeypatch.setattr("dschat.models.packing.model.WINDOW_IN_MASK", ())
+    config = OTHERS["qwen2_moe"]()
+    config.layer_types = ["sliding_attention"] * 2
     for longest_row, packs in ((6, True), (40, False)):
         wrapped = LanguageModel(load(config, longest_row))
         assert wrapped.packs
         wrapped.check(torch.device("cpu"))
         assert wrapped.packs == packs
+
+
+def deepseek_v32():
+    sizes, names = OTHERS["deepseek"]().to_dict(), DeepseekV32Config().to_dict().keys()
+    names -= {"model_type", "architectures", "head_dim", "rope_parameters", "mlp_layer_types"}
+    sizes = {name: sizes[name] for name in names & sizes.keys()}
+    return DeepseekV32Config(**sizes, index_topk=4, index_head_dim=16, index_n_heads=2)
+
+
+def test_sparse_selection_is_not_packed(load):
+    """Transformers selects keys under the names of its own attention alone."""
+    model = load(deepseek_v32(), 40)
+    row = [(3 + 5 * i) % VOCAB for i in range(20)]
+    with torch.no_grad():
+        logits = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(row[1:]).unsqueeze(1))[:, 0]
+    wrapped = LanguageModel(model)
+    wrapped.check(torch.device("cpu"))
+    assert not wrapped.packs
+    with torch.no_grad():
+        actual = wrapped(pack([row], [range(19)]))[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def mixtral():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB}
+    return MixtralConfig(**sizes, router_jitter_noise=0.3)
+
+
+def noisy_phimoe():
+    config = phimoe()
+    config.router_jitter_noise = config.input_jitter_noise = 0.3
+    return config
+
+
+def dbrx():
+    attn = {"kv_n_heads": 1, "clip_qkv": 8.0, "attn_pdrop": 0.4, "rope_theta": 100.0}
+    ffn = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.3}
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCAB}
+    return DbrxConfig(**sizes, attn_config=attn, ffn_config=ffn | {"hidden_size": 32})
+
+
+@pytest.mark.parametrize("config", [mixtral, noisy_phimoe, dbrx])
+def test_routers_draw_no_noise_where_dropout_is_off(config, load):
+    model = load(config(), 8, dropout=0.0)
+    ids = torch.arange(3, 15).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.train()
+        for _ in range(2):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
+
+
+def test_a_rounding_tie_is_no_fault():
+    """A tie is in one probe; a fault is in every probe."""
+    wrapped = LanguageModel(AutoModelForCausalLM.from_config(rope_config("linear")))
+    expected = torch.ones(3 * 11, 4)
+    tie, fault = expected.clone(), expected.clone()
+    tie[5] += 1
+    fault[[5, 16, 27]] += 1
+    assert wrapped.gap(tie, expected) is None
+    assert wrapped.gap(fault, expected) == 1.0
