@@ -90,7 +90,7 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in all layers."""
     shape = shape_of(on_meta(config))
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return int(2 * shape.num_layers * shape.kv_width) * dtype.itemsize
 
 
 def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> Bytes:

@@ -71,7 +71,7 @@ def texts_of_ids(monkeypatch):
 
 
 def collector_of(*functions, **flags):
-    tokenizer = SimpleNamespace(pad_token_id=0)
+    tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
     programs = RewardPrograms.of(args, functions)

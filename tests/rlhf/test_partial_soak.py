@@ -54,7 +54,9 @@ def stub_of(made):
     return SimpleNamespace(
         rollout_mode=rollout_mode,
         rollout=SimpleNamespace(last_refresh=Refresh()),
-        tokenizer=SimpleNamespace(pad_token_id=EOS),
+        tokenizer=SimpleNamespace(
+            pad_token_id=EOS, decode=lambda ids, **_: " ".join(map(str, ids))
+        ),
         reward=None,
         teacher=None,
     )
