@@ -105,6 +105,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "audio_config.adapter_out_dim": 32,
     },
     "dots3_note_text": _DOTS3,
+    "dory": {
+        **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 2),
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"]
+        + ["sliding_attention", "mlp"],
+    },
     "emu3": {
         "vocabulary_map": {"<image>": 850},
         **_inside("vq_config", {"base_channels": 32, "codebook_size": 64, "hidden_size": 32}),
@@ -202,4 +208,7 @@ NOT_BUILT = {
 
 # Families that dschat may refuse, beside encoders and encoder-decoders: logits that depend on later
 # tokens or on the sequence's length, and one that AutoModelForCausalLM reads with missing weights.
-REFUSED = ("bert-generation", "cpmant", "emu3", "prophetnet", "reformer", "xlnet")
+REFUSED = (
+    *("bert-generation", "cpmant", "emu3", "mistral_large4", "prophetnet", "reformer", "xlm"),
+    "xlnet",
+)

@@ -42,6 +42,8 @@ WEIGHT_FILES = (  # in the order of transformers' from_pretrained
 # Both spellings occur in checkpoints of DeepSpeed-Chat.
 LEGACY_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 LEGACY_HEAD = "v_head.weight"
+# In transformers' table of causal LMs, but their logits depend on later tokens.
+_NOT_CAUSAL = ("bert-generation", "cpmant", "prophetnet", "reformer", "xlm", "xlnet")
 IS_MADE = "made_by_dschat"  # attribute of classes that `score_class` makes
 
 RewardForm = Literal["score", "v_head", "base"]
@@ -136,6 +138,7 @@ def require_causal_lm(config: PretrainedConfig, name_or_path: str, flag: str) ->
         or (architectures and not known.intersection(architectures))
         or config.is_encoder_decoder
         or bidirectional
+        or config.model_type in _NOT_CAUSAL
     ):
         raise UserError(f"{flag} {name_or_path} is a {shown}; name a causal LM")
 

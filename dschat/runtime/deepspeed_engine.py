@@ -40,7 +40,7 @@ from deepspeed.runtime.zero import partition_parameters as zero_parameters  # no
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
-from dschat.runtime.gathered_modules import as_in_forward, mark_leaves  # noqa: E402
+from dschat.runtime.gathered_modules import check_packing, mark_leaves  # noqa: E402
 
 logger = logging.getLogger("dschat")
 
@@ -291,13 +291,6 @@ def _use_fast_operators(module: nn.Module, zero: ZeroSettings) -> None:
         use_liger(module.base, dist.device())
 
 
-def _check(module: nn.Module) -> None:
-    """Collective under ZeRO-3. `PackedModel.check`, where ``module`` is one."""
-    if isinstance(module, PackedModel):
-        with as_in_forward(module):
-            module.check(dist.device())
-
-
 def initialize_training(
     module: nn.Module,
     zero: ZeroSettings,
@@ -335,7 +328,7 @@ def initialize_training(
     if scaler is not None:
         # `SkippedSteps` ends a run whose gradients are never finite.
         scaler.raise_error_at_min_scale = False
-    _check(module)
+    check_packing(module)
     return engine
 
 
@@ -393,7 +386,7 @@ def initialize_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
         frozen.eval()  # NOTE: DeepSpeed's eval() returns None, not the engine
     else:
         module.to(device=dist.device(), dtype=zero.dtype)
-    _check(module)
+    check_packing(module)
     return frozen
 
 

@@ -10,6 +10,9 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
+import dschat.distributed as dist
+from dschat.models.packing.model import PackedModel
+
 # Parts of sparse attention (DeepSeek-V4, Qwen4) that run a norm once for every full block of keys.
 _RUNS_ON_LONG_ROWS = ("compressor", "indexer")
 
@@ -27,6 +30,13 @@ def mark_leaves(module: nn.Module) -> None:
                 set_z3_leaf_module(child, True)
             elif isinstance(child, nn.ModuleList) and "expert" in name:
                 set_z3_leaf_module(parent, True)
+
+
+def check_packing(module: nn.Module) -> None:
+    """Collective under ZeRO-3. `PackedModel.check`, where ``module`` is one."""
+    if isinstance(module, PackedModel):
+        with as_in_forward(module):
+            module.check(dist.device())
 
 
 @contextmanager
