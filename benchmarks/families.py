@@ -242,7 +242,14 @@ def markdown(rows: dict[str, dict[str, str]]) -> str:
     return "\n".join([*_HEADER, *lines, "", *listed]) + "\n"
 
 
-_HEADER = ("# Families", "", "Written by `python benchmarks/families.py --markdown`.", "")
+_HEADER = (
+    "# Families",
+    "",
+    "Written by `python benchmarks/families.py --markdown`, with tiny random checkpoints of every",
+    "causal-LM family of transformers. Figures are the largest gaps, in nats or logits; `--help`",
+    "says what each column compares. What a cell has no room for stands below the table.",
+    "",
+)
 
 if __name__ == "__main__":
     main()
