@@ -17,6 +17,7 @@ REQUIRED = [
     "PyYAML!=6.0.4,>=6.0",
     "a-lib<6,>=5.2",
     'extra>=1; extra == "some"',
+    'tool>=1; extra == "dev"',
     "tqdm",
 ]
 
@@ -33,6 +34,7 @@ REQUIRED = [
         ("PyYAML", "6.0.5", True),
         ("torch", "2.10.0", True),
         ("extra", "0.9", False),
+        ("tool", "0.9", True),
         ("tqdm", "0.1", True),
     ],
 )
