@@ -56,10 +56,5 @@ def fix_rotary(config: PretrainedConfig, longest_row: int) -> None:
 def restore_rotary(config: PretrainedConfig) -> None:
     """Undo `fix_rotary`, for the config.json of a trained model."""
     text = config.get_text_config()
-    if has_fixed_rotary(config):
+    if "published_rope" in vars(text):
         text.rope_parameters = vars(text).pop("published_rope")
-
-
-def has_fixed_rotary(config: PretrainedConfig) -> bool:
-    """Whether `fix_rotary` changed ``config``."""
-    return "published_rope" in vars(config.get_text_config())
