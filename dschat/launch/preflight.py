@@ -19,7 +19,7 @@ from dschat.distributed import entrypoint
 from dschat.estimate import Request
 from dschat.estimate.run import log_lines
 from dschat.models.fit import check_fit, check_positions
-from dschat.models.model_kind import load_config, require_causal_lm, require_score_head
+from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
 
@@ -59,7 +59,6 @@ def _check_base(config: SupervisedConfig, request: Request) -> None:
     trust = config.trust_remote_code
     model_config = load_config(name, BASE, trust)
     is_policy = not isinstance(config, RewardConfig) or config.trains_policy
-    (require_causal_lm if is_policy else require_score_head)(model_config, name, BASE)
     # Attention kernels and memory for the LoRA rank depend on the machines of the step.
     lora = min(1, config.lora_dim), config.lora_modules
     check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, *lora)

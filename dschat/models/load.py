@@ -4,11 +4,12 @@ Under ZeRO-3 the caller wraps the call in `sharded_loading` of `dschat.runtime.d
 and the parameters are sharded as they load.
 """
 
+import copy
 import logging
 import pickle
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -44,6 +45,10 @@ from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
 from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
+
+Kind = Literal["lm", "score"]
+# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
+_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
@@ -144,11 +149,38 @@ def load_score_backbone(
     if not hasattr(model, "score"):
         raise no_score_head(name_or_path, flag, type(model).__name__)
     if form == "base":
-        _check(model, info, name_or_path, flag, ("score.",), ("lm_head.", "embed_out."))
+        _check(model, info, name_or_path, flag, *_OF_A_BASE)
     else:
         _check(model, info, name_or_path, flag)
     grow_embeddings(model, num_tokens)
     model.config.pad_token_id = pad_token_id
+    return model
+
+
+def load_shapes(
+    config: PretrainedConfig,
+    name_or_path: str,
+    flag: str,
+    kind: Kind,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The model of ``config`` on the meta device, without memory, from the headers of the weight
+    files. NOTE: call it outside ZeRO-3's loading context.
+
+    Raises:
+        UserError: naming ``flag``: no per-token score head; missing, unexpected or reshaped
+            weights.
+    """
+    config, auto_class, form = copy.deepcopy(config), AutoModelForCausalLM, None
+    if kind == "score":
+        config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+        form = reward_form(config, name_or_path, flag)
+    drop_invalid_pad(config)
+    options = torch.float32, None, attn_implementation, False, 0, form == "v_head", "meta"
+    model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
+    if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
+        raise no_score_head(name_or_path, flag, type(model).__name__)
+    _check(model, info, name_or_path, flag, *(_OF_A_BASE if form == "base" else ()))
     return model
 
 
@@ -171,6 +203,7 @@ def _from_pretrained(
     trust_remote_code: bool,
     longest_row: int,
     legacy: bool = False,
+    device: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing, unexpected and reshaped weights."""
     if dropout is not None:
@@ -178,14 +211,17 @@ def _from_pretrained(
     fix_rotary(config, longest_row)
     source: str | None = name_or_path
     loader: Any = auto_class
-    if auto_class is AutoModelForSequenceClassification:
-        score_class(config)
+    known = auto_class is AutoModelForCausalLM or score_class(config)
+    if not known and not getattr(config, "auto_map", None):
+        raise no_score_head(name_or_path, flag, type(config).__name__)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if legacy:
         source, loader = None, score_class(config)
         options = {"state_dict": legacy_state_dict(name_or_path, flag, loader.base_model_prefix)}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
+    if device:
+        options["device_map"] = device
     keys = set(options.get("state_dict") or checkpoint_keys(name_or_path, flag))
     prefix, plain = text_prefix(keys)
     if prefix:
@@ -270,15 +306,23 @@ def _check(
     unexpected = {
         k for k in info["unexpected_keys"] if not (is_constant(k) or k.startswith(may_be_unused))
     }
-    reshaped = {f"{name} {tuple(on_disk)}" for name, on_disk, _ in info["mismatched_keys"]}
-    faults = (("lacks", missing), ("has unexpected", unexpected), ("has of other shapes", reshaped))
-    for problem, keys in faults:
+    reshaped = {
+        f"{name} {tuple(on_disk)} instead of {tuple(wanted)}"
+        for name, on_disk, wanted in info["mismatched_keys"]
+    }
+    for problem, keys, remedy in (
+        ("has other shapes than its config.json asks for:", reshaped, "copy or download both"),
+        ("lacks", missing, "copy or save it"),
+        ("has unexpected", unexpected, "copy or save it"),
+    ):
         if keys:
             shown = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
             raise UserError(
                 f"{flag} {name_or_path} {problem} {len(keys)} weights of a {type(model).__name__}: "
-                f"{shown}"
+                f"{shown}; {remedy} again"
             )
+    if model.device.type == "meta":
+        return
     not_finite = [name for name, weight in _local_weights(model) if not is_finite(weight)]
     # NOTE: under ZeRO-3 a rank sees only its shards, and all ranks must raise together.
     ranks = dist.gather_objects(not_finite) if is_deepspeed_zero3_enabled() else [not_finite]

@@ -4,7 +4,6 @@ No weights load here (except a possibly tied embedding and head, see `has_own_he
 code of a checkpoint runs without ``trust_remote_code``.
 """
 
-import copy
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import (
@@ -31,7 +29,7 @@ from transformers.utils import cached_file
 from dschat.config import UserError
 from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
-from dschat.models.config_files import CONFIG, build_from, read_config, read_json
+from dschat.models.config_files import CONFIG, read_config, read_json
 
 WEIGHT_FILES = (  # in the order of transformers' from_pretrained
     "model.safetensors",
@@ -172,27 +170,6 @@ def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     made = type(name, (GenericForSequenceClassification, family), fields)
     AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
     return made
-
-
-def require_score_head(config: PretrainedConfig, name_or_path: str, flag: str) -> None:
-    """Raise ``UserError`` unless the architecture's classifier scores every token.
-
-    NOTE: call it outside ZeRO-3's loading context, in which modules cannot be built on the meta
-    device.
-    """
-    classifier = score_class(config)
-    if classifier is None and getattr(config, "auto_map", None):
-        return  # its own code defines it; loading checks it
-    if classifier is not None and not config.is_encoder_decoder:
-
-        def build(config: PretrainedConfig) -> nn.Module:
-            with torch.device("meta"):
-                return classifier(copy.deepcopy(config))
-
-        if hasattr(build_from(config, build, name_or_path, flag), "score"):
-            return
-    class_name = classifier.__name__ if classifier is not None else type(config).__name__
-    raise no_score_head(name_or_path, flag, class_name)
 
 
 def no_score_head(name_or_path: str, flag: str, class_name: str) -> UserError:

@@ -14,7 +14,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.load import not_a_reward_model
-from dschat.models.model_kind import load_config, require_causal_lm, require_score_head, reward_form
+from dschat.models.model_kind import load_config, reward_form
 from dschat.models.packing.model import Packing
 from dschat.models.tokenizer import ensure_distinct_pad, read_tokenizer
 from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
@@ -67,11 +67,10 @@ def find_checkpoints(
     scores = bool(named) or (bool(critic) and not args.has_reward_programs)
     checkpoints = InitialCheckpoints(resolve_model(actor))
     actor_config = load_config(checkpoints.actor, ACTOR, trust)
-    require_causal_lm(actor_config, checkpoints.actor, ACTOR)
-    check_tensor_parallel(actor_config, args.inference_tp_size)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     attention = args.attn_implementation
     check_fit(actor_config, checkpoints.actor, ACTOR, "lm", attention, *lora, args.packing)
+    check_tensor_parallel(actor_config, args.inference_tp_size)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
     if not (scores or args.has_critic) and critic and resolve_model(critic) != checkpoints.actor:
         raise UserError(
@@ -110,7 +109,6 @@ def find_reward(
         UserError: naming ``flag``: missing, not a reward model, or unusable with ``tokenizer``.
     """
     config = load_config(name, flag, trust_remote_code)
-    require_score_head(config, name, flag)
     if reward_form(config, name, flag) == "base":
         raise not_a_reward_model(name, flag, config)
     check_fit(config, name, flag, "score", attn_implementation, packing=packing)
@@ -157,7 +155,6 @@ def _find_critic(
         )
         name, flag, critic_tokenizer = checkpoints.actor, ACTOR, None
     config = load_config(name, flag, trust)
-    require_score_head(config, name, flag)
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
     check_fit(config, name, flag, "score", args.attn_implementation, *lora, args.packing)
     checkpoints.critic, checkpoints.critic_flag = name, flag
@@ -172,7 +169,6 @@ def _checked_teacher(name: str, args: RLHFConfig, tokenizer: PreTrainedTokenizer
     """``name``, a causal LM that reads the actor's ids."""
     trust = args.trust_remote_code
     config = load_config(name, TEACHER, trust)
-    require_causal_lm(config, name, TEACHER)
     check_fit(config, name, TEACHER, "lm", args.attn_implementation, packing=args.packing)
     teacher_tokenizer = _tokenizer_of(name, config, TEACHER, tokenizer, trust)
     if teacher_tokenizer is not None and not same_ids(tokenizer, teacher_tokenizer):

@@ -10,7 +10,7 @@ from dschat.data.segments import encode_examples
 from dschat.data.sources.adapters import Example
 from dschat.models.fit import check_fit
 from dschat.models.load import load_score_backbone, not_a_reward_model
-from dschat.models.model_kind import load_config, require_score_head, reward_form
+from dschat.models.model_kind import load_config, reward_form
 from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
@@ -29,7 +29,6 @@ class RewardModel:
     def __init__(self, path: str, dtype: str, trust_remote_code: bool = False) -> None:
         name = resolve_model(path)
         config = load_config(name, _FLAG, trust_remote_code)
-        require_score_head(config, name, _FLAG)
         if reward_form(config, name, _FLAG) == "base":
             raise not_a_reward_model(name, _FLAG, config)
         check_fit(config, name, _FLAG, "score")

@@ -21,7 +21,6 @@ from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_str
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config
-from dschat.models.model_kind import require_causal_lm, require_score_head
 from dschat.models.packing.model import PackedModel, packs
 from dschat.models.text_part import announce_rest
 from dschat.models.tokenizer import load_tokenizer, stop_ids
@@ -65,8 +64,6 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     with dist.main_process_first():
         name = resolve_model(config.model_name_or_path)
     model_config = load_config(name, BASE, config.trust_remote_code)
-    require_kind = require_causal_lm if kind == "lm" else require_score_head
-    require_kind(model_config, name, BASE)
     lora = config.lora_dim, config.lora_modules, "--lora_dim"
     check_fit(model_config, name, BASE, kind, config.attn_implementation, *lora, config.packing)
     check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")

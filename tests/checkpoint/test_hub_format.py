@@ -28,10 +28,11 @@ from dschat.config import UserError
 from dschat.hybrid.weight_stream import adapter_stream, weight_stream
 from dschat.inference import InferenceEngine, SamplingParams
 from dschat.models.config_files import CONFIG, read_json
+from dschat.models.fit import check_fit
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import add_lora
-from dschat.models.model_kind import require_causal_lm, require_score_head
+from dschat.models.model_kind import require_causal_lm
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
 _MIX = _MOE | {"head_dim": 8}
@@ -176,7 +177,7 @@ def test_the_engine_reads_the_text_part(checkpoint):
 def test_a_score_head_on_any_backbone(name, checkpoint, tmp_path):
     path = checkpoint(name)
     config = load_config(path, FLAG)
-    require_score_head(config, path, FLAG)
+    check_fit(config, path, FLAG, "score")
     model = load_score_backbone(path, FLAG, FP32, from_base=True, pad_token_id=1, num_tokens=64)
     export_hf(tmp_path / "rm", weight_stream(model, CPU), model, model.config, tokenizer())
     again = load_score_backbone(str(tmp_path / "rm"), FLAG, FP32, False, 1, 64)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from tiny_models import PAD, causal_lm, score_model, tokenizer
 from transformers import (
@@ -22,13 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dschat.config import UserError
 from dschat.models.config_files import read_config
+from dschat.models.fit import check_fit
 from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.lora import add_lora
 from dschat.models.model_kind import (
     checkpoint_keys,
     load_config,
-    require_causal_lm,
-    require_score_head,
     reward_form,
 )
 from dschat.models.tokenizer import load_tokenizer
@@ -93,12 +93,12 @@ def test_an_actor_must_be_a_causal_lm(config, architecture, tmp_path):
     ],
 )
 def test_a_reward_model_needs_a_score_for_every_token(config, architecture, named, tmp_path):
-    path = only_config(tmp_path, config, architectures=[architecture])
-    loaded = load_config(path, FLAG)
+    getattr(transformers, architecture)(config).save_pretrained(tmp_path)
 
     def check(path):
-        require_score_head(loaded, path, FLAG)
+        check_fit(load_config(path, FLAG), path, FLAG, "score")
 
+    path = str(tmp_path)
     assert f"{named} has no per-token score head" in refusal(check, path)
 
 
@@ -107,8 +107,8 @@ def test_a_reward_model_needs_a_score_for_every_token(config, architecture, name
 )
 def test_causal_families_pass(name, tiny):
     config = load_config(tiny(name), FLAG)
-    require_causal_lm(config, tiny(name), FLAG)
-    require_score_head(config, tiny(name), FLAG)
+    check_fit(config, tiny(name), FLAG, "lm")
+    check_fit(config, tiny(name), FLAG, "score")
     assert config.num_labels == 2, "the check must leave the configuration alone"
     assert reward_form(config, tiny(name), FLAG) == "base"
 
