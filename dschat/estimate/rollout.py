@@ -15,7 +15,6 @@ from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.draft_costs import MAX_DRAFTED
 from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
-from dschat.inference.model.rotary import model_positions
 
 
 class RolloutBytes(NamedTuple):
@@ -81,7 +80,7 @@ class RolloutEstimator:
         choice = self._choice()
         weights = self._copy(choice)
         engine = EngineConfig.of_rollout(c)
-        seq_len = engine.seq_len(model_positions(spec, self.model))
+        seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self.dtype.itemsize)
         free = max(0, device.memory - held) - weights
         captures = engine.captures(device.on_gpu)

@@ -35,6 +35,7 @@ from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
 from dschat.memory import free_bytes
 from dschat.models.eval_mode import evaluating
+from dschat.models.row_length import num_positions
 from dschat.startup.attention import avoid_cudnn_attention
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class HuggingFaceGenerator:
     @property
     def max_positions(self) -> int | None:
         """The model's number of positions; None if unbounded."""
-        return getattr(self._config, "max_position_embeddings", None)
+        return num_positions(self._config)
 
     def _unable(self, reason: str) -> UserError:
         return UserError(f"{self._name} cannot generate here: {reason}; use another model")

@@ -7,6 +7,7 @@ allow, never from the rows beside it.
 import copy
 import logging
 import re
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -35,15 +36,12 @@ def fix_rotary(config: PretrainedConfig, longest_row: int) -> None:
     Dynamic NTK scaling starts beyond ``max_position_embeddings``, where no row goes.
     """
     text = config.get_text_config()
-    if hasattr(text, "standardize_rope_params"):
-        text.standardize_rope_params()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # one for all layers, or one per layer type
-        if not isinstance(settings, dict) or "long_factor" not in settings:
-            continue
+    for settings in _longropes(text):
         original = settings["original_max_position_embeddings"]
         if longest_row > original:
-            text.published_rope = vars(text).get("published_rope", copy.deepcopy(rope))
+            text.published_rope = vars(text).get(
+                "published_rope", copy.deepcopy(text.rope_parameters)
+            )
             for long in [key for key in settings if key.startswith("long_")]:
                 settings[long.replace("long_", "short_")] = settings[long]
             logger.info(
@@ -51,6 +49,28 @@ def fix_rotary(config: PretrainedConfig, longest_row: int) -> None:
                 "the long factors; shorter limits would keep the short ones",
                 *(longest_row, original),
             )
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Longest row that a model reads; None: unbounded. Of a model with LongRoPE the longest one
+    that has the short factors, unless `fix_rotary` gave every row the long ones.
+    """
+    text = config.get_text_config()
+    originals = [
+        settings["original_max_position_embeddings"]
+        for settings in _longropes(text)
+        if settings["long_factor"] != settings["short_factor"]
+    ]
+    bounds = [getattr(text, "max_position_embeddings", None), *originals]
+    return min((bound for bound in bounds if bound), default=None)
+
+
+def _longropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The settings of LongRoPE: one for all layers, or one per layer type."""
+    if hasattr(text, "standardize_rope_params"):
+        text.standardize_rope_params()
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [s for s in (rope, *rope.values()) if isinstance(s, dict) and "long_factor" in s]
 
 
 def restore_rotary(config: PretrainedConfig) -> None:

@@ -10,6 +10,7 @@ from dschat.config import UserError
 from dschat.inference.protocol import Generator
 from dschat.models.fit import check_fit
 from dschat.models.model_kind import load_config
+from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.offline.flags import PromptsConfig
 
@@ -43,14 +44,13 @@ class Model:
         tokenizer = load_tokenizer(name, FLAG, trust_remote_code)
         config = load_config(name, FLAG, trust_remote_code)
         check_fit(config, name, FLAG, "lm")
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         return cls(
             path,
             name,
             config,
             tokenizer,
             stop_ids(tokenizer),
-            min(positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN),
+            min(num_positions(config) or _MAX_SEQ_LEN, _MAX_SEQ_LEN),
             resolve_dtype(dtype),
         )
 

@@ -15,6 +15,7 @@ from dschat.inference.protocol import Rollout
 from dschat.models.continued_text import continued_texts
 from dschat.models.load import load_config, load_score_backbone
 from dschat.models.packing import pack
+from dschat.models.row_length import num_positions
 from dschat.models.score_model import ScoreModel
 from dschat.offline.flags import PromptsConfig
 from dschat.offline.model import Model
@@ -53,10 +54,10 @@ class RewardModel:
         self._name, self._path, self._trust = found.reward, path, trust_remote_code
         self._pad_id, self._dtype = tokenizer.pad_token_id, answering.dtype
         self._retokenizer = None
-        self.max_len = found.reward_max_len
+        self.max_len = num_positions(load_config(found.reward, FLAG, trust_remote_code))
         if found.reward_tokenizer is not None:
             self._retokenizer = Retokenizer(
-                tokenizer, found.reward_tokenizer, answering.stop_ids, found.reward_max_len
+                tokenizer, found.reward_tokenizer, answering.stop_ids, self.max_len
             )
             self.max_len = None
         self._model: ScoreModel | None = None

@@ -12,6 +12,7 @@ from dschat.models.fit import check_fit
 from dschat.models.load import load_score_backbone, not_a_reward_model
 from dschat.models.model_kind import load_config, reward_form
 from dschat.models.packing import pack
+from dschat.models.row_length import num_positions
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.models.vocabulary import num_ids
@@ -33,7 +34,7 @@ class RewardModel:
             raise not_a_reward_model(name, _FLAG, config)
         check_fit(config, name, _FLAG, "score")
         self._tokenizer = load_tokenizer(name, _FLAG, trust_remote_code)
-        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._positions = num_positions(config)
         pad_id = config.pad_token_id
         model = load_score_backbone(
             name,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import POSITIONS, longrope
 from own_forward import OTHERS
-from tiny_models import VOCAB
+from tiny_models import VOCAB, tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,12 +19,14 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
 from dschat.models.packing import pack
-from dschat.models.row_length import fix_rotary, probe_length, restore_rotary
+from dschat.models.row_length import fix_rotary, num_positions, probe_length, restore_rotary
+from dschat.offline.model import Model
 
 ORIGINAL = 16
 _ROPE = {
@@ -130,6 +132,22 @@ def test_the_longest_row_of_a_run_chooses_the_factors(longest_row, factors, load
     row = torch.arange(longest_row).unsqueeze(0) % VOCAB
     with torch.no_grad():
         torch.testing.assert_close(model(row).logits, theirs(row).logits)
+
+
+def test_without_a_run_no_row_is_beyond_the_short_factors(load, tmp_path):
+    """Commands that read rows of any length refuse those that would change the others' numbers."""
+    config = rope_config("longrope")
+    yarn = rope_config("yarn")
+    assert (num_positions(config), num_positions(yarn)) == (ORIGINAL, yarn.max_position_embeddings)
+    model = load(config, 0)
+    generator = HuggingFaceGenerator(model, (0,), 0)
+    with pytest.raises(UserError, match=f"exceeds the model's {ORIGINAL} positions"):
+        generator.generate([list(range(2, ORIGINAL))], SamplingParams(max_new_tokens=3))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert Model.find(str(tmp_path), "fp32").positions == ORIGINAL
+    fix_rotary(config, 3 * ORIGINAL)
+    assert num_positions(config) == config.max_position_embeddings
 
 
 def test_the_published_factors_are_saved():

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dschat.inference.model.architectures import ModelSpec
+from dschat.models.row_length import num_positions
 
 
 class Rotary:
@@ -50,7 +51,7 @@ def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float
     """Inverse frequencies (rotary_dim / 2,) fp32, and the factor of cos and sin.
 
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
-    on the sequence length, but not below `rotary_limit`.
+    on the sequence length, but not up to `num_positions`.
     """
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
@@ -68,19 +69,7 @@ def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float
 
 def model_positions(spec: ModelSpec, config: PretrainedConfig) -> int | None:
     """Longest sequence that the model reads; None: unbounded."""
-    if not spec.rotary:
-        return spec.max_positions
-    assert spec.max_positions is not None, "rotary models declare their maximum length"
-    return rotary_limit(config, spec.max_positions)
-
-
-def rotary_limit(config: PretrainedConfig, max_positions: int) -> int:
-    """Longest sequence whose frequencies do not depend on its length."""
-    rope = config.rope_parameters
-    if rope.get("long_factor") == rope.get("short_factor"):  # none, or see `fix_rotary`
-        return max_positions
-    original = rope.get("original_max_position_embeddings")
-    return min(max_positions, original or max_positions)
+    return num_positions(config) if spec.rotary else spec.max_positions
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
