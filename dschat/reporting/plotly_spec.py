@@ -1,6 +1,6 @@
 """Describes a figure to plotly.js: its traces and layout, as JSON values.
 
-The page sets the colors of text and grid, which depend on its theme.
+The page sets the colors of text, grid and background, which depend on its theme.
 """
 
 import html
@@ -24,11 +24,12 @@ def spec_of(figure: Figure) -> dict[str, Any]:
         for bars in figure.bars
     ]
     num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
+    axis = {"automargin": True, "showline": True, "showgrid": True, "zeroline": False}
     layout = {
-        "xaxis": {"title": {"text": figure.x_label}, "automargin": True},
+        "xaxis": {"title": {"text": figure.x_label}, **axis},
         "yaxis": {
             "title": {"text": figure.y_label},
-            "automargin": True,
+            **axis,
             "exponentformat": "power",
             "minexponent": 5,
             "type": "log" if figure.is_log else "linear",
@@ -39,8 +40,6 @@ def spec_of(figure: Figure) -> dict[str, Any]:
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
         "hovermode": "x unified" if figure.curves else "closest",
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
     }
     return {"data": traces, "layout": layout}
 

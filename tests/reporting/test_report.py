@@ -107,7 +107,7 @@ def test_the_command(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")
 def test_the_page_in_a_browser(tmp_path):
-    """Offline, in both themes and at phone width: no error, no attack, figures and samples."""
+    """Offline, in both themes and at phone width: no error, no attack, figures, samples, SVG."""
     playwright = pytest.importorskip("playwright.sync_api")
     a, b = write_run(tmp_path / "a", answer=ATTACK), write_run(tmp_path / ATTACK.replace("/", "|"))
     page_of(a, b)
@@ -126,6 +126,14 @@ def test_the_page_in_a_browser(tmp_path):
         assert drawn >= page.locator("figure").count()
         back = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(back) == "rgb(20, 23, 28)"
+        page.hover("#step3_rlhf-breakdown .chart")
+        with page.expect_download() as download:
+            page.click("#step3_rlhf-breakdown [data-title='Save as SVG']")
+        assert download.value.suggested_filename == "step3_rlhf-breakdown.svg"
+        saved = download.value.path().read_text()
+        assert "fill: rgb(255, 255, 255)" in saved[:500]  # the background
+        assert "rgb(68, 68, 68)" in saved  # text and axes
+        assert "rgb(228, 231, 235)" not in saved  # the dark page's text
         page.click("#theme")
         assert page.evaluate(back) == "rgb(255, 255, 255)"
         assert page.evaluate("document.documentElement.scrollWidth") == 390
