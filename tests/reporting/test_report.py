@@ -126,6 +126,7 @@ def test_the_page_in_a_browser(tmp_path):
         assert drawn >= page.locator("figure").count()
         back = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(back) == "rgb(20, 23, 28)"
+        assert page.locator("[data-title^='Share']").count() == 0  # plotly's upload
         page.hover("#step3_rlhf-breakdown .chart")
         with page.expect_download() as download:
             page.click("#step3_rlhf-breakdown [data-title='Save as SVG']")

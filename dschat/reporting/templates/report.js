@@ -43,6 +43,7 @@ function draw(chart) {
   const config = {
     responsive: true,
     displaylogo: false,
+    showSendToCloud: false, // plotly.js 4 has it on
     modeBarButtonsToRemove: ["toImage", "select2d", "lasso2d"],
     modeBarButtonsToAdd: [{ name: "Save as SVG", icon: Plotly.Icons.camera, click: save }],
   };
