@@ -23,7 +23,7 @@ CHROMIUM = "/usr/bin/chromium"
 
 
 def page_of(*folders) -> str:
-    line = write_report(ReportConfig(runs=[str(folder) for folder in folders], figures="none"))
+    line = write_report(ReportConfig(runs=[str(folder) for folder in folders]))
     page = Path(folders[0]) / "report.html"
     assert line == f"report: {page}"
     return page.read_text()
@@ -96,12 +96,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_the_command(tmp_path):
-    out = write_run(tmp_path / "out")
-    command = [sys.executable, "-m", "dschat", "report", "out", "--figures", "none"]
+    write_run(tmp_path / "out")
+    command = [sys.executable, "-m", "dschat", "report", "out"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("report: out/report.html\n", "", 0)
-    assert not (out / "figures").exists()
 
 
 @pytest.mark.slow
