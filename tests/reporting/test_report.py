@@ -69,12 +69,14 @@ def test_the_page_loads_nothing(tmp_path):
 
 
 def test_the_page_has_numbers_settings_versions_and_history(tmp_path):
-    a, b = write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=2)
+    a, b = write_run(tmp_path / "a", seed=1, new=None), write_run(tmp_path / "b", seed=2)
     text = re.sub(r"\s+", " ", page_of(a, b))
     # generate 1 + 2 + 3, score 3 x 2, train 3 x 3 seconds
     shares = "<td>29%, 29%, 43%</td>"
     assert f"<td>share of generate, score, train</td>{shares}{shares}" in text
     assert '<tr class="changed"> <td>seed</td><td>1</td><td>2</td></tr>' in text
+    assert "<td>new</td><td>None</td><td>-</td>" in text
+    assert text.count('<tr class="changed">') == 1
     assert "<td>torch</td><td>9.9</td><td>9.9</td>" in text
     assert "<td>resumed after step 2</td>" in text
 
