@@ -1,28 +1,21 @@
 """Declares the flags of ``dschat report``."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_bounds, require_types
 
 PAGE = "report.html"
-FIGURES = "figures"
 
 
 @dataclass
 class ReportConfig:
-    """Write OUT/report.html, a page about finished or running training, and its figures."""
+    """Write OUT/report.html, a page about finished or running training."""
 
     runs: list[str] = flag(
         [],
         "Output folders of train.py or of single steps (may come first, without the flag). The "
         "report is written into the first one; the others are drawn in the same figures.",
-        short=True,
-    )
-    figures: Literal["all", "main", "none"] = flag(
-        "all",
-        "Figures to write as PNG and SVG into OUT/figures; main: all but the folded ones.",
         short=True,
     )
     max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)

@@ -88,7 +88,7 @@ class TrainConfig(ClusterConfig):
         "change if not; run nothing. Exit code 0 in both cases.",
         short=True,
     )
-    report: bool = flag(True, "Write OUT/report.html and OUT/figures at the end.", short=True)
+    report: bool = flag(True, "Write OUT/report.html at the end.", short=True)
     report_every: int = flag(
         0, "Also write OUT/report.html every N seconds while steps run; 0: only at the end.", ge=0
     )

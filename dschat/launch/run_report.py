@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dschat.config.report import FIGURES, PAGE
+from dschat.config.report import PAGE
 
 _LIBC = ctypes.CDLL(None)  # NOTE: a child must not load it between fork and exec
 _SET_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
@@ -42,12 +42,9 @@ class RunReport:
         self._stop()
 
     def is_current(self, marks: Iterable[Path]) -> bool:
-        """Whether there are a page and figures, not older than any of ``marks``, which are files of
-        finished steps. Pages that are written while steps run come without figures.
-        """
-        parts = (self._output_dir / PAGE, self._output_dir / FIGURES)
+        """Whether there is a page not older than any of ``marks``, files of finished steps."""
         try:
-            written = min(part.stat().st_mtime for part in parts)
+            written = (self._output_dir / PAGE).stat().st_mtime
         except OSError:
             return False
         return all(mark.stat().st_mtime <= written for mark in marks)
@@ -62,7 +59,7 @@ class RunReport:
         nothing: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
             self._process = subprocess.Popen(
-                self._command("none"),
+                self._command(),
                 env={**self._environment},
                 preexec_fn=partial(_start_in_background, os.getpid()),
                 start_new_session=True,  # Ctrl-C is for the steps
@@ -79,11 +76,11 @@ class RunReport:
             self._process = None
 
     def write(self) -> str:
-        """Write the report with its figures; returns a line that says where, or why not."""
+        """Write the report; returns a line that says where, or why not."""
         self._stop()
         try:
             done = subprocess.run(
-                self._command("main"),
+                self._command(),
                 env={**self._environment},
                 preexec_fn=partial(_end_with, os.getpid()),
                 stdin=subprocess.DEVNULL,
@@ -98,9 +95,8 @@ class RunReport:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return f"no report: {lines[-1].removeprefix('error: ')}"
 
-    def _command(self, figures: str) -> list[str]:
-        out = str(self._output_dir)
-        return [sys.executable, "-m", "dschat.reporting", "--runs", out, "--figures", figures]
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "dschat.reporting", "--runs", str(self._output_dir)]
 
 
 def _end_with(parent: int) -> None:

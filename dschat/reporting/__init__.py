@@ -1,1 +1,1 @@
-"""Renders a run's metrics as one HTML page and as figures."""
+"""Renders a run's metrics as one HTML page."""

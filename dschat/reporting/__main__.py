@@ -1,4 +1,4 @@
-"""``dschat report OUT [OTHER...]``: writes OUT/report.html and OUT/figures, and says so."""
+"""``dschat report OUT [OTHER...]``: writes OUT/report.html, and says so."""
 
 if __name__ == "__main__":  # before the other imports, which take a second
     from dschat.startup.interrupts import exit_on_interrupt

@@ -13,7 +13,7 @@ from dschat.reporting.run_files import Step
 class Chart:
     """Metrics on one y axis, by their labels. ``caption``: what the curves mean."""
 
-    name: str  # of its files, after the step's
+    name: str  # of the figure, after the step's
     title: str
     y_label: str  # quantity and unit
     metrics: dict[str, str]

@@ -1,4 +1,4 @@
-"""Turns the metrics of runs into figures: curves and bars, ready to be drawn by any library."""
+"""Turns the metrics of runs into figures: curves and bars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
-_FEW_POINTS = 40  # drawn with markers
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
 
@@ -34,15 +33,6 @@ class Curve:
     color: int = 0
     dash: int = 0
     faint: bool = False
-
-    @property
-    def has_markers(self) -> bool:
-        return len(self.xs) <= _FEW_POINTS
-
-    @property
-    def has_line(self) -> bool:
-        """A line between the evaluations before and after training would invent what is between."""
-        return len(self.xs) > 2
 
 
 @dataclass(frozen=True)

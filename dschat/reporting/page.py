@@ -6,6 +6,7 @@ script shows as text.
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dschat import __version__
 from dschat.reporting.figures import Section, phase_seconds, spread
 from dschat.reporting.history import history_of
 from dschat.reporting.plotly_spec import spec_of
-from dschat.reporting.run_files import STEPS, Run, changed_settings
+from dschat.reporting.run_files import STEPS, Run
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_ITERATIONS = 24  # with samples, per run
@@ -115,16 +116,19 @@ def _settings(runs: Sequence[Run]) -> list[Table]:
     """A table per step; ``changed``: the settings that differ between the runs come first."""
     tables = []
     for number, name in enumerate(STEPS, 1):
-        having = [run for run in runs if name in run.steps and run.steps[name].settings]
+        having = {run.name: run.steps[name].settings for run in runs if name in run.steps}
+        having = {run: settings for run, settings in having.items() if settings}
         if not having:
             continue
-        changed = set(changed_settings(having, name)) - {"output_dir"}
-        names = dict.fromkeys(key for run in having for key in run.steps[name].settings)
-        ordered = sorted(names, key=lambda key: key not in changed)
+        keys = dict.fromkeys(chain(*having.values()))
+        values = {key: [settings.get(key) for settings in having.values()] for key in keys}
+        changed = {key for key, row in values.items() if any(value != row[0] for value in row)}
+        changed -= {"output_dir"}
         rows = [
-            [key, *(_shown(run.steps[name].settings, key) for run in having)] for key in ordered
+            [key, *(_shown(settings, key) for settings in having.values())]
+            for key in sorted(keys, key=lambda key: key not in changed)
         ]
-        head = ["setting", *(run.name for run in having)]
+        head = ["setting", *having]
         tables.append(
             {"title": f"Step {number} ({name})", "head": head, "rows": rows, "changed": changed}
         )

@@ -6,7 +6,7 @@ Settings and versions are shown, never loaded, so folders of older versions work
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ class Run:
     name: str
     folder: Path
     steps: dict[str, Step]
-    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def is_finite(value: Any) -> bool:
@@ -67,7 +66,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
     return [
-        Run(name, folder, _read_steps(folder), _read_mapping(folder / "summary.json"))
+        Run(name, folder, _read_steps(folder))
         for name, folder in zip(_names(unique), unique, strict=True)
     ]
 
@@ -172,7 +171,7 @@ def _is_sample(sample: Row) -> bool:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON mapping; empty where there is none."""
+    """A YAML mapping; empty where there is none."""
     if not path.is_file():
         return {}
     try:
@@ -180,11 +179,3 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         raise UserError(f"{path} cannot be read; remove it, or run that step again") from None
     return content if isinstance(content, dict) else {}
-
-
-def changed_settings(runs: Iterable[Run], step: str) -> dict[str, list[Any]]:
-    """Settings that differ between the runs that have ``step``: name -> value of each."""
-    settings = [run.steps[step].settings for run in runs if step in run.steps]
-    names = dict.fromkeys(name for values in settings for name in values)
-    columns = {name: [values.get(name) for values in settings] for name in names}
-    return {n: v for n, v in columns.items() if any(value != v[0] for value in v)}

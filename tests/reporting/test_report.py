@@ -23,7 +23,7 @@ CHROMIUM = "/usr/bin/chromium"
 
 
 def page_of(*folders) -> str:
-    line = write_report(ReportConfig(runs=[str(folder) for folder in folders], figures="none"))
+    line = write_report(ReportConfig(runs=[str(folder) for folder in folders]))
     page = Path(folders[0]) / "report.html"
     assert line == f"report: {page}"
     return page.read_text()
@@ -69,12 +69,14 @@ def test_the_page_loads_nothing(tmp_path):
 
 
 def test_the_page_has_numbers_settings_versions_and_history(tmp_path):
-    a, b = write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=2)
+    a, b = write_run(tmp_path / "a", seed=1, new=None), write_run(tmp_path / "b", seed=2)
     text = re.sub(r"\s+", " ", page_of(a, b))
     # generate 1 + 2 + 3, score 3 x 2, train 3 x 3 seconds
     shares = "<td>29%, 29%, 43%</td>"
     assert f"<td>share of generate, score, train</td>{shares}{shares}" in text
     assert '<tr class="changed"> <td>seed</td><td>1</td><td>2</td></tr>' in text
+    assert "<td>new</td><td>None</td><td>-</td>" in text
+    assert text.count('<tr class="changed">') == 1
     assert "<td>torch</td><td>9.9</td><td>9.9</td>" in text
     assert "<td>resumed after step 2</td>" in text
 
@@ -96,18 +98,17 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_the_command(tmp_path):
-    out = write_run(tmp_path / "out")
-    command = [sys.executable, "-m", "dschat", "report", "out", "--figures", "none"]
+    write_run(tmp_path / "out")
+    command = [sys.executable, "-m", "dschat", "report", "out"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("report: out/report.html\n", "", 0)
-    assert not (out / "figures").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")
 def test_the_page_in_a_browser(tmp_path):
-    """Offline, in both themes and at phone width: no error, no attack, figures and samples."""
+    """Offline, in both themes and at phone width: no error, no attack, figures, samples, SVG."""
     playwright = pytest.importorskip("playwright.sync_api")
     a, b = write_run(tmp_path / "a", answer=ATTACK), write_run(tmp_path / ATTACK.replace("/", "|"))
     page_of(a, b)
@@ -126,6 +127,15 @@ def test_the_page_in_a_browser(tmp_path):
         assert drawn >= page.locator("figure").count()
         back = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(back) == "rgb(20, 23, 28)"
+        assert page.locator("[data-title^='Share']").count() == 0  # plotly's upload
+        page.hover("#step3_rlhf-breakdown .chart")
+        with page.expect_download() as download:
+            page.click("#step3_rlhf-breakdown [data-title='Save as SVG']")
+        assert download.value.suggested_filename == "step3_rlhf-breakdown.svg"
+        saved = download.value.path().read_text()
+        assert "fill: rgb(255, 255, 255)" in saved[:500]  # the background
+        assert "rgb(68, 68, 68)" in saved  # text and axes
+        assert "rgb(228, 231, 235)" not in saved  # the dark page's text
         page.click("#theme")
         assert page.evaluate(back) == "rgb(255, 255, 255)"
         assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -7,7 +7,7 @@ from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.history import history_of
-from dschat.reporting.run_files import changed_settings, read_runs
+from dschat.reporting.run_files import read_runs
 
 
 def test_a_run_has_the_steps_of_its_folder(tmp_path):
@@ -66,13 +66,6 @@ def test_broken_samples_are_named(tmp_path, broken):
 def test_a_folder_without_metrics(tmp_path):
     with pytest.raises(UserError, match="no metrics there; name the output folder of train.py"):
         read_runs([str(tmp_path)])
-
-
-def test_settings_that_differ(tmp_path):
-    runs = read_runs(
-        [str(write_run(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 2))]
-    )
-    assert changed_settings(runs, "step3_rlhf") == {"seed": [1, 2]}
 
 
 def test_history_tells_starts_resumes_and_the_end(tmp_path):

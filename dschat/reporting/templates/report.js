@@ -8,22 +8,17 @@ const root = document.documentElement;
 const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches);
 
-function colors() {
+function template() {
   const style = getComputedStyle(root);
-  const text = style.getPropertyValue("--text").trim();
-  const line = style.getPropertyValue("--line").trim();
-  const back = style.getPropertyValue("--card").trim();
-  const layout = { "font.color": text, "hoverlabel.bgcolor": back, "hoverlabel.font.color": text };
-  for (const axis of ["xaxis", "yaxis"]) {
-    layout[`${axis}.gridcolor`] = line;
-    layout[`${axis}.linecolor`] = line;
-    layout[`${axis}.zerolinecolor`] = line;
-  }
-  return layout;
+  const [text, line, back] = ["--text", "--line", "--card"].map((name) => style.getPropertyValue(name).trim());
+  const axis = { gridcolor: line, linecolor: line };
+  const clear = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
+  const hoverlabel = { bgcolor: back, font: { color: text } };
+  return { layout: { font: { color: text }, hoverlabel, xaxis: axis, yaxis: axis, ...clear } };
 }
 
 function recolor() {
-  for (const chart of document.querySelectorAll(".chart.drawn")) Plotly.relayout(chart, colors());
+  for (const chart of document.querySelectorAll(".chart.drawn")) Plotly.relayout(chart, { template: template() });
 }
 
 document.getElementById("theme").addEventListener("click", () => {
@@ -45,10 +40,21 @@ function draw(chart) {
   chart.classList.add("drawn");
   const spec = figures[chart.dataset.figure];
   chart.style.height = `${chart.clientHeight + legendHeight(spec, chart.clientWidth)}px`;
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
-  Plotly.newPlot(chart, spec.data, { ...spec.layout, font: { size: 12 } }, config).then(() => {
-    Plotly.relayout(chart, colors());
-  });
+  const config = {
+    responsive: true,
+    displaylogo: false,
+    showSendToCloud: false, // plotly.js 4 has it on
+    modeBarButtonsToRemove: ["toImage", "select2d", "lasso2d"],
+    modeBarButtonsToAdd: [{ name: "Save as SVG", icon: Plotly.Icons.camera, click: save }],
+  };
+  Plotly.newPlot(chart, spec.data, { ...spec.layout, font: { size: 12 }, template: template() }, config);
+}
+
+// As it is shown, but in plotly's own colors, which are dark on white.
+function save(chart) {
+  const figure = { data: chart.data, layout: { ...chart.layout, template: null } };
+  const [filename, width, height] = [chart.dataset.figure, chart.clientWidth, chart.clientHeight];
+  Plotly.downloadImage(figure, { format: "svg", filename, width, height });
 }
 
 const seen = new IntersectionObserver(
