@@ -4,7 +4,6 @@ A value that cannot work is one line before anything loads; so is a limit that i
 """
 
 import errno
-import operator
 import os
 import re
 import resource
@@ -13,6 +12,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Optional
 
+from packaging.requirements import Requirement
+
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.distributed.env import VARIABLES, rank, world_size
@@ -20,7 +21,6 @@ from dschat.distributed.env import VARIABLES, rank, world_size
 NUM_FILES = 64  # open files that a process needs
 _ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
-_COMPARES = {">=": operator.ge, "<": operator.lt, "!=": operator.ne}
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
 closed: list[str] = []  # those of "stdin", "stdout", "stderr" that were closed at the start
 
@@ -59,15 +59,15 @@ def check_versions() -> None:
     if {"-h", "--help"} & set(sys.argv):  # which answers at once
         return
     for line in _about("dschat", metadata.requires) or []:
-        if re.search("extra == .dev", line):  # tools, which a run does not use
+        wanted = Requirement(line)
+        if "dev" in str(wanted.marker):  # tools, which a run does not use
             continue
-        name, ranges = re.findall(r"^[\w.-]+|(?<=[\w.-])[^\w.-][^;]*|$", line)[:2]
-        found = _about(name, metadata.version)  # None: an extra's, or its import will say so
-        for sign, bound in re.findall(r"(>=|<|!=)([\d.]+)", ranges if found else ""):
-            require(
-                _COMPARES[sign](_numbers(found), _numbers(bound)),
-                f"{name} {found} does not work with dschat: pip install '{name}{ranges}'",
-            )
+        found = _about(wanted.name, metadata.version)  # None: an extra's, or its import will say so
+        require(
+            found is None or wanted.specifier.contains(found, prereleases=True),
+            f"{wanted.name} {found} does not work with dschat: pip install "
+            f"'{wanted.name}{wanted.specifier}'",
+        )
 
 
 def _about(name: str, fact: Callable[[str], Any]) -> Any:
@@ -75,10 +75,6 @@ def _about(name: str, fact: Callable[[str], Any]) -> Any:
         return fact(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _allow_files() -> None:
