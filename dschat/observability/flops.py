@@ -77,7 +77,8 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
     if not inner:
         raise ValueError("no matrix in a layer")
     kinds = getattr(config, "layer_types", None) or [""] * num_layers
-    layers = zip(config.per_layer_config, kinds, strict=False)
+    layers = getattr(config, "per_layer_config", [config] * num_layers)
+    layers = zip(layers, kinds, strict=False)
     widths = [_attention_widths(layer) for layer, kind in layers if kind not in _WITHOUT_PAIRS]
     query, key = (sum(width) / num_layers for width in zip((0.0, 0.0), *widths, strict=True))
     embed_dim = getattr(model.get_input_embeddings(), "embedding_dim", config.hidden_size)
