@@ -74,7 +74,7 @@ def fill_in_advantages(
             e.logprobs, e.teacher_logprobs, e.answer_mask, args.distill_gamma
         )
     e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
-    e.loss_mask = e.answer_mask.clone()
+    e.loss_mask = e.scored_mask
     if args.overlong_filter:
         e.loss_mask &= e.finished.unsqueeze(1)
     e.weights, corrected = rollout_weights(

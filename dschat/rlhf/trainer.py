@@ -289,7 +289,9 @@ class DeepSpeedPPOTrainer:
         batches = [experience.take(part, self._device) for part in cut]
         sums = {"actions": num_actions, "policy_count": policy_count}
         parts: list[DeviceSums] = []
-        train_actor = train_actor and all_policy > 0  # else no action has a loss
+        if train_actor and not all_policy:
+            logger.warning("iteration %d: a step without a scored answer is left out", self.iteration)
+            train_actor = False
         text = self._text_micro_batches() if train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:

@@ -114,7 +114,7 @@ def test_estimators_by_hand(estimator, declined):
     scored = mask & e.scored[:, None]
     np.testing.assert_allclose(e.advantages[scored].numpy(), by_hand(estimator, e, 0.2), atol=2e-5)
     assert not e.advantages[~scored].any()
-    assert torch.equal(e.loss_mask, mask)
+    assert torch.equal(e.loss_mask, scored)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])

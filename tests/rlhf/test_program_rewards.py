@@ -168,8 +168,8 @@ def test_dynamic_sampling_ends(models_folder, caplog):
 
 @pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {}])
 @pytest.mark.parametrize("align_overflow", [False, True])
-def test_a_critic_rests_where_nothing_has_a_score(models_folder, options, align_overflow):
-    """Adam's moments of the first iteration would move it."""
+def test_nothing_moves_where_nothing_has_a_score(models_folder, options, align_overflow, caplog):
+    """Adam's moments of the first iteration would."""
     declines = []
 
     def score(answer_ids):
@@ -177,16 +177,17 @@ def test_a_critic_rests_where_nothing_has_a_score(models_folder, options, align_
 
     options = options | {"advantage_estimator": "gae", "align_overflow": align_overflow}
     trainer = trainer_of(models_folder, [score], **options)
-    critic = trainer.engine.critic.module
-    weights = [[p.detach().clone() for p in critic.parameters()]]
+    trained = [*trainer.engine.critic.module.parameters(), *trainer.engine.actor.parameters()]
+    weights = [[p.detach().clone() for p in trained]]
     for _ in range(2):
         e = trainer.generate_experience(PROMPTS[:8])
         trainer.train_rlhf(e)
-        weights.append([p.detach().clone() for p in critic.parameters()])
+        weights.append([p.detach().clone() for p in trained])
         declines.append(True)
     assert not e.scored.any()
     assert not all(map(torch.equal, *weights[:2]))
     assert all(map(torch.equal, *weights[1:]))
+    assert "iteration 1: a step without a scored answer is left out" in caplog.text
     assert trainer.metrics["loss/value_avg"] == trainer.metrics["val/grad_norm"] == 0
 
 
@@ -208,6 +209,23 @@ def test_samples_that_failed_to_score_are_dropped(models_folder):
 
 def undecided(answer_ids):
     return [float(sum(ids) % 2) if sum(ids) % 3 else None for ids in answer_ids]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_answers_without_a_score_teach_the_actor_nothing(models_folder, aggregation):
+    """Neither by their KL nor by the denominator of the loss: as if they were not there."""
+    options = {"advantage_estimator": "grpo", "kl_coef": 0.5, "loss_aggregation": aggregation}
+    options |= {"per_device_training_batch_size": 16, "gradient_accumulation_steps": 1}
+    after = []
+    for left_out in (False, True):
+        trainer = trainer_of(models_folder, [undecided], **options)
+        e = trainer.generate_experience(PROMPTS[:8])
+        e.ref_logprobs -= 0.1
+        assert 0 < e.scored.sum() < 16
+        trainer.train_rlhf(e.pick(e.scored.nonzero().flatten().tolist()) if left_out else e)
+        after.append([p.detach().clone() for p in trainer.engine.actor.module.parameters()])
+    for one, other in zip(*after, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def test_answers_without_a_score_teach_the_critic_nothing(models_folder):
