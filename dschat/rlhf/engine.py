@@ -19,6 +19,7 @@ import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import RLHFConfig, UserError
+from dschat.config.errors import require
 from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
 from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_form
@@ -99,6 +100,12 @@ class DeepSpeedRLHFEngine:
                 f"tokenizer: {type(tokenizer).__name__} has no EOS token; pass the actor's, "
                 "AutoTokenizer.from_pretrained(...)"
             )
+        warmup = self.args.critic_warmup_steps
+        require(
+            warmup == 0 or warmup < num_total_iters,
+            f"--critic_warmup_steps {warmup} leaves none of {num_total_iters} iterations for the "
+            "actor; lower it, or raise --max_steps",
+        )
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.checkpoints = find_checkpoints(
             str(actor_model_name_or_path), names[1] or None, self.args, tokenizer

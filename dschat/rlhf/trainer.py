@@ -200,7 +200,8 @@ class DeepSpeedPPOTrainer:
         )
         self.metrics = experience_metrics(e, rewards, corrected, self.engine, clip)
         self.metrics |= rollout.metrics | {"objective/kl_coef": self.kl.value}
-        if "objective/kl" in self.metrics and not e.problem:
+        moved = self.iteration >= self.args.critic_warmup_steps
+        if moved and "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))
         seconds = time.perf_counter() - started
         self.metrics["time/score_s"] = seconds - self.metrics["time/generate_s"]
@@ -290,7 +291,9 @@ class DeepSpeedPPOTrainer:
         sums = {"actions": num_actions, "policy_count": policy_count}
         parts: list[DeviceSums] = []
         if train_actor and not all_policy:
-            logger.warning("iteration %d: a step without a scored answer is left out", self.iteration)
+            logger.warning(
+                "iteration %d: a step without a scored answer is left out", self.iteration
+            )
             train_actor = False
         text = self._text_micro_batches() if train_actor else []
         steps: dict[str, OptimizerStep] = {}

@@ -356,6 +356,11 @@ def trained_engine(
         config.only_optimize_lora,
         f"--{name}_lora_modules".replace("--_", "--"),
     )
+    if config.num_warmup_steps >= num_total_steps:
+        logger.warning(
+            "--num_warmup_steps %d of %d steps in all: the learning rate never arrives",
+            *(config.num_warmup_steps, num_total_steps),
+        )
     packed = wrap(model, config.packing)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
     if isinstance(packed, PackedModel):

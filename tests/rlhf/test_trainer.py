@@ -274,15 +274,25 @@ def test_the_schedules_end_with_the_run(models_folder):
         assert learning_rate(engine) == pytest.approx(0, abs=1e-9)
 
 
+def test_critic_warmup_leaves_iterations_for_the_actor(models_folder):
+    with pytest.raises(UserError, match=f"3 leaves none of {NUM_ITERATIONS} iterations"):
+        trainer_of(models_folder, critic_warmup_steps=NUM_ITERATIONS)
+
+
+def test_a_warmup_that_the_run_does_not_reach_is_named(models_folder, caplog):
+    trainer_of(models_folder, num_warmup_steps=100)
+    assert "--num_warmup_steps 100 of" in caplog.text
+
+
 def test_critic_warmup_leaves_the_actor_alone(models_folder):
     """Its schedule too, whose length is that of the iterations that train it."""
-    trainer = trainer_of(models_folder, critic_warmup_steps=1)
+    trainer = trainer_of(models_folder, critic_warmup_steps=1, kl_target=1.0)
     engine, args = trainer.engine, trainer.args
     for done in range(1, NUM_ITERATIONS + 1):
         actor, critic = weights(engine.actor), weights(engine.critic)
         one_iteration(trainer)
         same = all(map(torch.equal, actor, weights(engine.actor)))
-        assert same == (done == 1)
+        assert same == (trainer.kl.value == args.kl_coef) == (done == 1)
         assert not all(map(torch.equal, critic, weights(engine.critic)))
         for model, rate, share in (
             (engine.actor, args.actor_learning_rate, (done - 1) / (NUM_ITERATIONS - 1)),
