@@ -27,7 +27,7 @@ from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import CostRequest, Request, tables
-from dschat.estimate.devices import gpu_memory_gib
+from dschat.estimate.devices import find_speed
 from dschat.launch import recipe, run_plan, supervisor
 from dschat.launch.preflight_process import log_lines
 from dschat.launch.run_report import RunReport
@@ -140,8 +140,9 @@ def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Reques
     """The input of the memory estimate."""
     steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
     cluster = plan.cluster
-    gib = config.device_memory_gib or gpu_memory_gib(config.plan_device)
-    name = config.plan_device if not config.device_memory_gib else None
+    gib, name = config.device_memory_gib, None
+    if gib is None and config.plan_device:
+        gib, name = find_speed(config.plan_device).memory_gib, config.plan_device
     return Request(steps, cluster.num_processes, cluster.processes_here, gib, name)
 
 

@@ -213,7 +213,7 @@ def test_the_scaling_table(rlhf):
     ("flags", "message"),
     [
         ("--plan_price -1", "--plan_price -1.0 must not be negative"),
-        ("--plan_device B200", "--plan_device B200: no such device; choose from V100-32, .*, cpu"),
+        ("--plan_device B200", "--plan_device B200: no such device; choose .* H200-141$"),
         ("--plan_nodes 1 0", "--plan_nodes 0: give numbers of at least 1"),
         ("--plan_tokens 5", "--plan_tokens needs two numbers"),
         ("--plan_examples 0", "--plan_examples 0 must be at least 1"),
