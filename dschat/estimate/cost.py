@@ -15,12 +15,12 @@ from dschat.estimate.timing import StepTime, Timer, bottleneck
 _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
 
-def find_device_speed(request: Request, cost: CostRequest) -> DeviceSpeed | None:
+def find_device_speed(request: Request) -> DeviceSpeed | None:
     """The GPU that ``--plan_device`` names, else this machine's; None if there is none, or its
     speed is not known.
     """
-    if cost.device:
-        return find_speed(cost.device)
+    if request.device_name:
+        return find_speed(request.device_name)
     if request.device_memory_gib is not None or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

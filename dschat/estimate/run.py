@@ -43,7 +43,7 @@ def _times(
     request: Request, cost: CostRequest, models: Models
 ) -> Callable[[StepEstimate], list[str]]:
     """A function from an estimate to the lines of its time and cost."""
-    speed = find_device_speed(request, cost)
+    speed = find_device_speed(request)
     if speed is None:
         return lambda _: ["  memory only; for hours and dollars name a GPU with --plan_device"]
     timer = Timer(models, speed, request.processes_here, cost.tokens)

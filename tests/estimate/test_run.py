@@ -94,11 +94,12 @@ def test_hours_are_those_of_gpus(monkeypatch):
     assert "on the memory available on this machine" in here
     last = "memory only; for hours and dollars name a GPU with --plan_device"
     assert here.splitlines()[-1].strip() == last
-    gpu = replace(request, device_memory_gib=80.0, device_name="H100-80")
-    there = estimate.tables(gpu, CostRequest("H100-80", price=4.0))
-    assert "on a GPU of 80 GiB (H100-80)" in there
-    assert " on 1 x H100-80:" in there
-    assert there.splitlines()[-1].startswith("  9 steps: ")
+    for gib in (None, 40.0):
+        gpu = replace(request, device_memory_gib=gib, device_name="H100-80")
+        there = estimate.tables(gpu, CostRequest(price=4.0))
+        assert f"on a GPU of {gib or 80:g} GiB (H100-80)" in there
+        assert " on 1 x H100-80:" in there
+        assert there.splitlines()[-1].startswith("  9 steps: ")
 
 
 @pytest.mark.slow  # tests of wrong inputs run that process too
