@@ -27,7 +27,6 @@ from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import CostRequest, Request, tables
-from dschat.estimate.devices import gpu_memory_gib
 from dschat.launch import recipe, run_plan, supervisor
 from dschat.launch.preflight_process import log_lines
 from dschat.launch.run_report import RunReport
@@ -140,17 +139,14 @@ def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Reques
     """The input of the memory estimate."""
     steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
     cluster = plan.cluster
-    gib = config.device_memory_gib or gpu_memory_gib(config.plan_device)
-    name = config.plan_device if not config.device_memory_gib else None
-    return Request(steps, cluster.num_processes, cluster.processes_here, gib, name)
+    num_processes, here = cluster.num_processes, cluster.processes_here
+    return Request(steps, num_processes, here, config.device_memory_gib, config.plan_device)
 
 
 def cost_request(config: recipe.TrainConfig) -> CostRequest:
     """What --plan says about time and cost."""
     tokens = (config.plan_tokens[0], config.plan_tokens[1]) if config.plan_tokens else None
-    return CostRequest(
-        config.plan_device, config.plan_price, config.plan_nodes or (), tokens, config.plan_examples
-    )
+    return CostRequest(config.plan_price, config.plan_nodes or (), tokens, config.plan_examples)
 
 
 def say(line: str) -> None:

@@ -164,7 +164,7 @@ def measured_peak(work: Path, size: str, step: int) -> int:
     return int(re.search(r"^peak (\d+) KiB$", printed, re.MULTILINE)[1]) * 1024
 
 
-def run_step(work: Path, size: str, step: int, given: Sizes, runner: Sequence[str] = ()) -> str:
+def run_step(work: Path, size: str, step: int, given: Sizes, runner: Sequence[str]) -> str:
     """What a step with the fields ``given`` prints to stderr; with one thread, on the CPU.
 
     ``runner``: words of Python's command line before the script.

@@ -22,8 +22,9 @@ class Request:
         steps: step number -> the fields given for it, with ``output_dir``.
         num_processes: of the run.
         processes_here: processes on one machine, which share its host memory.
-        device_memory_gib: of the GPU; None: estimate for this machine's device.
-        device_name: of that GPU, if it has one.
+        device_memory_gib: of the GPU; None: that of ``device_name``, else of this machine's device.
+        device_name: a name in `dschat.estimate.devices`; None: this machine's device, or any GPU of
+            ``device_memory_gib``.
     """
 
     steps: Mapping[int, Mapping[str, Any]]
@@ -70,14 +71,12 @@ class CostRequest:
     """What to say about time and cost.
 
     Attributes:
-        device: a name in `dschat.estimate.devices`; None: this machine's.
         price: dollars of a device hour.
         nodes: numbers of nodes to compare.
         tokens: mean tokens of a prompt and of an answer; None: the longest.
         examples: of an epoch.
     """
 
-    device: Optional[str] = None
     price: Optional[float] = None
     nodes: Sequence[int] = ()
     tokens: Optional[tuple[int, int]] = None

@@ -38,11 +38,6 @@ class Batch(NamedTuple):
     seq_len: int
     num_read: int
 
-    def rows(self, device: str) -> PackedRows:
-        """They read their first columns: neither memory nor time depends on which."""
-        ids = np.zeros((self.num_rows, self.seq_len), np.int64)
-        return pack(list(ids), [range(self.num_read)] * self.num_rows).to(device)
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -115,14 +110,16 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
     Returns:
         The live memory without parameters, buffers, rows and complete gradients.
     """
-    rows = batch.rows("meta")
+    ids = np.zeros((batch.num_rows, batch.seq_len), np.int64)
+    # Rows read their first columns: memory does not depend on which.
+    rows = pack(list(ids), [range(batch.num_read)] * batch.num_rows).to("meta")
     ledger = _Ledger(module, rows, vocab_size if work != "value" else 0)
     trained = [p for p in module.parameters() if p.requires_grad] if train else []
     handles = [p.register_post_accumulate_grad_hook(ledger.gradient_done) for p in trained]
     module.train(train)
     try:
         with torch.set_grad_enabled(train), _fused_attention(), ledger:
-            loss = loss_of(module, rows, work)
+            loss = _loss(module, rows, work)
             if train:
                 loss.backward()
     finally:
@@ -132,7 +129,7 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
     return ledger.result()
 
 
-def loss_of(module: nn.Module, rows: PackedRows, work: Work) -> Tensor:
+def _loss(module: nn.Module, rows: PackedRows, work: Work) -> Tensor:
     """A loss with the operations of ``work``'s; without gradients on, what scoring computes."""
     if work == "value":
         return module(rows).square().sum()

@@ -8,21 +8,21 @@ import torch
 from dschat.config import CommonConfig, RLHFConfig
 from dschat.estimate import CostRequest, Request
 from dschat.estimate.batches import EstimateOn, Scaled, fastest_batch, scale
-from dschat.estimate.devices import DeviceSpeed, device_of, find_speed, measure_cpu
+from dschat.estimate.devices import DeviceSpeed, device_of, find_speed
 from dschat.estimate.result import StepEstimate
 from dschat.estimate.timing import StepTime, Timer, bottleneck
 
 _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
 
-def find_device_speed(request: Request, cost: CostRequest) -> DeviceSpeed | None:
-    """The device that ``--plan_device`` names, else this machine's; None if it is not known."""
-    if cost.device:
-        return find_speed(cost.device, request.processes_here)
-    if request.device_memory_gib is not None:
+def find_device_speed(request: Request) -> DeviceSpeed | None:
+    """The GPU that ``--plan_device`` names, else this machine's; None if there is none, or its
+    speed is not known.
+    """
+    if request.device_name:
+        return find_speed(request.device_name)
+    if request.device_memory_gib is not None or not torch.cuda.is_available():
         return None
-    if not torch.cuda.is_available():
-        return measure_cpu(request.processes_here)
     properties = torch.cuda.get_device_properties(0)
     name = device_of(properties.name, properties.total_memory)
     return find_speed(name) if name else None

@@ -1,21 +1,16 @@
-"""The speeds of named devices, and of this machine's CPU as measured.
+"""The speeds of named GPUs.
 
 Peak rates are the makers': dense 16-bit tensor FLOPs without sparsity, memory bandwidth, NVLink in
 one direction (data sheets give both together), PCIe x16 in one direction. The network and the
 host's memory are those of the maker's 8-GPU system, as one GPU's share of it.
 """
 
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 from dschat.config import UserError
 
 GB = 1e9
 TERA = 1e12
-CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -23,8 +18,8 @@ class DeviceSpeed:
     """What one device can do; rates per second.
 
     Attributes:
-        memory_gib: of the device; None: that of this machine.
-        flops: peak of dense matrix products in 16 bits (CPU: fp32, measured).
+        memory_gib: of the device.
+        flops: peak of dense matrix products in 16 bits.
         bandwidth: bytes of device memory.
         link: bytes to the other devices of a node, one direction.
         network: bytes to other nodes, one direction.
@@ -35,7 +30,7 @@ class DeviceSpeed:
     """
 
     name: str
-    memory_gib: float | None
+    memory_gib: float
     flops: float
     bandwidth: float
     link: float
@@ -44,10 +39,6 @@ class DeviceSpeed:
     host_bandwidth: float
     source: str
     launch_s: float = 5e-6
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.name != CPU
 
 
 def _gpu(
@@ -74,29 +65,16 @@ _ROWS = (
 DEVICES = {row[0]: _gpu(*row) for row in _ROWS}
 
 
-def find_speed(name: str, processes_here: int = 1) -> DeviceSpeed:
-    """The device of that name in any case; ``cpu`` is measured, which takes a second.
+def find_speed(name: str) -> DeviceSpeed:
+    """The device of that name in any case.
 
     Raises:
-        UserError: no such device.
+        UserError: no such device, with the known names.
     """
-    if name.lower() == CPU:
-        return measure_cpu(processes_here)
-    check_name(name)
-    return {key.lower(): device for key, device in DEVICES.items()}[name.lower()]
-
-
-def check_name(name: str) -> None:
-    """Raise ``UserError`` for an unknown device, with the known names."""
-    if name.lower() not in {CPU, *map(str.lower, DEVICES)}:
-        names = ", ".join([*DEVICES, CPU])
-        raise UserError(f"--plan_device {name}: no such device; choose from {names}")
-
-
-def gpu_memory_gib(name: str | None) -> float | None:
-    """The memory of a named GPU; None for ``cpu`` or no name."""
-    known = {key.lower(): device.memory_gib for key, device in DEVICES.items()}
-    return known.get((name or CPU).lower())
+    for known, device in DEVICES.items():
+        if known.lower() == name.lower():
+            return device
+    raise UserError(f"--plan_device {name}: no such device; choose from {', '.join(DEVICES)}")
 
 
 def device_of(gpu_name: str, memory_bytes: int) -> str | None:
@@ -108,45 +86,3 @@ def device_of(gpu_name: str, memory_bytes: int) -> str | None:
         if is_near and any(word.startswith(kind) for word in words):
             return name
     return None
-
-
-def measure_cpu(processes_here: int = 1) -> DeviceSpeed:
-    """This machine with the threads of one of its processes: fp32 products, a copy beyond the
-    caches.
-
-    Processes on one machine exchange tensors through its memory; between machines, 10 Gb/s.
-    """
-    import torch
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = os.environ.get("OMP_NUM_THREADS") or (cores or 1) // processes_here
-    torch.set_num_threads(max(1, int(threads)))
-    with torch.inference_mode():
-        n = 1024
-        a, b = torch.randn(n, n), torch.randn(n, n)
-        product_s = _median_s(lambda: torch.mm(a, b), repeats=9)
-        source = torch.zeros(64 * 2**20 // 4)
-        target = torch.empty_like(source)
-        copy_s = _median_s(lambda: target.copy_(source), repeats=9)
-    bandwidth = 2 * 4 * source.numel() / copy_s  # reads and writes
-    return DeviceSpeed(
-        CPU,
-        None,
-        flops=2 * n**3 / product_s,
-        bandwidth=bandwidth,
-        link=bandwidth / 4,
-        network=1.25 * GB,
-        pcie=bandwidth,
-        host_bandwidth=bandwidth,
-        source="measured on this machine",
-    )
-
-
-def _median_s(work: Callable[[], object], repeats: int) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times)

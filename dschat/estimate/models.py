@@ -1,14 +1,13 @@
 """Sizes of models and memory of their passes, from their configurations.
 
-Models are built on the meta device, where weights have shapes but no memory, except by `build`.
-Nothing is loaded or written.
+Models are built on the meta device, where weights have shapes but no memory. Nothing is loaded or
+written.
 """
 
 import copy
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -155,11 +154,7 @@ class Models:
             return run(None)
         return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
 
-    def build(self, use: Use, num_layers: int) -> PackedModel:
-        """The first layers of ``use`` in CPU memory, with random weights."""
-        return self._module(use, num_layers, on_meta=False)
-
-    def _module(self, use: Use, num_layers: int | None = None, on_meta: bool = True) -> PackedModel:
+    def _module(self, use: Use, num_layers: int | None = None) -> PackedModel:
         """``use``; ``num_layers``: with its first layers only."""
         config = copy.deepcopy(self.config(use))
         if num_layers is not None:
@@ -177,7 +172,7 @@ class Models:
             text.pad_token_id = config.pad_token_id = None
 
         def build(config: PretrainedConfig) -> PreTrainedModel:
-            with init_empty_weights(include_buffers=True) if on_meta else nullcontext():
+            with init_empty_weights(include_buffers=True):
                 return auto.from_config(config, **options)
 
         with muted(logging.WARNING):  # warnings of transformers and PEFT concern loaded weights

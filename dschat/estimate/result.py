@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dschat.config import CommonConfig
+from dschat.estimate.devices import find_speed
 from dschat.memory import available_memory
 
 if TYPE_CHECKING:
@@ -48,11 +49,13 @@ class Device:
 def find_device(
     device_memory_gib: float | None, processes_here: int, device_name: str | None = None
 ) -> Device:
-    """A GPU of ``device_memory_gib``; else this machine's GPU, or a process's share of its memory.
+    """A GPU of ``device_memory_gib``, by default that of ``device_name``; without either this
+    machine's GPU, or a process's share of its memory.
 
-    If this machine has no GPU, one of ``device_memory_gib`` is in another machine, whose host
-    memory is unknown.
+    If this machine has no GPU, it is in another machine, whose host memory is unknown.
     """
+    if device_memory_gib is None and device_name:
+        device_memory_gib = find_speed(device_name).memory_gib
     free = available_memory() // processes_here
     if device_memory_gib is not None:
         host = free if torch.cuda.is_available() else None

@@ -43,17 +43,15 @@ def _times(
     request: Request, cost: CostRequest, models: Models
 ) -> Callable[[StepEstimate], list[str]]:
     """A function from an estimate to the lines of its time and cost."""
-    speed = find_device_speed(request, cost)
+    speed = find_device_speed(request)
     if speed is None:
-        return lambda _: ["  no times: name the device with --plan_device"]
+        return lambda _: ["  memory only; for hours and dollars name a GPU with --plan_device"]
     timer = Timer(models, speed, request.processes_here, cost.tokens)
 
     def estimate_on(config: CommonConfig, num_processes: int) -> StepEstimate:
         return make_estimator(replace(request, num_processes=num_processes), models)(config)
 
     def lines(estimate: StepEstimate) -> list[str]:
-        if timer.speed.on_gpu != estimate.device.on_gpu:
-            return [f"  no times: {timer.speed.name} is not the device of this plan"]
         try:
             return [
                 *time_lines(estimate, timer.time(estimate), cost),

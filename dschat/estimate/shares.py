@@ -1,7 +1,7 @@
 """The fitted shares of the time model: how much of a peak each phase reaches.
 
-``python benchmarks/plan_against_published.py --fit`` repeats the fit of the GPU rows; docs/cost.md
-has the table of fitted and held-out figures. No share was measured with dschat on a GPU.
+``python benchmarks/plan_against_published.py --fit`` repeats the fit; docs/cost.md has the table of
+fitted and held-out figures. No share was measured with dschat on a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,5 @@ ENGINE = Shares(products=0.4075, decode=0.9)
 # Transformers' generate: a step reads and writes the whole cache to append to it, then reads it.
 # The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
 HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
-# Only of models too large to measure (`dschat.estimate.cpu_passes`): one thread, large products.
-CPU = Shares(products=0.65, decode=0.5)
 # DeepSpeed-Chat in 2023, for comparison: 6.7B and 13B of its tables, and its 7B row at OpenRLHF.
 DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)

@@ -6,12 +6,9 @@ Every row counts at its mean lengths: those of ``--plan_tokens``, else the longe
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
-from dschat.estimate.activations import Batch
-from dschat.estimate.cpu_passes import CpuPasses
 from dschat.estimate.devices import DeviceSpeed
 from dschat.estimate.models import Models
 from dschat.estimate.result import StepEstimate
@@ -28,7 +25,7 @@ from dschat.estimate.seconds import (
     training,
     update,
 )
-from dschat.estimate.shares import CPU, ENGINE, HF_LOOP, Shares
+from dschat.estimate.shares import ENGINE, HF_LOOP, Shares
 from dschat.estimate.steps import Learner, Model
 from dschat.observability.flops import Head
 from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
@@ -58,7 +55,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Timer:
-    """Times estimates on one kind of device.
+    """Times estimates on one kind of GPU.
 
     Attributes:
         tokens: mean prompt and answer; None: the longest.
@@ -79,29 +76,6 @@ class Timer:
 
     def _fleet(self, count: int, shares: Shares) -> Fleet:
         return Fleet(self.speed, count, min(self.per_node, count), shares)
-
-    @cached_property
-    def _cpu(self) -> CpuPasses:
-        return CpuPasses(self.models)
-
-    def _reaching(self, fleet: Fleet, rate: float | None, **shares: float) -> Fleet:
-        """``fleet`` with products at ``rate`` FLOPs per second of a device; None: as it is."""
-        if rate is None:
-            return fleet
-        share = rate / fleet.device.flops
-        return replace(fleet, shares=replace(fleet.shares, products=share, **shares))
-
-    def _pass(
-        self, fleet: Fleet, model: Model, rows: Rows, batches: float, train: bool = False
-    ) -> Phase:
-        """Passes over ``rows`` in ``batches`` micro-batches on every device."""
-        timed = self._model(model)
-        if not fleet.device.on_gpu:
-            num_rows = max(1, round(rows.count / fleet.count / batches))
-            batch = Batch(num_rows, rows.seq_len, rows.answer or max(1, rows.seq_len - 1))
-            rate = self._cpu.rate(timed, model.use, model.work, batch, train)
-            fleet = self._reaching(fleet, rate)
-        return (training if train else forward)(fleet, timed, rows, batches)
 
     def _model(self, model: Model) -> TimedModel:
         use, sizes = model.use, self.models.sizes(model.use)
@@ -125,20 +99,16 @@ class Timer:
 
     def _supervised(self, estimate: StepEstimate, config: SupervisedConfig) -> StepTime:
         count = estimate.num_processes
-        fleet = self._fleet(count, CPU if not self.speed.on_gpu else ENGINE)
+        fleet = self._fleet(count, ENGINE)
         pairs = config if isinstance(config, RewardConfig) else None
         per_example = 1 if pairs is None else 2
         seq_len = min(config.max_seq_len, sum(self.tokens or (config.max_seq_len,)))
         rows = Rows(per_example * config.global_batch_size(count), seq_len, 0)
         batches = self._batches(config, rows, count, config.gradient_accumulation_steps)
-        phases = []
-        for model in estimate.present:
-            timed = self._model(model)
-            if isinstance(model, Learner):
-                phases.append(self._pass(fleet, model, rows, batches, train=True))
-                phases.append(update(fleet, timed, 1))
+        models = [self._model(model) for model in estimate.present]
+        phases = [training(fleet, models[0], rows, batches), update(fleet, models[0], 1)]
         if pairs is not None and pairs.trains_policy and not pairs.precompute_ref_logprobs:
-            reference = self._pass(fleet, estimate.present[-1], rows, batches)
+            reference = forward(fleet, models[-1], rows, batches)
             phases.insert(0, replace(reference, name="reference"))
         return StepTime(fleet, rows, phases, per_example)
 
@@ -160,8 +130,7 @@ class Timer:
         longest = config.max_prompt_seq_len, config.max_answer_seq_len
         prompt, answer = map(min, zip(self.tokens or longest, longest, strict=True))
         rows = Rows(config.rollout_samples(count), prompt, answer, config.num_samples_per_prompt)
-        shares = (ENGINE if _in_engine(estimate) else HF_LOOP) if self.speed.on_gpu else CPU
-        fleet = self._fleet(count, shares)
+        fleet = self._fleet(count, ENGINE if _in_engine(estimate) else HF_LOOP)
         phases = [
             *self._generation(fleet, estimate, config, rows),
             self._scoring(fleet, estimate, config, rows),
@@ -183,19 +152,10 @@ class Timer:
         room = token_bytes * (rows.prompt + rows.answer / 2)
         cached = cache * tp_size / room if room else math.inf
         concurrent = max(1.0, min(config.max_num_seqs, per_group, cached))
-        prefilling = decoding = fleet
-        if not fleet.device.on_gpu:
-            use, num_seqs = estimate.present[0].use.frozen, round(concurrent)
-            rates = self._cpu.generation_rates(
-                actor, use, _in_engine(estimate), num_seqs, (rows.prompt, rows.answer)
-            )
-            prefilling = self._reaching(fleet, rates and rates.prefill)
-            # What a step waits for memory is in its measured rate.
-            decoding = self._reaching(fleet, rates and rates.decode, decode=math.inf)
         return [
             *phases,
-            prefill(prefilling, actor, rows, tp_size),
-            decode(decoding, actor, rows, concurrent, tp_size),
+            prefill(fleet, actor, rows, tp_size),
+            decode(fleet, actor, rows, concurrent, tp_size),
         ]
 
     def _scoring(
@@ -216,7 +176,7 @@ class Timer:
             read = replace(rows, count=part * rows.count)
             by_rows = math.ceil(read.count / fleet.count / rows_each)
             batches = self._batches(config, read, fleet.count, by_rows)
-            phases.append(self._pass(fleet, model, read, batches))
+            phases.append(forward(fleet, self._model(model), read, batches))
         return joined("score", phases)
 
     def _training(
@@ -232,8 +192,9 @@ class Timer:
                 continue
             several = 2 if model.name == "actor" and config.unsupervised_dataset_name else 1
             trained = replace(rows, count=several * config.ppo_epochs * rows.count)
-            phases.append(self._pass(fleet, model, trained, several * steps * batches, train=True))
-            updates.append(update(fleet, self._model(model), steps))
+            timed = self._model(model)
+            phases.append(training(fleet, timed, trained, several * steps * batches))
+            updates.append(update(fleet, timed, steps))
         return [joined("train", phases), joined("update", updates)]
 
 

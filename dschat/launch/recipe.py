@@ -14,7 +14,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import did_you_mean, require
 from dschat.config.fields import flag, require_types
-from dschat.estimate.devices import check_name
+from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
 
@@ -84,8 +84,8 @@ class TrainConfig(ClusterConfig):
     dry_run: bool = flag(False, "Print the commands, run nothing.", short=True)
     plan: bool = flag(
         False,
-        "Print the estimated memory, time and cost of each step, whether it fits, and what to "
-        "change if not; run nothing. Exit code 0 in both cases.",
+        "Print the estimated memory of each step, on a GPU its time and cost too, whether it fits, "
+        "and what to change if not; run nothing. Exit code 0 in both cases.",
         short=True,
     )
     report: bool = flag(True, "Write OUT/report.html at the end.", short=True)
@@ -100,8 +100,8 @@ class TrainConfig(ClusterConfig):
     )
     plan_device: Optional[str] = flag(
         None,
-        "Device for --plan: V100-32, A6000-48, A100-40, A100-80, A800-80, H100-80, H200-141 or cpu "
-        "(measured); default: this machine's.",
+        "GPU for --plan: V100-32, A6000-48, A100-40, A100-80, A800-80, H100-80 or H200-141; "
+        "default: this machine's device.",
         short=True,
     )
     plan_price: Optional[float] = flag(
@@ -128,7 +128,7 @@ class TrainConfig(ClusterConfig):
             if number not in STEPS:
                 raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
         if self.plan_device is not None:
-            check_name(self.plan_device)
+            find_speed(self.plan_device)
         for nodes in self.plan_nodes or ():
             require(nodes > 0, f"--plan_nodes {nodes}: give numbers of at least 1")
         tokens = self.plan_tokens

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from estimates import estimated
 
 from dschat import estimate
 from dschat.config import RLHFConfig, UserError
-from dschat.estimate import Request
+from dschat.estimate import CostRequest, Request
 from dschat.estimate.run import log_lines, make_estimator
 from dschat.launch import preflight_process
 
@@ -83,6 +84,22 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
         estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+
+
+def test_hours_are_those_of_gpus(monkeypatch):
+    """Without a GPU the plan is of this machine's memory; an H100's has its hours here too."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    request = Request({1: {"model_name_or_path": "builtin/tiny", "max_steps": 9}}, 1, 1)
+    here = estimate.tables(request, CostRequest(price=4.0))
+    assert "on the memory available on this machine" in here
+    last = "memory only; for hours and dollars name a GPU with --plan_device"
+    assert here.splitlines()[-1].strip() == last
+    for gib in (None, 40.0):
+        gpu = replace(request, device_memory_gib=gib, device_name="H100-80")
+        there = estimate.tables(gpu, CostRequest(price=4.0))
+        assert f"on a GPU of {gib or 80:g} GiB (H100-80)" in there
+        assert " on 1 x H100-80:" in there
+        assert there.splitlines()[-1].startswith("  9 steps: ")
 
 
 @pytest.mark.slow  # tests of wrong inputs run that process too

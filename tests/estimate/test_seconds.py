@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dschat.config import UserError
-from dschat.estimate.devices import DEVICES, DeviceSpeed, device_of, find_speed, gpu_memory_gib
+from dschat.estimate.devices import DEVICES, DeviceSpeed, device_of, find_speed
 from dschat.estimate.seconds import (
     REDUCE_S,
     Fleet,
@@ -120,19 +120,11 @@ def test_updates_and_refresh_by_hand():
 
 def test_devices_by_name():
     assert find_speed("a100-80") is DEVICES["A100-80"]
-    assert gpu_memory_gib("h200-141") == 141
-    assert gpu_memory_gib("cpu") is gpu_memory_gib(None) is None
+    assert find_speed("h200-141").memory_gib == 141
     assert device_of("NVIDIA A100-SXM4-80GB", 85 * 10**9) == "A100-80"
     assert device_of("NVIDIA A100-SXM4-40GB", 42 * 10**9) == "A100-40"
     assert device_of("NVIDIA H100 80GB HBM3", 85 * 10**9) == "H100-80"
     assert device_of("NVIDIA GeForce RTX 3090", 24 * 2**30) is None
-    names = "V100-32, A6000-48, A100-40, A100-80, A800-80, H100-80, H200-141, cpu"
+    names = "V100-32, A6000-48, A100-40, A100-80, A800-80, H100-80, H200-141"
     with pytest.raises(UserError, match=f"^--plan_device B200: no such device; .* {names}$"):
         find_speed("B200")
-
-
-def test_this_cpu_has_speeds():
-    cpu = find_speed("cpu")
-    assert not cpu.on_gpu
-    assert 1e9 < cpu.flops < 1e14
-    assert 1e8 < cpu.bandwidth < 1e13
