@@ -1,7 +1,4 @@
-"""Finds batches for a number of nodes: that of the settings, and the one fastest per sequence.
-
-The micro-batch is the largest power of two that the memory takes.
-"""
+"""Fits the batch of the settings to a number of nodes, in the largest micro-batches that fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +10,6 @@ from dschat.estimate.result import StepEstimate
 from dschat.estimate.timing import StepTime, Timer
 
 _LARGEST_ROWS = 128  # of a micro-batch
-_LARGEST_FACTOR = 256  # of the batch of the settings
-_WORTHWHILE = 0.98  # of the time per sequence, for twice the batch
 EstimateOn = Callable[[CommonConfig, int], StepEstimate]  # of a number of processes
 
 
@@ -34,11 +29,6 @@ class Scaled:
             return c.per_device_training_batch_size
         assert isinstance(c, SupervisedConfig)
         return c.per_device_train_batch_size
-
-    @property
-    def seconds_each(self) -> float:
-        """Seconds of the step per sequence of its batch."""
-        return self.time.total_s / self.time.rows.count
 
 
 def scale(before: StepEstimate, nodes: int, estimate_on: EstimateOn, timer: Timer) -> Scaled | str:
@@ -86,38 +76,4 @@ def same_batch(config: CommonConfig, old: int, count: int) -> Iterator[CommonCon
 
 def _with(config: CommonConfig, name: str, rows: int, times: int) -> CommonConfig:
     fields: dict[str, Any] = {name: rows, "gradient_accumulation_steps": times}
-    return replace(config, **fields)
-
-
-def fastest_batch(
-    before: StepEstimate, nodes: int, estimate_on: EstimateOn, timer: Timer
-) -> Scaled | None:
-    """``before``'s step on ``nodes`` with its batch doubled while that saves 2% of the time per
-    sequence; None if none fits. Starts at the smallest multiple that the devices divide.
-
-    Rollout and optimizer step grow alike, so the optimizer steps of a rollout stay as many.
-    """
-    count, old = nodes * timer.per_node, before.num_processes
-    factor, best = 1, None
-    while not any(same_batch(_times(before.config, factor), old, count)):
-        factor += 1  # ends at the number of devices
-    largest = factor * _LARGEST_FACTOR
-    while factor <= largest:
-        larger = replace(before, config=_times(before.config, factor))
-        point = scale(larger, nodes, estimate_on, timer)
-        if isinstance(point, str):
-            break
-        if best is not None and point.seconds_each > _WORTHWHILE * best.seconds_each:
-            break
-        best, factor = point, 2 * factor
-    return best
-
-
-def _times(config: CommonConfig, factor: int) -> CommonConfig:
-    """``config`` with ``factor`` times its batch."""
-    fields: dict[str, Any] = {}
-    fields["gradient_accumulation_steps"] = factor * config.gradient_accumulation_steps
-    if isinstance(config, RLHFConfig):
-        prompts = factor * config.per_device_generation_batch_size
-        fields["per_device_generation_batch_size"] = prompts
     return replace(config, **fields)

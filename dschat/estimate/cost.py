@@ -1,4 +1,4 @@
-"""Prints the hours and dollars of a step, and how they change with nodes and batch."""
+"""Prints the hours and dollars of a step, and how they change with nodes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ import torch
 
 from dschat.config import CommonConfig, RLHFConfig
 from dschat.estimate import CostRequest, Request
-from dschat.estimate.batches import EstimateOn, Scaled, fastest_batch, scale
+from dschat.estimate.batches import EstimateOn, Scaled, scale
 from dschat.estimate.devices import DeviceSpeed, device_of, find_speed
 from dschat.estimate.result import StepEstimate
 from dschat.estimate.timing import StepTime, Timer, bottleneck
@@ -62,7 +62,7 @@ def num_steps(config: CommonConfig, time: StepTime, cost: CostRequest) -> tuple[
 def scaling_lines(
     before: StepEstimate, estimate_on: EstimateOn, timer: Timer, cost: CostRequest
 ) -> list[str]:
-    """The step on every number of nodes, which of them costs least, and the best batch of each."""
+    """The step on every number of nodes, and which of them costs least."""
     if not cost.nodes:
         return []
     header = ("nodes", "devices", "micro-batch", "s a step", "speedup", "hours", "device hours")
@@ -88,7 +88,7 @@ def scaling_lines(
         lines.append(_row((*cells, *_price(cost, hours * point.time.fleet.count))))
     if points:
         lines += _best(points)
-    return [*lines, *_batch_lines(before, estimate_on, timer, cost)]
+    return lines
 
 
 def _best(points: Sequence[Scaled]) -> Iterator[str]:
@@ -100,32 +100,6 @@ def _best(points: Sequence[Scaled]) -> Iterator[str]:
             f"  {word}: {fleet.count} devices, micro-batches of {point.rows}; longest phase: "
             f"{bottleneck(point.time.phases)}"
         )
-
-
-def _batch_lines(
-    before: StepEstimate, estimate_on: EstimateOn, timer: Timer, cost: CostRequest
-) -> Iterator[str]:
-    """The batch of every number of nodes beyond which sequences become no cheaper."""
-    rollout = ("prompts",) if isinstance(before.config, RLHFConfig) else ()
-    header = ("nodes", "devices", *rollout, "micro-batch", "accumulation", "sequences", "ms each")
-    yield "  the batch at which a sequence is fastest (doubled while that saves 2%; per device):"
-    yield _row((*header, "speedup"))
-    for nodes in sorted(set(cost.nodes)):
-        if (best := fastest_batch(before, nodes, estimate_on, timer)) is None:
-            yield f"    {nodes:>5}  does not fit"
-            continue
-        config, same = best.config, scale(before, nodes, estimate_on, timer)
-        prompts: tuple[str, ...] = ()
-        if isinstance(config, RLHFConfig):
-            prompts = (f"{config.per_device_generation_batch_size}",)
-        cells = (
-            *(f"{nodes}", f"{best.time.fleet.count}", *prompts, f"{best.rows}"),
-            f"{config.gradient_accumulation_steps}",
-            f"{best.time.rows.count:,.0f}",
-            f"{1000 * best.seconds_each:.3g}",
-            "-" if isinstance(same, str) else f"{same.seconds_each / best.seconds_each:.2f}",
-        )
-        yield _row(cells)
 
 
 def _price(cost: CostRequest, device_hours: float | None) -> tuple[str, ...]:

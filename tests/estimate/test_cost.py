@@ -7,7 +7,7 @@ from estimates import estimated, rlhf_fields
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.estimate import CostRequest, Request
-from dschat.estimate.batches import fastest_batch, same_batch, scale
+from dschat.estimate.batches import same_batch, scale
 from dschat.estimate.cost import num_steps, scaling_lines, time_lines
 from dschat.estimate.devices import DEVICES
 from dschat.estimate.models import Models
@@ -144,46 +144,21 @@ def planned(fields, gib=80.0, number=3):
     return estimate_on(request.config(number), 8), estimate_on
 
 
-def test_a_batch_grows_while_sequences_get_faster(rlhf):
-    done, estimate_on = planned(rlhf)
-    for nodes, count in ((1, 8), (2, 16), (3, 24)):
-        best = fastest_batch(done, nodes, estimate_on, timer())
-        config, factor = best.config, round(best.time.rows.count / done.config.rollout_samples(8))
-        assert (factor & -factor) == (factor if nodes < 3 else factor // 3)
-        assert config.mini_batch_size(count) == factor * done.config.mini_batch_size(8)
-        each = {}
-        for power in (-1, 1):  # half of it is slower than the 2%, twice is not worth it
-            rows = config.per_device_training_batch_size * config.gradient_accumulation_steps
-            prompts = config.per_device_generation_batch_size
-            fields = {
-                "per_device_generation_batch_size": int(prompts * 2.0**power),
-                "per_device_training_batch_size": 1,
-                "gradient_accumulation_steps": int(rows * 2.0**power),
-            }
-            other = estimate_on(replace(config, **fields), count)
-            each[power] = scale(other, nodes, estimate_on, timer()).seconds_each
-        assert each[-1] > best.seconds_each / 0.98
-        assert each[1] > 0.98 * best.seconds_each
-
-
-def test_a_batch_that_fits_nowhere_is_none(rlhf):
+def test_a_batch_that_fits_nowhere_says_so(rlhf):
     done, estimate_on = planned(rlhf, gib=0.01)
-    assert fastest_batch(done, 1, estimate_on, timer()) is None
     lines = scaling_lines(done, estimate_on, timer(), CostRequest(nodes=[1]))
     assert [line.split() for line in lines[-1:]] == [["1", "does", "not", "fit"]]
 
 
-def test_memory_bounds_the_micro_batch_of_a_larger_batch(tiny):
+def test_memory_bounds_the_micro_batch(tiny):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 64}
-    fields |= {"per_device_train_batch_size": 8, "zero_stage": 3}
+    fields |= {"per_device_train_batch_size": 32, "zero_stage": 3}
     done, estimate_on = planned(fields, number=1)
-    unbounded = fastest_batch(done, 1, estimate_on, timer())
+    assert scale(done, 1, estimate_on, timer()).rows == 32
     sixteen = SFTConfig(**fields | {"per_device_train_batch_size": 16})
     gib = 1.001 * estimate_on(sixteen, 8).peak.total / GIB
     done, estimate_on = planned(fields, gib, number=1)
-    best = fastest_batch(done, 1, estimate_on, timer())
-    assert best.rows == 16
-    assert unbounded.rows > 16
+    assert scale(done, 1, estimate_on, timer()).rows == 16
 
 
 def test_the_scaling_table(rlhf):
@@ -198,14 +173,6 @@ def test_the_scaling_table(rlhf):
     assert device_hours == pytest.approx(16 * float(rows[1][5]), rel=0.01)
     assert dollars == pytest.approx(device_hours, abs=0.01)
     assert lines[5].startswith("  cheapest: 8 devices, micro-batches of 8; longest phase: ")
-    best = [line.split() for line in lines[-3:]]
-    assert [row[:2] for row in best] == [["1", "8"], ["2", "16"], ["3", "24"]]
-    for nodes, row in zip((1, 2, 3), best, strict=True):
-        point = fastest_batch(done, nodes, estimate_on, timer())
-        assert row[2] == str(point.config.per_device_generation_batch_size)
-        assert int(row[3]) * int(row[4]) * 8 * nodes == point.config.mini_batch_size(8 * nodes)
-        assert float(row[6]) == pytest.approx(1000 * point.seconds_each, rel=0.01)
-    assert best[2][7] == "-"  # the same batch does not divide
     assert scaling_lines(done, estimate_on, timer(), CostRequest()) == []
 
 
