@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dschat.distributed.env import (
     device,
     first_host,
+    has_gpu,
     is_main_process,
     local_rank,
     rank,
@@ -45,6 +46,7 @@ __all__ = [
     "first_host",
     "gather_objects",
     "gather_on_host",
+    "has_gpu",
     "init",
     "is_main_process",
     "is_watched",

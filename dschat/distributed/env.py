@@ -7,7 +7,11 @@ and error messages can ask for the rank without it.
 
 import os
 import re
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING
+
+from dschat.config import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # set by deepspeed's import: a weaker check
 VARIABLES = (*_RANK, *_WORLD_SIZE, *_LOCAL_RANK)
 
 
@@ -75,6 +80,34 @@ def device() -> "torch.device":
     """The device of this process: its own CUDA device, or the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    return torch.device("cuda", local_rank()) if has_gpu() else torch.device("cpu")
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether processes of this machine compute on GPUs; DS_ACCELERATOR=cpu forbids it.
+
+    Asked once: DeepSpeed's import lets torch count devices that its CUDA cannot start.
+
+    Raises:
+        UserError: there are GPUs, and torch's build of CUDA cannot use them.
+    """
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    by_nvml = os.environ.pop(_BY_NVML, None)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = torch.cuda.is_available()
+    finally:
+        if by_nvml is not None:
+            os.environ[_BY_NVML] = by_nvml
+    if not found and (reason := next((w for w in caught if "driver" in str(w.message)), None)):
+        text = str(reason.message).split(" Please")[0].split(" (Triggered")[0]
+        raise UserError(
+            f"torch {torch.__version__} cannot use this machine's GPUs: {text} Update the driver, "
+            "or install a torch build of its CUDA version; DS_ACCELERATOR=cpu computes without"
+        )
+    return found

@@ -11,7 +11,14 @@ import torch.distributed as torch_dist
 from dschat.config import UserError
 from dschat.distributed import collectives
 from dschat.distributed.collectives import gather_objects
-from dschat.distributed.env import complete_environment, is_launched, local_rank, rank, world_size
+from dschat.distributed.env import (
+    complete_environment,
+    has_gpu,
+    is_launched,
+    local_rank,
+    rank,
+    world_size,
+)
 from dschat.distributed.exits import announce_exit, watch
 from dschat.distributed.failure_detector import FailureDetector
 from dschat.startup.attention import avoid_cudnn_attention
@@ -34,12 +41,12 @@ def init(timeout_minutes: float = 60.0) -> None:
     if launched:
         complete_environment()
     os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed requires it
-    if torch.cuda.is_available():
+    if has_gpu():
         _check_device()
         torch.cuda.set_device(local_rank())
         avoid_cudnn_attention()
     # Both backends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if launched:
         store = _meet()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+import dschat.distributed as dist
 from dschat.config import CommonConfig, RLHFConfig
 from dschat.estimate import CostRequest, Request
 from dschat.estimate.batches import EstimateOn, Scaled, scale
@@ -21,7 +22,7 @@ def find_device_speed(request: Request) -> DeviceSpeed | None:
     """
     if request.device_name:
         return find_speed(request.device_name)
-    if request.device_memory_gib is not None or not torch.cuda.is_available():
+    if request.device_memory_gib is not None or not dist.has_gpu():
         return None
     properties = torch.cuda.get_device_properties(0)
     name = device_of(properties.name, properties.total_memory)

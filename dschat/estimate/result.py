@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import dschat.distributed as dist
 from dschat.config import CommonConfig
 from dschat.estimate.devices import find_speed
 from dschat.memory import available_memory
@@ -58,10 +59,10 @@ def find_device(
         device_memory_gib = find_speed(device_name).memory_gib
     free = available_memory() // processes_here
     if device_memory_gib is not None:
-        host = free if torch.cuda.is_available() else None
+        host = free if dist.has_gpu() else None
         name = f"a GPU of {device_memory_gib:g} GiB ({device_name or '--device_memory_gib'})"
         return Device("cuda", int(device_memory_gib * GIB), host, name, processes_here)
-    if torch.cuda.is_available():
+    if dist.has_gpu():
         properties = torch.cuda.get_device_properties(0)
         return Device("cuda", properties.total_memory, free, properties.name, processes_here)
     shared = f", shared by {processes_here} processes" if processes_here > 1 else ""

@@ -73,7 +73,7 @@ def _pinned(num_bytes: int, owner: object) -> Tensor:
     two, and never gives it back to the system.
     """
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    if torch.cuda.is_available():
+    if dist.has_gpu():
         register = torch.cuda.cudart().cudaHostRegister
         torch.cuda.check_error(register(memory.data_ptr(), num_bytes, 0))
         finalize(owner, _unpin, memory)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 
 # Tokens per page where a page is not a whole sequence. On average, half a page per sequence is
@@ -115,6 +116,6 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device {name} is unknown; use cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not dist.has_gpu():
         raise UserError(f"device {name}: this machine has no CUDA device; use cpu")
     return device

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+import dschat.distributed as dist
+
 _stream: torch.cuda.Stream | None = None
 
 
@@ -17,7 +19,7 @@ def on_copy_stream() -> Iterator[None]:
     queues later. Without CUDA, work is done at once.
     """
     global _stream
-    if not torch.cuda.is_available():
+    if not dist.has_gpu():
         yield
         return
     if _stream is None:

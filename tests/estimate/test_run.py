@@ -88,7 +88,7 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
 
 def test_hours_are_those_of_gpus(monkeypatch):
     """Without a GPU the plan is of this machine's memory; an H100's has its hours here too."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("dschat.distributed.has_gpu", lambda: False)
     request = Request({1: {"model_name_or_path": "builtin/tiny", "max_steps": 9}}, 1, 1)
     here = estimate.tables(request, CostRequest(price=4.0))
     assert "on the memory available on this machine" in here

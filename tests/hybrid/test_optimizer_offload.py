@@ -108,7 +108,6 @@ class FakeRuntime:
         main = Stream()
         main.name = "main"
         fakes = {
-            "is_available": lambda: True,
             "cudart": lambda: self,
             "check_error": lambda error: None,
             "Stream": Stream,
@@ -117,6 +116,7 @@ class FakeRuntime:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr("dschat.distributed.has_gpu", lambda: True)
         monkeypatch.setattr(copy_stream, "_stream", None)
         monkeypatch.setattr(optimizer_offload.dist, "device", lambda: torch.device("cpu"))
         monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)

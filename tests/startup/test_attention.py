@@ -36,7 +36,7 @@ def test_training_on_cuda_turns_it_off(monkeypatch):
     for name in ("is_initialized", "init_process_group"):
         monkeypatch.setattr(torch_dist, name, lambda *args, **options: None)
     monkeypatch.setenv("LOCAL_RANK", "0")  # else `init` sets it for good
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process_group, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     process_group.init()

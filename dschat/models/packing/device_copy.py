@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+import dschat.distributed as dist
+
 T = TypeVar("T")
 
 _ALIGNMENT = 16  # bytes: kernels read as many at once
@@ -29,7 +31,7 @@ def to_device(batch: T, device: str | torch.device) -> T:
     for tensor in tensors:
         starts.append(size)
         size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=dist.has_gpu())
     for tensor, start in zip(tensors, starts, strict=True):
         _part(buffer, start, tensor).copy_(tensor)
     moved = buffer.to(target, non_blocking=True)
