@@ -30,7 +30,7 @@ from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_sh
 from dschat.startup.malloc import keep_freed_memory
 from dschat.startup.openmp import limit_spinning_late
 
-if not torch.cuda.is_available():
+if not dist.has_gpu():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
@@ -55,7 +55,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     """
     if name == "fp16" and not get_accelerator().is_fp16_supported():
         raise UserError("--dtype fp16 does not work on this device; use bf16 or fp32")
-    return dtype_on(name, torch.cuda.is_available())
+    return dtype_on(name, dist.has_gpu())
 
 
 def dtype_on(name: str, on_gpu: bool) -> torch.dtype:
@@ -178,14 +178,14 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
     ``in_place``: see `keeps_gradients_in_place`; None: that of this process.
     """
     if in_place is None:
-        in_place = keeps_gradients_in_place(zero, dist.world_size(), torch.cuda.is_available())
-    in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        in_place = keeps_gradients_in_place(zero, dist.world_size(), dist.has_gpu())
+    in_cpu_memory = {"device": "cpu", "pin_memory": dist.has_gpu()}
     zero_section: dict[str, Any] = {"stage": zero.used_stage}
     if zero.offload_optimizer:
         zero_section["offload_optimizer"] = in_cpu_memory
     if zero.offload_parameters and zero.shards_parameters:
         zero_section["offload_param"] = in_cpu_memory
-    if zero.shards_parameters and not torch.cuda.is_available():
+    if zero.shards_parameters and not dist.has_gpu():
         # A CPU that gathers ahead computes nothing meanwhile, and several parameters that are
         # gathered at once are copied twice more. NOTE: 0 would fail with LoRA after a checkpoint is
         # loaded ("tracing error"): PEFT reads an adapter before its layer runs, so the order of
@@ -201,6 +201,7 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
         "zero_optimization": zero_section,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},  # which would wait for the device
     }
     if in_place:
         config["gradient_allreduce_op"] = "sum"  # the mean divides every gradient by 1
@@ -241,11 +242,11 @@ def start_deepspeed() -> None:
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
-    # DeepSpeed's shared-memory all-reduce for CPUs serves its inference engines only. Enabled, it
-    # is compiled at the first start (a minute, with a C++ compiler and Python's headers), and every
-    # run leaves 66 MB per process in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not torch.cuda.is_available():
+    if not dist.has_gpu():
+        # DeepSpeed's shared-memory all-reduce for CPUs serves its inference engines only. Enabled,
+        # it is compiled at the first start (a minute, with a C++ compiler and Python's headers),
+        # and every run leaves 66 MB per process in /dev/shm.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
         if _gather_by_gloo is not None:
             zero_parameters._dist_allgather_fn = _gather_on_cpu

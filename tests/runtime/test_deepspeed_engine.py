@@ -233,6 +233,16 @@ def test_a_user_s_settings_reach_the_engine():
     assert engine_of(net(), 3).zero_param_persistence_threshold() > 3
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_does_not_wait_for_the_device(stage, monkeypatch):
+    """DeepSpeed's throughput timer would, in every forward pass."""
+    engine, waits = engine_of(net(), stage), []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
+    for _ in range(3):  # the timer starts at its second step
+        take_step(engine, inputs(4))
+    assert waits == []
+
+
 class _Copies(TorchDispatchMode):
     """Counts the elements that are copied to other memory."""
 
