@@ -17,7 +17,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dschat.models.packing.kernels import CPU, CPU_DTYPES, META, PLAIN, Kernel, Saved
+from dschat.models.packing.kernels import (
+    CPU,
+    CPU_DTYPES,
+    META,
+    PLAIN,
+    Kernel,
+    Saved,
+    per_query_head,
+)
 from dschat.models.packing.segments import Segments
 from dschat.models.packing.varlen import VarlenKernel
 
@@ -60,9 +68,6 @@ def attention(
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     size = value.shape[-1]
     window = sliding_window if sliding_window and sliding_window < segments.longest else None
     if dropout or window:
@@ -92,7 +97,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class PackedAttention(torch.autograd.Function):
-    """(1, H, N, D) queries, keys and values to (1, H, N, D)."""
+    """(1, H, N, D) queries, (1, K, N, D) keys and values to (1, H, N, D)."""
 
     @staticmethod
     def forward(
@@ -143,6 +148,7 @@ def _sequence_by_sequence(
     window: int | None,
 ) -> Tensor:
     """With dropout or a local window, which log-sum-exps cannot join: row after row."""
+    key, value = per_query_head(key, query), per_query_head(value, query)
     parts, start = [], 0
     for prefix, answers in segments.groups:
         end = start

@@ -1,7 +1,7 @@
 """Attention kernels for packed rows: forward and backward over segments, with log-sum-exps.
 
-All take (1, H, N, D) queries, keys and values of equal numbers of heads. Keys of a segment are
-those of the same segment up to the query (causal), and all of the segment's prefix.
+All take (1, H, N, D) queries, and (1, K, N, D) keys and values, where K divides H. Keys of a
+segment are those of the same segment up to the query (causal), and all of the segment's prefix.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 class Saved(NamedTuple):
     """What a forward saves for its backward."""
 
-    q: Tensor  # (1, H, N, D), as `k`, `v` and `output`
-    k: Tensor
+    q: Tensor  # (1, H, N, D), as `output`
+    k: Tensor  # (1, K, N, D), as `v`
     v: Tensor
     output: Tensor
     logsumexp: Tensor  # (1, H, N) fp32
@@ -79,6 +79,7 @@ class SegmentKernel:
         output = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         output = output.transpose(1, 2)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         for batch in self._batches(q, segments):
             keys = _take(k, batch.keys), _take(v, batch.keys)
             part = self._forward(_take(q, batch.queries), *keys, batch.is_causal, scale)
@@ -89,6 +90,8 @@ class SegmentKernel:
         return output, logsumexp
 
     def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
+        num_groups = saved.k.shape[1]
+        saved = saved._replace(k=per_query_head(saved.k, grad), v=per_query_head(saved.v, grad))
         grads = _empty_grads(saved)
         for batch in self._batches(grad, segments):
             of_output = _take(grad, batch.queries)
@@ -96,7 +99,16 @@ class SegmentKernel:
             places = batch.queries, batch.keys, batch.keys
             for total, part, where in zip(grads, parts, places, strict=True):
                 _put(total, where, part if batch.is_causal else _take(total, where) + part)
-        return grads
+        if num_groups == grad.shape[1]:
+            return grads
+        of_keys, of_values = (x.unflatten(1, (num_groups, -1)).sum(2) for x in grads[1:])
+        return grads[0], of_keys, of_values
+
+
+def per_query_head(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values (1, K, N, D) for each of the heads of ``query``, (1, H, N, D)."""
+    repeats = query.shape[1] // x.shape[1]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
 
 
 def _take(x: Tensor, places: slice | Tensor) -> Tensor:

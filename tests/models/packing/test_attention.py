@@ -109,7 +109,15 @@ class FlashOnCPU:
             bound = SimpleNamespace(**dict(zip(names, args, strict=False)), **kwargs)
             self._check(bound)
             self.calls.append((function.__name__, bound.is_causal))
-            return function(bound)
+            groups = bound.key.shape[1]  # which divides the heads of the queries
+            repeats = bound.query.shape[1] // groups
+            bound.key, bound.value = (
+                x.repeat_interleave(repeats, dim=1) for x in (bound.key, bound.value)
+            )
+            first, *others = function(bound)
+            if function.__name__ == "backward":
+                others = [x.unflatten(1, (groups, repeats)).sum(2) for x in others]
+            return first, *others
 
         return call
 
@@ -260,10 +268,17 @@ def packed(q, k, v, segments, **options):
 
 @every_group
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_query_heads(groups, kv_heads):
-    segments = Segments(groups)
+@pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
+def test_grouped_query_heads(monkeypatch, groups, kv_heads, kernel):
+    """Keys and values are saved once, not for every head of the queries."""
+    segments, saved = Segments(groups), []
     q, k, v, upstream = tensors(segments, kv_heads=kv_heads)
-    run = lambda *x: packed(*x, segments, scaling=0.5)  # noqa: E731
+    FlashOnCPU(monkeypatch)
+    chosen = {"cpu": CPU, "plain": PLAIN, "varlen": VarlenKernel()}[kernel]
+    run = with_kernel(monkeypatch, chosen, segments, 0.5)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        run(q, k, v)
+    assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q[..., 0].numel()
     check(run, q, k, v, upstream, segments, 0.5)
 
 
