@@ -199,25 +199,23 @@ class Cluster:
         count = self.num_processes
         if count == 1:
             return [sys.executable]
-        devices = ["--num_gpus", str(count)]
+        if self._visible:
+            # NOTE: DeepSpeed's runner would take the first GPUs, and reads no names (UUIDs).
+            return _launch({"localhost": self._visible[:count]}, 0, "127.0.0.1", port)
+        return [*_runner(), "--num_gpus", str(count), "--master_port", str(port)]
+
+    @property
+    def _visible(self) -> list[str]:
+        """The GPUs of this machine that the environment allows, as it names them."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if self.gpus_here and visible != [""]:
-            # NOTE with --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES: the first GPUs.
-            devices = ["--include", f"localhost:{','.join(visible[:count])}"]
-        return [*_runner(), *devices, "--master_port", str(port)]
+        return [name.strip() for name in visible if self.gpus_here and name.strip()]
 
     def _by_hand(self, port: int) -> list[str]:
         """The processes of this machine. DeepSpeed's runner would need a hostfile to build this."""
         world: dict[str, list[Any]] = {host: list(range(n)) for host, n in self.hosts.items()}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if self.gpus_here and visible != [""]:
-            world[list(world)[self.number_here]] = visible[: self.processes_here]
-        info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
-        return [
-            *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),
-            *(f"--world_info={info}", f"--node_rank={self.config.node_rank}"),
-            *(f"--master_addr={self.config.master_addr}", f"--master_port={port}"),
-        ]
+        if self._visible:
+            world[list(world)[self.number_here]] = self._visible[: self.processes_here]
+        return _launch(world, self.config.node_rank, self.config.master_addr, port)
 
     def _over_hostfile(self, port: int) -> list[str]:
         config = self.config
@@ -372,6 +370,18 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
             f"--launcher pdsh: {path} has characters that a remote shell would interpret; choose "
             "another folder, or start train.py on every machine with its --node_rank",
         )
+
+
+def _launch(
+    world: dict[str, list[Any]], number: Optional[int], address: Optional[str], port: int
+) -> list[str]:
+    """The processes of machine ``number`` of ``world``: its name -> its GPUs."""
+    info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),
+        *(f"--world_info={info}", f"--node_rank={number}"),
+        *(f"--master_addr={address}", f"--master_port={port}"),
+    ]
 
 
 def _runner() -> list[str]:

@@ -148,9 +148,20 @@ def test_one_machine(monkeypatch):
     two = find(num_gpus=2, master_port=7000).command(2, WORDS)
     assert two[-len(WORDS) :] == WORDS
     assert two[two.index("--master_port") + 1] == "7000"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
-    two = find(gpus_here=3, num_gpus=2).command(1, WORDS)
-    assert two[two.index("--include") + 1] == "localhost:2,3"
+
+
+@pytest.mark.parametrize("names", [["2", "3", "6"], ["GPU-8f2a-11", "MIG-77c0-2", "GPU-8f2a-13"]])
+def test_the_gpus_that_are_visible(names, monkeypatch):
+    """DeepSpeed's launcher sets the variable to these again for its processes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    command = find(gpus_here=3, num_gpus=2, master_port=7000).command(1, WORDS)
+    assert {"--node_rank=0", "--master_addr=127.0.0.1", "--master_port=7000"} <= set(command)
+    assert world_of(command) == {"localhost": names[:2]}
+
+
+def world_of(command):
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
+    return json.loads(base64.urlsafe_b64decode(info))
 
 
 def test_by_hand_every_machine_knows_all():
@@ -162,15 +173,13 @@ def test_by_hand_every_machine_knows_all():
         assert {"--node_rank=1", "--master_addr=10.0.0.1", "--master_port=7002"} <= set(command)
         assert command[-len(WORDS) :] == WORDS  # no shell reads them
         assert not second.is_first
-    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
-    assert json.loads(base64.urlsafe_b64decode(info)) == {"node0": [0, 1], "node1": [0, 1]}
+    assert world_of(command) == {"node0": [0, 1], "node1": [0, 1]}
 
 
 def test_by_hand_takes_the_visible_gpus_here(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     command = find(2, num_nodes=2, num_gpus=2, node_rank=1, master_addr="a").command(1, WORDS)
-    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
-    assert json.loads(base64.urlsafe_b64decode(info)) == {"node0": [0, 1], "node1": ["4", "5"]}
+    assert world_of(command) == {"node0": [0, 1], "node1": ["4", "5"]}
 
 
 def test_srun_starts_one_task_a_process():
