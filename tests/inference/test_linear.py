@@ -71,6 +71,23 @@ def test_a_part_of_a_large_weight_is_timed(monkeypatch):
     assert timed == [(10_923, 768), (768, 768)]  # 2^23 elements
 
 
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_onednn_is_offered_for_what_the_processor_can(in_bf16, monkeypatch):
+    """A CPU without AVX512-BW has no bf16 products of oneDNN."""
+    offered = {}
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_bf16)
+    monkeypatch.setattr(
+        cpu_matmul,
+        "choose",
+        lambda use, shapes, dtype, makers: (
+            offered.update({dtype: "onednn" in makers}) or dict.fromkeys(shapes, "plain")
+        ),
+    )
+    for dtype in (FP32, torch.bfloat16, torch.float16):
+        fastest_backends([(48, 32)], 16, dtype, CPU)
+    assert offered == {FP32: True, torch.bfloat16: in_bf16, torch.float16: False}
+
+
 def test_the_operands_that_are_timed_are_those_of_the_product(monkeypatch):
     """Every candidate multiplies 16 rows by a weight of the shape."""
     outputs = {}

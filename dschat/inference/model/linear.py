@@ -33,8 +33,10 @@ def fastest_backends(
     candidates: list[Backend] = ["plain"]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         candidates.append("mkl")
-    if torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16):
-        candidates.append("onednn")
+    if torch.backends.mkldnn.is_available():
+        in_bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if dtype == torch.float32 or in_bf16:  # which needs AVX512-BW
+            candidates.append("onednn")
     makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
     timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
     choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
