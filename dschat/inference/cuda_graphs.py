@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,6 +44,14 @@ def batch_bucket(count: int, largest: int) -> int:
     return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
 
 
+@cache
+def _stream() -> torch.cuda.Stream:
+    """The stream that all of a process's engines capture on, the short-lived ones that evaluate a
+    moving average too: each has a cuBLAS workspace (32 MiB on Hopper) that is never freed.
+    """
+    return torch.cuda.Stream()
+
+
 class CudaCapture:
     """Records steps as CUDA graphs, all of them on one stream and in one memory pool.
 
@@ -54,8 +62,6 @@ class CudaCapture:
 
     def __init__(self, required: bool) -> None:
         self._required = required
-        # Each stream has a cuBLAS workspace (32 MiB on Hopper) that is never freed.
-        self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # torch's handle
         # Never replayed. Without a graph, torch lets nothing more be captured into a pool.
         self._holds_pool: torch.cuda.CUDAGraph | None = None
@@ -63,12 +69,10 @@ class CudaCapture:
 
     def __call__(self, step: Step) -> Step:
         """Record ``step``, after a warm-up run."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        current, stream = torch.cuda.current_stream(), _stream()
+        stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 step()
                 return self._recorded(step).replay
         except Exception as error:  # torch's, or of Triton, which have no type in common
@@ -79,7 +83,7 @@ class CudaCapture:
                 "cuda_graphs out to run such steps eagerly"
             ) from error
         finally:
-            current.wait_stream(self._stream)
+            current.wait_stream(stream)
 
     def _recorded(self, step: Step) -> torch.cuda.CUDAGraph:
         with suppress(torch.OutOfMemoryError):

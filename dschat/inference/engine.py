@@ -20,7 +20,7 @@ from dschat.distributed import Group
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop
-from dschat.inference.engine_config import EngineConfig, device_named
+from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_step
@@ -78,6 +78,7 @@ class InferenceEngine:
         sizes: EngineConfig | None = None,
         group: Group | None = None,
     ) -> None:
+        require_current(device)
         limit_spinning_late()
         avoid_cudnn_attention()
         self.config, self.dtype, self.device = config, dtype, device

@@ -110,6 +110,15 @@ class EngineConfig:
         return free_bytes // 2 if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
 
 
+def require_current(device: torch.device) -> None:
+    """Raise ``UserError`` for a GPU but the current one, on which streams and graphs are."""
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise UserError(
+            f"device {device} is not the current one; call torch.cuda.set_device({device.index}) "
+            f"first, or start the process with CUDA_VISIBLE_DEVICES={device.index}"
+        )
+
+
 def device_named(name: str) -> torch.device:
     """Raises ``UserError`` where torch does not know the device, or the machine has none."""
     try:

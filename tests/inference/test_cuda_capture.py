@@ -12,7 +12,7 @@ import torch
 from families import empty_engine, engine
 
 from dschat.config import UserError
-from dschat.inference import SamplingParams
+from dschat.inference import SamplingParams, cuda_graphs
 from dschat.inference.cuda_graphs import CudaCapture, capture_for
 
 PROMPTS = [[5, 6, 7], [8] * 9]
@@ -98,7 +98,9 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    return Driver(monkeypatch)
+    cuda_graphs._stream.cache_clear()
+    yield Driver(monkeypatch)
+    cuda_graphs._stream.cache_clear()
 
 
 def number_of_runs(capture, fails=()):
@@ -125,6 +127,12 @@ def test_captures_share_stream_and_pool_and_wait_for_nothing(driver):
         "main waits for side 1",
     ]
     assert driver.calls == one + one
+
+
+def test_all_engines_of_a_process_capture_on_one_stream(driver):
+    for _ in range(3):
+        number_of_runs(CudaCapture(required=True))
+    assert driver.streams == 1
 
 
 def test_a_pool_outlives_its_graphs(driver):

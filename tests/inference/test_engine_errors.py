@@ -11,6 +11,7 @@ from transformers import GPTJConfig
 from dschat.config import UserError
 from dschat.distributed import Group
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.inference.engine_config import require_current
 from dschat.inference.sampler import Sampler
 
 SAMPLING = SamplingParams(max_new_tokens=10)
@@ -258,3 +259,12 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path):
     with pytest.raises(UnsupportedModel, match="needs its own Python code") as error:
         InferenceEngine.from_pretrained(tmp_path)
     assert_one_line(error)
+
+
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
+    """Its graphs would be captured on a stream of the current one: an empty graph, wrong tokens."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(UserError, match=r"^device cuda:1 .* torch.cuda.set_device\(1\) first"):
+        InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cuda:1"))
+    for device in ("cuda", "cuda:0", "cpu"):
+        require_current(torch.device(device))
