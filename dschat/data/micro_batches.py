@@ -6,11 +6,15 @@ fit.
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import dschat.distributed as dist
+
+
+_MOST_ALIKE = 64  # rows of a micro-batch whose sizes bound its number
 
 
 class RowTokens(NamedTuple):
@@ -71,13 +75,20 @@ def spread(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 def _fewest(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """`spread` over as few parts as keep within ``limit``; a size above it is alone."""
-    count = max(1, -(-sum(sizes) // limit)) if limit > 0 else len(sizes)
-    while count < len(sizes):
+    alone = [i for i, size in enumerate(sizes) if size > limit]
+    if alone:
+        others = [i for i, size in enumerate(sizes) if size <= limit]
+        parts = _fewest([sizes[i] for i in others], limit) if others else []
+        return [*([i] for i in alone), *([others[i] for i in part] for part in parts)]
+    # A part holds at most k sizes above limit / (k + 1): else thousands of counts would be tried.
+    ordered = sorted(sizes)
+    above = (len(sizes) - bisect_right(ordered, limit // (k + 1)) for k in range(1, _MOST_ALIKE))
+    count = max(1, -(-sum(sizes) // max(limit, 1)), *(-(-n // k) for k, n in enumerate(above, 1)))
+    while True:  # ends at a part for each size
         parts = spread(sizes, count)
         if sum(sizes[i] for i in parts[0]) <= limit:
             return parts
         count += 1
-    return spread(sizes, len(sizes))
 
 
 def shares_of_ranks(rows: Sequence[RowTokens], budget: int, num_ranks: int) -> list[list[int]]:

@@ -123,3 +123,21 @@ def test_sums_differ_by_less_than_the_largest_size(count):
     assert sum(sums) == sum(sizes)
     assert sums == sorted(sums, reverse=True)
     assert sums[0] - sums[-1] < max(sizes)
+
+
+@pytest.mark.parametrize("size", [600, 400, 260])
+def test_thousands_of_large_rows_are_cut_at_once(size, monkeypatch):
+    """Where the sum of the rows says little about the number of micro-batches."""
+    tried = []
+    monkeypatch.setattr(
+        "dschat.data.micro_batches.spread",
+        lambda sizes, n: tried.append(len(sizes)) or spread(sizes, n),
+    )
+    parts = MicroBatchSize(1, 1000).split([answer(None, 0, size)] * 4000)
+    assert len(parts) == -(-4000 // (1000 // size))
+    assert sum(n > 1 for n in tried) < 10
+
+
+def test_a_row_beyond_the_budget_leaves_the_others_together():
+    parts = MicroBatchSize(1, 10).split([answer(None, 0, n) for n in (3, 25, 4, 3)])
+    assert parts == [[1], [0, 2, 3]]
