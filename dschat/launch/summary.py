@@ -124,8 +124,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
-    """The finite values of a metric, in order. NaN is the mean of no values."""
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+    """The finite values of a metric, in order; null is the mean of no values."""
+    values = (row.get(name) for row in rows)  # NaN in files of older versions
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _last(rows: list[dict[str, Any]], name: str) -> Number:

@@ -61,7 +61,11 @@ class RowFile:
         self._write_out()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._unwritten += (json.dumps(row) + "\n").encode()
+        """Append ``row``. JSON has no NaN and infinity: they become null."""
+        text = json.dumps(row)
+        if "NaN" in text or "Infinity" in text:
+            text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+        self._unwritten += (text + "\n").encode()
         self._write_out()
 
     def _write_out(self) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from dschat.config import SFTConfig, UserError
 from dschat.observability.metrics_log import MetricsLog
+from dschat.observability.row_file import RowFile
 
 
 def log_of(folder, resume=None, tensorboard=False):
@@ -198,3 +200,16 @@ def test_weights_and_biases_continues_its_run(tmp_path, monkeypatch):
     assert {"id": "abc", "resume": "allow"}.items() <= second.items()
     assert "id" not in first
     assert "id" not in third
+
+
+def test_every_row_is_json(tmp_path):
+    """JSON has no NaN: readers in other languages, and jq, refuse the file."""
+    file = RowFile(tmp_path / "rows.jsonl", keeps_rows=False)
+    file.write({"step": 1, "a": math.nan, "b": [1.5, -math.inf], "text": "NaN is text"})
+    file.close()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    row = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "a": None, "b": [1.5, None], "text": "NaN is text"}
