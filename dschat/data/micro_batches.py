@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import dschat.distributed as dist
 
-
 _MOST_ALIKE = 64  # rows of a micro-batch whose sizes bound its number
 
 

@@ -106,8 +106,9 @@ class Environment:
             text = str(text.get("observation", prompt)).removeprefix(prompt)
         if not isinstance(text, str | None):
             raise EnvironmentFault(f"reset returned {shown(text)}; return a str or None")
-        self._text = prompt + (text or "")
-        return text or ""
+        text = sound(text or "")
+        self._text = prompt + text
+        return text
 
     def step(self, answer: str, marked: str = "") -> Observation:
         """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted.
@@ -164,6 +165,11 @@ class Environment:
         if any(p.kind is p.VAR_KEYWORD for p in accepted):
             given = {**self._columns, **given}
         return called(function, *args, **given)
+
+
+def sound(text: str) -> str:
+    """``text`` with question marks for halves of characters (lone surrogates of JSON's escapes)."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def called(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ class Episode:
     """A prompt, and what followed it: the model's answers and the environment's replies.
 
     Attributes:
-        prompt: P ids. What the environment's ``reset`` appends to it is part of it.
+        prompt: P ids. What the environment's ``reset`` ``appended`` to it is part of it.
         row: of the prompt among those that are run.
         key: prompt and sample, on which the draws depend.
         tokens: A tokens after the prompt.
@@ -78,6 +78,7 @@ class Episode:
     row: int
     key: tuple[int, int]
     environment: Environment
+    appended: str = ""
     tokens: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -322,6 +323,7 @@ class EpisodeRunner:
         if text:
             try:
                 episode.prompt = self._appended(episode.row, text)
+                episode.appended = text
             except EnvironmentFault as fault:
                 episode.problem = str(fault)
                 return

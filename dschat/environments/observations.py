@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.segments import RefusedChat, Segment, encode, end_of, render_chat, require_eos
-from dschat.environments.contract import EnvironmentFault, Observation, ToolResult
+from dschat.environments.contract import EnvironmentFault, Observation, ToolResult, sound
 from dschat.models.tokenizer import stop_ids
 
 _ASKED, _ANSWERED, _SAID = "question", "the-answer", "the-observation"
@@ -99,7 +99,7 @@ class ObservationTokens:
         return whole[end.end() :]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        (ids,) = encode(self._tokenizer, [Segment(text, before=self._end)])
+        (ids,) = encode(self._tokenizer, [Segment(sound(text), before=self._end)])
         return tuple(ids)
 
 

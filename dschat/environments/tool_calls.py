@@ -116,20 +116,21 @@ def _mark(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _calls(text: str, is_marked: bool) -> list[Call]:
     """The calls that ``text`` begins with: JSON objects, or a list of them."""
+    found: list[Call] = []
     text = text.strip()
-    if not is_marked and not re.match(r"[\[{]", text):
-        return []
-    try:
-        value, end = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        problem = f"the tool call is not JSON: {_line(error)}"
-        return [Call(problem=problem)] if is_marked else []
-    values = value if isinstance(value, list) else [value]
-    calls = [_call(value) for value in values]
-    if not is_marked and any(call.problem for call in calls):
-        return []  # JSON, but no call
-    rest = text[end:].lstrip(" \n;,")
-    return calls + (_calls(rest, False) if rest.startswith("{") else [])
+    starts: tuple[str, ...] = ("{", "[")
+    while is_marked or text.startswith(starts):
+        try:
+            value, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            problem = f"the tool call is not JSON: {_line(error)}"
+            return [Call(problem=problem)] if is_marked else found
+        calls = [_call(value) for value in (value if isinstance(value, list) else [value])]
+        if not is_marked and any(call.problem for call in calls):
+            break  # JSON, but no call
+        found += calls
+        text, is_marked, starts = text[end:].lstrip(" \n;,"), False, ("{",)
+    return found
 
 
 def _call(value: Any) -> Call:
@@ -141,7 +142,7 @@ def _call(value: Any) -> Call:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Call(name, problem=f"its arguments are not JSON: {_line(error)}")
     if given is None:
         given = {}

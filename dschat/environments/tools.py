@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 from dschat.config import UserError
-from dschat.environments.contract import EnvironmentFault, shown
+from dschat.environments.contract import EnvironmentFault, shown, sound
 from dschat.rewards.loader import resolve
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -94,7 +94,7 @@ def result_text(value: Any) -> str:
         EnvironmentFault: it is neither.
     """
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return sound(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -8,6 +8,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.segments import RefusedChat, prompt_text_ids
+from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment, EnvironmentFault
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
@@ -120,11 +121,8 @@ class EpisodeCollector(RolloutCollector):
         """
         if prompts.sources is None:
             raise EnvironmentFault("reset returned text, but of the prompts only ids are known")
-        source, limit = prompts.sources[row], self.scorer.args.max_prompt_seq_len
-        if isinstance(source, str):
-            source += text
-        else:
-            source = [*source[:-1], {**source[-1], "content": source[-1]["content"] + text}]
+        source = _with_text(prompts.sources[row], text)
+        limit = self.scorer.args.max_prompt_seq_len
         try:
             ids = prompt_text_ids(self._engine.tokenizer, source, self._source.schemas)
         except RefusedChat as error:
@@ -162,7 +160,21 @@ def limits_of(args: RLHFConfig) -> EpisodeLimits:
 def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
     """The prompt of each episode: environments may have added to those of ``prompts``."""
     table = prompts.pick([episode.row for episode in episodes])
-    return replace(table, ids=[episode.prompt for episode in episodes])
+    sources, texts = table.sources, table.texts
+    if sources is not None:
+        pairs = zip(sources, episodes, strict=True)
+        sources = [_with_text(source, e.appended) for source, e in pairs]
+    if texts is not None:
+        texts = [text + e.appended for text, e in zip(texts, episodes, strict=True)]
+    ids = [episode.prompt for episode in episodes]
+    return replace(table, ids=ids, sources=sources, texts=texts)
+
+
+def _with_text(source: Content, text: str) -> Content:
+    """A prompt with ``text`` after it, in a chat in its last turn."""
+    if isinstance(source, str):
+        return source + text
+    return [*source[:-1], {**source[-1], "content": source[-1]["content"] + text}]
 
 
 def rollout_of(episodes: list[Episode]) -> Rollout:

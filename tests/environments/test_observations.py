@@ -102,3 +102,9 @@ def test_a_template_without_a_place_for_it():
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(UserError, match="--environment: the chat template does not render"):
         ObservationTokens(tokenizer, is_chat=True)
+
+
+def test_half_a_character_is_a_question_mark():
+    """A tool may repeat what a model wrote in JSON's escapes, which is no text."""
+    tokens = ObservationTokens(tokenizer_of("chatml"), is_chat=True)
+    assert tokens(Observation("a\ud83db")) == tokens(Observation("a?b"))

@@ -166,3 +166,28 @@ def test_a_template_without_a_place_for_results():
     )
     with pytest.raises(UserError, match="--tools: the chat template does not render a tool's resu"):
         ObservationTokens(tokenizer_of(template), is_chat=True).require_tools()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_a_model_writes_is_read(form):
+    """Deep nesting, thousands of calls: a call, a problem told to the model, or an answer."""
+    tokenizer = tokenizer_of(FORMS[form])
+    parse = CallParser(tokenizer, SCHEMAS)
+    one = written(tokenizer, called({"query": "q", "limit": 1}))
+    deep = "[" * 20_000
+    string = written(tokenizer, called({"query": "NESTED", "limit": 1}))
+    for answer in (
+        one.replace('"q"', deep),
+        string.replace('{"query": "NESTED", "limit": 1}', '"' + deep + '"'),
+        deep,
+        '{"name": "search", "arguments": "' + deep + '"}',
+    ):
+        assert all(call.problem or call.name == "search" for call in parse(answer))
+    many = parse(one * 3000)
+    assert {call.name for call in many if not call.problem} <= {"search"}
+
+
+def test_calls_in_a_row_are_all_read():
+    parse = CallParser(tokenizer_of(FORMS["json"]), SCHEMAS)
+    one = '{"name": "search", "arguments": {"query": "q", "limit": 1}}'
+    assert len(parse("; ".join([one] * 3000))) == 3000

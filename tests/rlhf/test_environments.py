@@ -11,6 +11,7 @@ from tiny_models import EOS
 
 from dschat.config import UserError
 from dschat.data.batches import TokenizedPrompts
+from dschat.data.segments import prompt_text_ids
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 CASE = Case("ppo", iterations=2)
@@ -137,6 +138,29 @@ def test_reward_functions_that_begin_early_score_the_same(environment, models_fo
         seen.append([getattr(e, name).tolist() for name in names])
         seen[-1] += [trainer.metrics["objective/scores/graded"]]
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("pool", ["none", "thread"])
+def test_reward_functions_see_the_text_that_reset_appended(pool, models_folder):
+    """In prompts as text, as in their ids; and so does who re-tokenizes the prompt."""
+    seen = {}
+
+    def told(prompts, prompt_ids):
+        seen.update(zip(map(tuple, prompt_ids), prompts, strict=True))
+        return [0.0] * len(prompts)
+
+    options = {"reward_pool": pool, "reward_workers": 2}
+    trainer = trainer_of(models_folder, Opened, [told], **options)
+    batch = TokenizedPrompts(PROMPTS, sources=TEXTS, texts=TEXTS)
+    e = trainer.generate_experience(batch)
+    trainer.programs.close()
+    tokenizer = trainer.engine.tokenizer
+    for ids, text in seen.items():
+        assert prompt_text_ids(tokenizer, text) == list(ids)
+    starts = zip(e.input_ids.tolist(), e.prompt_lengths.tolist(), e.sources, strict=True)
+    for ids, length, source in starts:
+        assert prompt_text_ids(tokenizer, source) == ids[:length]
+    assert len(seen) > len(PROMPTS)  # samples of a prompt have other texts
 
 
 def test_reward_functions_begin_while_episodes_run(models_folder):
