@@ -26,7 +26,7 @@ from dschat.models.lora import check_rank
 from dschat.models.model_kind import checkpoint_headers, integer_weights, reward_form, score_class
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.text_part import text_keys
-from dschat.models.vocabulary import drop_invalid_pad
+from dschat.models.vocabulary import drop_pad
 
 Kind = Literal["lm", "score"]
 
@@ -111,7 +111,7 @@ def _meta_model(
         if kind == "score":
             config.num_labels, auto_class = 1, AutoModelForSequenceClassification
             score_class(config)
-        drop_invalid_pad(config)
+        drop_pad(config)
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
 

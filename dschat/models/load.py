@@ -41,7 +41,7 @@ from dschat.models.model_kind import (
 )
 from dschat.models.row_length import fix_rotary
 from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
-from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
+from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
@@ -94,7 +94,7 @@ def load_causal_lm(
     """
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
-    pad_token_id = drop_invalid_pad(config)
+    pad_token_id = drop_pad(config)
     tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
     if tied and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
@@ -104,7 +104,8 @@ def load_causal_lm(
     _check(model, info, name_or_path, flag)
     model.rest = info["rest"]
     grow_embeddings(model, num_tokens)
-    if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
+    known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
+    if known and config.model_type != "youtu":  # transformers would zero the row at every load
         model.config.pad_token_id = pad_token_id
     return model
 
@@ -135,9 +136,7 @@ def load_score_backbone(
     if form == "base" and not from_base:
         raise not_a_reward_model(name_or_path, flag, config)
     config.num_labels = 1
-    if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
-        config.pad_token_id = pad_token_id
-    drop_invalid_pad(config)
+    drop_pad(config)
     options = dtype, dropout, attn_implementation, trust_remote_code, longest_row, form == "v_head"
     auto_class = AutoModelForSequenceClassification
     model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
