@@ -204,25 +204,22 @@ def _from_pretrained(
         raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
     except pickle.UnpicklingError as error:
         raise refused_pickle(name_or_path, flag) from error
-    except RuntimeError as error:
+    except (IndexError, RuntimeError, ValueError) as error:
         # NOTE: ZeRO-3's loader does not honour ignore_mismatched_sizes.
-        if "size mismatch" not in str(error):
-            raise
-        reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
-        raise UserError(f"{flag} {name_or_path}: {reason}") from error
-    except (IndexError, ValueError) as error:  # initializes by shapes, which shards do not have
-        if not is_deepspeed_zero3_enabled():
+        if fault := next((s for s in str(error).splitlines() if "size mismatch" in s), None):
+            raise UserError(f"{flag} {name_or_path}: {fault.strip()}") from error
+        # It initializes and splits by shapes, which shards do not have.
+        by_shape = not isinstance(error, RuntimeError) or "split_with_sizes" in str(error)
+        if not (by_shape and is_deepspeed_zero3_enabled()):
             raise
         raise UserError(
             f"{flag} {name_or_path}: transformers cannot load this family in shards "
-            f"({first_line(error)}); use ZeRO stage 2 or less"
+            f"({first_line(error.__cause__ or error)}); use ZeRO stage 2 or less"
         ) from error
     if dropout == 0.0:
         silence_routers(model)
     model.longest_row = longest_row  # `PackedModel.check` reads it
     model.config.use_cache = False  # training does not read the cache; generation enables it
-    # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
-    model.get_input_embeddings().padding_idx = None
     others = _not_loaded(model, info, keys, name_or_path, flag)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     info["rest"] = Rest(name_or_path, (prefix, plain), frozenset(others))
