@@ -70,7 +70,7 @@ class Family:
 
     def run(self, columns: tuple[str, ...]) -> None:
         """Fill ``cells``. A family whose checkpoint is refused or not read gets no other cells."""
-        if not self._cell("built", lambda: family_configs.save(self.family, self._checkpoint)):
+        if not self._cell("loads", lambda: family_configs.save(self.family, self._checkpoint)):
             return
         self.cells.clear()
         checked = Checked(self._checkpoint)

@@ -209,7 +209,7 @@ def model_class(family: str, config: PretrainedConfig) -> Any:
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model with random weights, fp32; vectors and router biases drawn too, so that a lost
-    one shows.
+    one shows. Doge's ``A`` too, without which its attention is a plain one.
     """
     config = tiny_config(family)
     with torch.random.fork_rng(devices=[]):
@@ -220,7 +220,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
         else:
             model = loader(config)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dim() == 1 and name.endswith(("bias", "norm.weight")):
+            if tensor.dim() == 1 and name.endswith(("bias", "norm.weight", "attn.A")):
                 centre = 0.0 if name.endswith("bias") else tensor.data.float().mean().item()
                 tensor.data.normal_(centre, 0.1)
     return model.eval()

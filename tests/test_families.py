@@ -45,6 +45,31 @@ def test_a_popular_family_is_itself_from_load_to_save(family, tmp_path):
     assert faults(cells(family, tmp_path, columns), columns) == {}
 
 
+@pytest.mark.parametrize(
+    ("family", "column"),
+    [
+        ("gemma3n_text", "ZeRO-3"),  # reads in training the weights of modules that evaluation runs
+        ("youtu", "ZeRO-3"),  # zeroes its pad row at every load
+        ("nemotron_h", "LoRA"),
+        ("inkling2_text", "packed"),
+        ("llama4", "packed"),
+        ("doge", "packed"),
+    ],
+)
+def test_a_family_of_unusual_code_passes(family, column, tmp_path):
+    row = cells(family, tmp_path, ("loads", column, "names", "reloads"))
+    columns = ("loads", column) + (("names", "reloads") if column in benchmark.SFT else ())
+    assert faults(row, columns) == {}
+
+
+def test_a_family_that_does_not_load_in_shards_is_refused(tmp_path):
+    """Transformers splits a fused weight of Sarvam's by the shapes of shards."""
+    row = cells("sarvam_moe", tmp_path, ("loads", "ZeRO-3"))
+    assert row["loads"] == "0"
+    assert row["ZeRO-3"].startswith("refused: --model_name_or_path: transformers cannot load this")
+    assert row["ZeRO-3"].endswith("; use ZeRO stage 2 or less")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", POPULAR)
 def test_a_popular_family_passes_every_step(family, tmp_path):

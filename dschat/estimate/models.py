@@ -31,6 +31,7 @@ from dschat.models.load import load_config, set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
+from dschat.models.vocabulary import drop_pad
 from dschat.observability.flops import ModelShape, shape_of
 
 _SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
@@ -167,9 +168,7 @@ class Models:
         auto = AutoModelForCausalLM
         if use.kind == "score":
             config.num_labels, auto = 1, AutoModelForSequenceClassification
-        text = config.get_text_config()
-        if text.pad_token_id is not None and not 0 <= text.pad_token_id < text.vocab_size:
-            text.pad_token_id = config.pad_token_id = None
+        drop_pad(config)
 
         def build(config: PretrainedConfig) -> PreTrainedModel:
             with init_empty_weights(include_buffers=True):

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
 from dschat.inference.protocol import (
     Answered,
     FinishReason,
@@ -132,13 +133,18 @@ class HuggingFaceGenerator:
         """Answer every prompt ``sampling.n`` times; see `Generator`.
 
         Raises:
-            UserError: a prompt that cannot be answered; or, by the self-check, log-probs with a
-                cache that differ from those of a plain forward.
+            UserError: a prompt that cannot be answered; or, by the self-check, decoding with a
+                cache that fails, or whose log-probs differ from those of a plain forward.
         """
         indices = list(range(len(prompts))) if indices is None else indices
         self._check(prompts, sampling)
         if self.batching.unchecked and prompts:
-            self._check_itself(prompts, sampling.max_new_tokens)
+            try:
+                self._check_itself(prompts, sampling.max_new_tokens)
+            except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+                if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
+                    raise
+                raise self._unable(f"its cache fails ({first_line(error)})") from error
         return self._generate(prompts, sampling, indices, answered)
 
     def _generate(

@@ -63,8 +63,9 @@ def check_fit(
 def check_positions(
     config: PretrainedConfig, length: int, name_or_path: str, flags: str, remedy: str
 ) -> None:
-    """Raise ``UserError`` if ``length`` tokens exceed the model's positions."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Raise ``UserError`` if ``length`` tokens exceed the model's positions, or Doge's window."""
+    text, limits = config.get_text_config(), ("max_position_embeddings", "keep_window_size")
+    positions = min(filter(None, (getattr(text, limit, None) for limit in limits)), default=None)
     if positions is not None and length > positions:
         raise UserError(f"{flags} {length}: {name_or_path} has {positions} positions; {remedy}")
 

@@ -42,7 +42,7 @@ from dschat.models.model_kind import (
 )
 from dschat.models.row_length import fix_rotary
 from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
-from dschat.models.vocabulary import drop_invalid_pad, embedding_rows, grow_embeddings
+from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
@@ -99,7 +99,7 @@ def load_causal_lm(
     """
     config = load_config(name_or_path, flag, trust_remote_code)
     require_causal_lm(config, name_or_path, flag)
-    pad_token_id = drop_invalid_pad(config)
+    pad_token_id = drop_pad(config)
     tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
     if tied and has_own_head(name_or_path, flag):
         # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
@@ -109,7 +109,8 @@ def load_causal_lm(
     _check(model, info, name_or_path, flag)
     model.rest = info["rest"]
     grow_embeddings(model, num_tokens)
-    if pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config):
+    known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
+    if known and config.model_type != "youtu":  # transformers would zero the row at every load
         model.config.pad_token_id = pad_token_id
     return model
 
@@ -140,9 +141,7 @@ def load_score_backbone(
     if form == "base" and not from_base:
         raise not_a_reward_model(name_or_path, flag, config)
     config.num_labels = 1
-    if pad_token_id < config.vocab_size:  # nn.Embedding rejects a padding_idx out of range
-        config.pad_token_id = pad_token_id
-    drop_invalid_pad(config)
+    drop_pad(config)
     options = dtype, dropout, attn_implementation, trust_remote_code, longest_row, form == "v_head"
     auto_class = AutoModelForSequenceClassification
     model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
@@ -175,7 +174,7 @@ def load_shapes(
     if kind == "score":
         config.num_labels, auto_class = 1, AutoModelForSequenceClassification
         form = reward_form(config, name_or_path, flag)
-    drop_invalid_pad(config)
+    drop_pad(config)
     options = torch.float32, None, attn_implementation, False, 0, form == "v_head", "meta"
     model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
     if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
@@ -241,25 +240,22 @@ def _from_pretrained(
         raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
     except pickle.UnpicklingError as error:
         raise refused_pickle(name_or_path, flag) from error
-    except RuntimeError as error:
+    except (IndexError, RuntimeError, ValueError) as error:
         # NOTE: ZeRO-3's loader does not honour ignore_mismatched_sizes.
-        if "size mismatch" not in str(error):
-            raise
-        reason = next(line for line in str(error).splitlines() if "size mismatch" in line).strip()
-        raise UserError(f"{flag} {name_or_path}: {reason}") from error
-    except (IndexError, ValueError) as error:  # initializes by shapes, which shards do not have
-        if not is_deepspeed_zero3_enabled():
+        if fault := next((s for s in str(error).splitlines() if "size mismatch" in s), None):
+            raise UserError(f"{flag} {name_or_path}: {fault.strip()}") from error
+        # It initializes and splits by shapes, which shards do not have.
+        by_shape = not isinstance(error, RuntimeError) or "split_with_sizes" in str(error)
+        if not (by_shape and is_deepspeed_zero3_enabled()):
             raise
         raise UserError(
             f"{flag} {name_or_path}: transformers cannot load this family in shards "
-            f"({first_line(error)}); use ZeRO stage 2 or less"
+            f"({first_line(error.__cause__ or error)}); use ZeRO stage 2 or less"
         ) from error
     if dropout == 0.0:
         silence_routers(model)
     model.longest_row = longest_row  # `PackedModel.check` reads it
     model.config.use_cache = False  # training does not read the cache; generation enables it
-    # Masks come from lengths. padding_idx would block EOS's gradient when pad is EOS.
-    model.get_input_embeddings().padding_idx = None
     others = _not_loaded(model, info, keys, name_or_path, flag)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     info["rest"] = Rest(name_or_path, (prefix, plain), frozenset(others))

@@ -13,6 +13,8 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +28,8 @@ from dschat.models.training_engine import full_shape
 logger = logging.getLogger("dschat")
 
 _HEADS = ("score", "lm_head", "embed_out")
+# PEFT refuses adapters on their out_proj, whose weight Mamba's kernels read.
+_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPER = re.compile(r"\.base_layer(?=\.)")  # one a wrapper: PEFT nests those of fused experts
 
@@ -46,17 +50,23 @@ def add_lora(
     whole model trains, as in DeepSpeed-Chat. ``alpha`` 0 means 2 * ``rank``.
     """
     targets = target_modules(model, modules, flag)
-    experts = expert_names(model) if targets == "all-linear" else {*modules} & expert_names(model)
+    ends = ("",) if targets == "all-linear" else tuple(f".{name}" for name in modules)
+    experts = [name for name in expert_parameters(model) if name.endswith(ends)]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,
         target_modules=targets,
-        target_parameters=sorted(experts) or None,
+        target_parameters=experts or None,
         exclude_modules=[*_HEADS, *_other_linears(model)],
         lora_dropout=0.0,
         bias="none",
     )
     try:
+        convert_peft_config_for_transformers(config, model, None)
+        if targets == "all-linear" and isinstance(config.target_modules, set):
+            # It has dropped dense layers that are named as experts were in transformers 4.
+            layers = (n for n in linear_layers(model) if not check_target_module_exists(config, n))
+            config.target_parameters |= {f"{name}.weight" for name in layers}
         with warnings.catch_warnings():  # PEFT looks for its own pattern among modules only
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
             wrapped = get_peft_model(model, config)
@@ -140,11 +150,14 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
 
 def _other_linears(model: nn.Module) -> set[str]:
     """Names of linear layers that compute something else, such as Llama 4's routers: no adapter."""
-    return {
+    others = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        if type(module).__name__ != "FalconLinear"  # the same product in two operations
     }
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return others | {"out_proj"} if model_type in _MAMBAS else others
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

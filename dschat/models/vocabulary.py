@@ -47,15 +47,15 @@ def grow_embeddings(model: PreTrainedModel, num_tokens: int) -> None:
     logger.info("embedding grown from %d to %d rows to match the tokenizer", old, num_tokens)
 
 
-def drop_invalid_pad(config: PretrainedConfig) -> int | None:
-    """Remove a pad id outside the embedding from ``config``; returns the original pad id.
-
-    ``nn.Embedding`` rejects such an id as padding_idx, and takes -1 as its last row.
+def drop_pad(config: PretrainedConfig) -> int | None:
+    """Remove the pad id from ``config`` and return it, for a model whose embedding treats all rows
+    alike. ``nn.Embedding`` rejects a padding_idx that it has no row for, takes -1 as its last row
+    and trains none; Youtu zeroes it at every load. Masks come from lengths.
     """
     text = config.get_text_config()
     pad_token_id = getattr(text, "pad_token_id", None)
-    if pad_token_id is not None and not 0 <= pad_token_id < text.vocab_size:
-        text.pad_token_id = config.pad_token_id = None
+    for part in (text, config):
+        vars(part)["pad_token_id"] = None  # some classes validate that it is a number
     return pad_token_id
 
 

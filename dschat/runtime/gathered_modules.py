@@ -19,8 +19,8 @@ _RUNS_ON_LONG_ROWS = ("compressor", "indexer")
 
 def mark_leaves(module: nn.Module) -> None:
     """Let ZeRO-3 gather all weights of a module at once, and reduce all of their gradients, where
-    the rows decide which of its children run. Otherwise ranks would gather halves of different
-    weights into one, or wait for each other.
+    the rows decide which of its children run, or the mode (Gemma 3n's AltUp). Otherwise ranks would
+    gather halves of different weights into one, or wait for each other.
 
     Call before ``deepspeed.initialize``.
     """
@@ -28,7 +28,7 @@ def mark_leaves(module: nn.Module) -> None:
         for name, child in parent.named_children():
             if name in _RUNS_ON_LONG_ROWS:
                 set_z3_leaf_module(child, True)
-            elif isinstance(child, nn.ModuleList) and "expert" in name:
+            elif name == "altup" or (isinstance(child, nn.ModuleList) and "expert" in name):
                 set_z3_leaf_module(parent, True)
 
 

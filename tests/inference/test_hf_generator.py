@@ -170,6 +170,38 @@ def test_a_cache_that_computes_something_else_is_refused(monkeypatch):
         generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
 
 
+def test_a_cache_that_fails_is_refused():
+    """Heads narrower than xLSTM's cache, which rounds them up."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("xlstm", **sizes, chunk_size=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = HuggingFaceGenerator(model, (EOS,), EOS, self_check=True)
+    with pytest.raises(
+        UserError, match=r"^xLSTMForCausalLM cannot .* \(.* must match .*\); use an"
+    ):
+        generator.generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_device_that_fails_is_not_the_models_fault(error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    model = causal_lm("phi")
+    monkeypatch.setattr(model.model.layers[0], "forward", fail)
+    generator = HuggingFaceGenerator(model, (EOS,), EOS, self_check=True)
+    with pytest.raises(type(error)) as raised:
+        generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    assert raised.value is error
+
+
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2, top_p=0.9, temperature=1.3)
 
 

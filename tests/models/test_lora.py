@@ -16,12 +16,38 @@ from dschat.models.fit import check_fit
 from dschat.models.lora import adapters, adapters_off, add_lora, check_rank, unwrapped_name
 
 ALL = ["all-linear"]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+FAMILIES = {
+    # A dense layer, and one with a shared expert, whose parts PEFT takes for those of experts.
+    "deepseek_v3": SIZES
+    | {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16)
+    | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    # The fused experts' names are those of other modules: weight.
+    "jetmoe": SIZES
+    | {
+        "num_local_experts": 4,
+        "kv_channels": 16,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+    },
+    "falcon": SIZES,  # a linear layer with its own forward
+}
 CPU = torch.device("cpu")
+
+
+def made(name):
+    if name not in FAMILIES:
+        return causal_lm(name)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **FAMILIES[name], initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
     """A tiny PEFT model with random, non-zero B matrices."""
-    wrapped = add_lora(causal_lm(name), 4, alpha, modules, only, "--lora_modules")
+    wrapped = add_lora(made(name), 4, alpha, modules, only, "--lora_modules")
     generator = torch.Generator().manual_seed(0)
     for n, p in wrapped.named_parameters():
         if "lora_B" in n:
@@ -34,6 +60,7 @@ def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
     [
         *("llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox"),
         *("qwen3_moe", "gpt_oss"),  # fused experts, of which PEFT adapts the first by itself
+        *FAMILIES,
     ],
 )
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
@@ -41,15 +68,33 @@ def test_merging_is_what_peft_merges(name, alpha):
     wrapped = with_random_adapters(name, alpha=alpha)
     ours = dict(weight_stream(wrapped, CPU))
     trained = probe_logprobs(wrapped)
-    base = causal_lm(name)
+    base = made(name)
     moved = [n for n, p in base.named_parameters() if not torch.equal(ours[n], p)]
     assert len(moved) == len(adapters(wrapped))
     theirs = wrapped.merge_and_unload()
+    kept = theirs.state_dict()
     names = dict(theirs.named_parameters())
+    names |= {n: buffer for n, buffer in theirs.named_buffers() if n in kept}
     assert set(ours) == set(names)
     for n, weight in names.items():
         torch.testing.assert_close(ours[n], weight.data, atol=1e-6, rtol=1e-6)
     assert sum(probe_logprobs(theirs), []) == pytest.approx(sum(trained, []), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [
+        ("deepseek_v3", None),
+        ("jetmoe", None),
+        ("falcon", None),
+        ("nemotron_h", "mixer.conv1d, mixer.gate, mixer.out_proj"),
+    ],
+)
+def test_what_all_linear_leaves_bare(name, bare, caplog):
+    with caplog.at_level("INFO", "dschat"):
+        with_random_adapters(name)
+    assert ("without one" in caplog.text) == (bare is not None)
+    assert bare is None or f"without one: {bare}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.models.fit import check_positions
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import load_causal_lm
 from dschat.models.packing import pack
@@ -241,3 +242,11 @@ def test_a_rounding_tie_is_no_fault():
     fault[[5, 16, 27]] += 1
     assert wrapped.gap(tie, expected) is None
     assert wrapped.gap(fault, expected) == 1.0
+
+
+def test_no_row_is_longer_than_doges_window():
+    """Beyond it, equal tokens tie in its top-k, and the row's length decides between them."""
+    config = AutoConfig.for_model("doge", keep_window_size=8, max_position_embeddings=64)
+    check_positions(config, 8, "m", "--max_seq_len", "lower it")
+    with pytest.raises(UserError, match=r"^--max_seq_len 9: m has 8 positions; lower it$"):
+        check_positions(config, 9, "m", "--max_seq_len", "lower it")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from step_cases import probe_logprobs
 from tiny_models import EOS, VOCAB, causal_lm, tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat.checkpoint.hf_export import export_hf
 from dschat.hybrid.weight_stream import weight_stream
@@ -154,6 +154,22 @@ def test_any_pad_id_loads(pad_id, stage, tiny, tmp_path):
     with sharded_loading(zero) if stage == 3 else nullcontext():
         score = load_score_backbone(str(tmp_path), FLAG, FP32, True, VOCAB, VOCAB + 1)
     assert (score.config.pad_token_id, score.config.vocab_size) == (VOCAB, VOCAB + 1)
+
+
+def test_a_row_that_transformers_zeroes_stays(tmp_path):
+    """Youtu's pad row, which its tied head trains: as stored, here and in what is saved."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("youtu", **sizes, **heads, pad_token_id=1, eos_token_id=EOS)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.embed_tokens.weight.data[1] = 3.0
+    model.save_pretrained(tmp_path)
+    loaded = load_causal_lm(str(tmp_path), FLAG, FP32)
+    assert loaded.get_output_embeddings().weight[1].tolist() == [3.0] * 32
+    match_vocabulary(config, loaded.config)
+    config.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.model.embed_tokens.weight[1].tolist() == [3.0] * 32
 
 
 def test_eos_trains_if_it_is_also_the_pad(tiny):
