@@ -63,7 +63,7 @@ class ExampleStream:
     """The endless training examples of one step; each iteration starts over in the same order.
 
     A source that ends is read again in another order. Sources alternate at random, in proportion to
-    their weights. Memory holds ``--shuffle_buffer_size`` rows.
+    their rows times their weights, as in tables. Memory holds ``--shuffle_buffer_size`` rows.
     """
 
     def __init__(self, config: DataConfig, purpose: Purpose, seed: int) -> None:
@@ -81,7 +81,7 @@ class ExampleStream:
                 logger.warning("%s has no rows for step %d", source.name, step + 1)
         if not filled:
             raise no_rows(config.data_split, step, "the")
-        self._sources = filled
+        self._sources, self._shares = filled, _shares(filled) if len(filled) > 1 else None
         extra = (name for s in filled for name in extra_columns(s.splits.train, s.adapter, purpose))
         self.columns = [*CONTENT_FIELDS, *dict.fromkeys(extra)]  # of every row
 
@@ -91,10 +91,9 @@ class ExampleStream:
     def rows(self, quiet: bool = False) -> Iterator[ExampleRow]:
         """The stream from its start; ``quiet``: do not log dropped rows."""
         rng = np.random.default_rng([self._seed, 0])
-        weights = np.array([source.weight for source in self._sources])
         streams = [self._endless(i, quiet) for i in range(len(self._sources))]
         while True:
-            for i in rng.choice(len(streams), size=1024, p=weights / weights.sum()):
+            for i in rng.choice(len(streams), size=1024, p=self._shares):
                 yield dict.fromkeys(self.columns) | next(streams[i])
 
     def held_out(self) -> Dataset:
@@ -157,6 +156,21 @@ class ExampleStream:
         if is_held:
             return _HELD_OUT
         return int(np.searchsorted(self._splits, _unit(key, f"split:{self._seed}"), "right"))
+
+
+def _shares(sources: list[DataSource]) -> np.ndarray:
+    """(sources,) float64, logged: by rows x weights, or by weights where a number is unknown."""
+    parts = [source.splits.train for source in sources]
+    sizes = [sum(1 for _ in rows) if rows.is_text else rows.num_rows for rows in parts]
+    known = [n or 1 for n in sizes] if None not in sizes else [1] * len(sizes)
+    weights = np.array([s.weight * n for s, n in zip(sources, known, strict=True)])
+    shares = weights / weights.sum()
+    logger.info(
+        "the stream takes %s (by %s)",
+        ", ".join(f"{share:.1%} from {s.name}" for share, s in zip(shares, sources, strict=True)),
+        "weights alone: a source's rows are not known" if None in sizes else "rows and weights",
+    )
+    return shares
 
 
 def shuffled(rows: Iterator[Any], size: int, seed: Any) -> Iterator[Any]:
