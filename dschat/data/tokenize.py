@@ -44,7 +44,8 @@ def sft_dataset(
     """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len.
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
-    EOS, or all tokens with ``--train_on_prompt``; never position 0, which nothing predicts. Rows
+    EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
+    position 0, which nothing predicts. Rows
     beyond max_seq_len lose the beginning of the prompt (a BOS stays). An answer that does not fit
     beside the rest of the prompt loses its end, including EOS.
 
@@ -244,7 +245,10 @@ def _sft_rows(
     for encoded in encode_examples(tokenizer, examples, ("chosen",)):
         prompt, targets, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
-        mask = [True] * len(ids) if train_on_prompt else targets + [True] * len(answer)
+        is_target = [t is not None if train_on_prompt else bool(t) for t in targets]
+        mask = is_target + [True] * len(answer)
+        if None in targets:
+            cut = "; ".join(filter(None, (cut, "had answers without loss: empty or of weight 0")))
         mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
         yield {"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut}
