@@ -80,26 +80,21 @@ def encode_examples(
         UserError: the tokenizer has no EOS, or its chat template fails.
     """
     require_eos(tokenizer)
-    split: list[list[Segment]] = []
-    problems, num_answers = [], []
+    split: list[tuple[list[Segment], int, str]] = []  # with the number of answers, or a problem
     for example in examples:
-        answers = example.answers(fields)
+        prompt, tools, answers = example.prompt, example.tools, example.answers(fields)
         try:
-            segments = prompt_segments(tokenizer, example.prompt, example.tools)
-            for answer in answers:
-                segments.append(answer_segment(tokenizer, example.prompt, answer, example.tools))
-            problem = ""
+            segments = prompt_segments(tokenizer, prompt, tools)
+            segments += [answer_segment(tokenizer, prompt, answer, tools) for answer in answers]
+            split.append((segments, len(answers), ""))
         except RefusedChat as error:
-            segments, problem = [], str(error)
-        split.append(segments)
-        problems.append(problem)
-        num_answers.append(len(answers))
-    ids = iter(encode(tokenizer, [segment for segments in split for segment in segments]))
+            split.append(([], 0, str(error)))
+    ids = iter(encode(tokenizer, [segment for segments, _, _ in split for segment in segments]))
     return [
         Encoded([], [], [], problem)
         if problem
-        else _assemble(tokenizer, [(s, next(ids)) for s in segments], count)
-        for segments, problem, count in zip(split, problems, num_answers, strict=True)
+        else _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers)
+        for segments, num_answers, problem in split
     ]
 
 

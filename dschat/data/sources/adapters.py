@@ -24,6 +24,7 @@ from dschat.data.sources.turns import (
     read_content,
     read_tools,
     split_text,
+    storable,
     without_nulls,
 )
 
@@ -334,12 +335,12 @@ def _with_opening(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn
     for pair in history if isinstance(history, list) and adapter.context else ():
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise Unusable("a history that is no list of pairs of texts")
-        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        asked, said = map(storable, pair)
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     system = row.get("system") or row.get("system_prompt")
     if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": system})
-    made = read_content(turns)
-    return [*(made if isinstance(made, list) else []), *prompt]
+        turns.insert(0, {"role": "system", "content": storable(system)})
+    return turns + prompt
 
 
 def _filled(answer: Parsed) -> Union[str, Unusable, None]:

@@ -88,8 +88,7 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
         if len(listed) < NUM_LISTED:
             why = row["fault"].removesuffix("; fix it") or row["problem"]
             listed.append(f"{row['where']}: {why}")
-    if unread:
-        keys = ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items())
+    if keys := ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items()):
         logger.info("%s: keys of turns that change neither text nor loss: %s", name, keys)
     if not bad:
         return

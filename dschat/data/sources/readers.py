@@ -14,6 +14,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import BufferedIOBase
 from itertools import chain, islice
 from pathlib import Path
@@ -281,12 +282,12 @@ def _paragraphs(file: BufferedIOBase, name: str) -> Iterator[Line]:
 
 
 def known_rows(paths: list[str]) -> Optional[int]:
-    """The rows of Parquet files, by their headers; None for other files."""
-    from pyarrow import parquet
+    """The rows of Parquet files, by their footers; None for other files and damaged ones."""
+    from pyarrow import ArrowException, parquet
 
-    if not all(kind_of(path) == PARQUET_SUFFIX for path in paths):
-        return None
-    return sum(parquet.read_metadata(path).num_rows for path in paths)
+    with suppress(ArrowException, OSError):
+        return sum(parquet.read_metadata(path).num_rows for path in paths)
+    return None
 
 
 def _parquet(path: str) -> Iterator[Line]:

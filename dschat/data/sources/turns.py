@@ -134,8 +134,11 @@ def _read_turn(turn: Any) -> Turn:
             read |= dict.fromkeys(THOUGHTS if name in THOUGHTS else [name], storable(text))
         elif text:
             raise Unusable(f"a turn whose {name} is {_kind(text)}")
-    is_blank = not (read["content"].strip() or calls or THOUGHTS[0] in read)
-    if known == "assistant" and (is_blank or not _has_weight(turn)):
+    flags = {name: turn.get(name) for name in LOSS_FLAGS} if known == "assistant" else {}
+    if odd := [f"{k} {str(v)[:30]}" for k, v in flags.items() if v not in (None, 0, 1)]:
+        raise Unusable(f"a turn with {odd[0]}, which is neither 0 nor 1")
+    says = read["content"].strip() or calls or THOUGHTS[0] in read
+    if known == "assistant" and (0 in flags.values() or not says):
         read["weight"] = 0
     return read
 
@@ -145,21 +148,11 @@ def is_trained(turn: Turn) -> bool:
     return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
-def _has_weight(turn: dict[str, Any]) -> bool:
-    """Raises ``Unusable``."""
-    flags = {name: turn[name] for name in LOSS_FLAGS if turn.get(name) is not None}
-    for name, value in flags.items():
-        if value not in (0, 1):
-            raise Unusable(f"a turn with {name} {str(value)[:30]}, which is neither 0 nor 1")
-    return all(flags.values())
-
-
 def unread_keys(values: Iterable[Any]) -> list[str]:
     """Keys of the turns in a row's columns that nothing reads: metadata."""
     chats = [chat for chat in map(from_cell, values) if isinstance(chat, list)]
-    turns = [turn for chat in chats for turn in chat if is_turn(turn)]
-    keys = {key for turn in turns for key, value in turn.items() if value is not None}
-    return sorted(keys - _READ)
+    turns = [turn.items() for chat in chats for turn in chat if is_turn(turn)]
+    return sorted({key for turn in turns for key, value in turn if value is not None} - _READ)
 
 
 def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any]]]:
