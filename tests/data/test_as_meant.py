@@ -5,6 +5,7 @@ refused by name.
 import csv
 import json
 import logging
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -13,6 +14,7 @@ from dialogues import REPLY, SYSTEM, USER, chat
 from tool_templates import MARKED, SCHEMAS, tokenizer_of
 
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
+from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
@@ -49,7 +51,8 @@ def config_of(path, purpose="sft", of=CommonConfig, **knobs):
 
 def load(folder, rows, purpose="sft", form="jsonl", **knobs):
     config = config_of(put(folder, rows, form), purpose, **knobs)
-    return [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    examples = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    return [replace(example, columns=None) for example in examples]
 
 
 THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
@@ -333,7 +336,9 @@ def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
     rows = [{"prompt": f"p{i}"} | ({"reference": i} if i == late else {}) for i in range(1200)]
     config = config_of(put(tmp_path, rows), "rlhf", RLHFConfig)
     table = prompt_dataset(config, CHAT)
-    assert [v for v in table["column: reference"] if v is not None] == [str(late)]
+    assert prompt_columns(table) == {"reference"}
+    found = prompts_of([row for row in table if row["prompt_text"] == f"p{late}"])
+    assert found.columns == {"reference": [late]}
 
 
 @pytest.mark.parametrize(

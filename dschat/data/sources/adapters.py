@@ -31,7 +31,7 @@ from dschat.data.sources.turns import (
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools")
+CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools", "columns")
 
 _PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
 
@@ -53,9 +53,11 @@ class Example:
     others: Optional[list[Content]] = None  # further ranked answers; None for a pair
     ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
     tools: Optional[list[dict[str, Any]]] = None  # JSON schemas that the chat template shows
+    columns: Optional[dict[str, Any]] = None  # in step 3 the row's others, for reward functions
 
     def to_row(self) -> dict[str, str]:
-        return {f: json.dumps(getattr(self, f)) for f in CONTENT_FIELDS}
+        # dates and bytes, which JSON cannot represent, become text
+        return {f: json.dumps(getattr(self, f), default=str) for f in CONTENT_FIELDS}
 
     def answers(self, fields: Sequence[str]) -> list[Any]:
         """The answers in ``fields``, in their order; "others" has any number of them."""
@@ -143,7 +145,7 @@ def normalize(
     must go to the same step. The key is the same for every purpose; it is "" if the row has no
     usable prompt.
     """
-    row = _as_meant(row, adapter, form)
+    raw, row = row, _as_meant(row, adapter, form)
     ranked = _ranked(row, adapter)
     prompt, answers = _read_row(row, adapter, ranked)
     if purpose == "rlhf":
@@ -169,6 +171,8 @@ def normalize(
     if isinstance(made, str):
         return {**Example(prompt).to_row(), "key": key, "problem": made}
     made.tools = tools
+    if purpose == "rlhf":
+        made.columns = {name: value for name, value in raw.items() if name != adapter.prompt}
     return {**made.to_row(), "key": key, "problem": ""}
 
 

@@ -1,13 +1,12 @@
 """Normalizes raw rows to ``Example`` rows, one by one or as a table cached on disk.
 
-Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not; in step 3 it also carries
-the source's other columns. Unusable rows are logged, or raise ``UserError`` (``--on_bad_row``).
+Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not. Unusable rows are logged, or
+raise ``UserError`` (``--on_bad_row``).
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from datasets import Dataset, Features, Value
 from dschat.config import UserError
 from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, look_up, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.packed import pack, packed_names
 from dschat.data.sources.resolve import RawRows, broken_line
 from dschat.data.sources.table_cache import cached_table
 from dschat.data.sources.turns import unread_keys
@@ -31,42 +29,30 @@ NUM_LISTED = 10  # bad rows that the log lists individually
 BROKEN = "an unreadable line"
 
 
-def extra_columns(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> list[str]:
-    """Names of the columns that rows carry in addition to ``SCHEMA``: in step 3, for rewards."""
-    return packed_names(rows.columns, adapter) if purpose == "rlhf" else []
-
-
 def normalized_rows(
     rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
 ) -> Iterator[dict[str, Any]]:
-    """A row of ``SCHEMA`` and ``extra_columns`` for every line, in order.
+    """A row of ``SCHEMA`` for every line, in order.
 
     The row of an unreadable line has no content and no key.
     """
-    extra = extra_columns(rows, adapter, purpose)
     unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
     for line in rows:
         raw = line.row or {}
         row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable
         notes = {"fault": line.fault, "where": line.where if row["problem"] else ""}
         notes["unread"] = ", ".join(unread_keys(look_up(raw, c) for c in adapter.roles.values()))
-        yield {**pack(raw, extra), **row, **notes}
+        yield {**row, **notes}
 
 
 def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
     """``normalized_rows`` as a table: cached on disk, or in memory if the source is."""
-    if rows.is_text and purpose == "rlhf":  # a column may appear in any row
-        rows = replace(
-            rows, columns=[*dict.fromkeys(str(c) for line in rows for c in line.row or ())]
-        )
-    extra = extra_columns(rows, adapter, purpose)
-    schema = Features({**SCHEMA, **dict.fromkeys(extra, Value("string"))})
     if rows.in_memory:
-        return Dataset.from_list(list(normalized_rows(rows, adapter, purpose)), features=schema)
+        return Dataset.from_list(list(normalized_rows(rows, adapter, purpose)), features=SCHEMA)
     # repr of a function has its address, which differs between processes
     stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
-    content = repr([rows.stamp, rows.name, stable, purpose, list(schema)])
-    return cached_table(content, schema, lambda: normalized_rows(rows, adapter, purpose))
+    content = repr([rows.stamp, rows.name, stable, purpose])
+    return cached_table(content, SCHEMA, lambda: normalized_rows(rows, adapter, purpose))
 
 
 def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:

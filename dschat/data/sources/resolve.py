@@ -64,11 +64,6 @@ class RawRows:
     def __iter__(self) -> Iterator[Line]:
         return self.lines()
 
-    @property
-    def is_text(self) -> bool:
-        """Whether only reading these files tells their rows, and columns after the first ones."""
-        return self.num_rows is None and self.stamp is not None
-
 
 @dataclass
 class Splits:

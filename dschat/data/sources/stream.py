@@ -25,7 +25,6 @@ from dschat.data.sources.normalize import (
     NOTES,
     NUM_LISTED,
     check_allowed,
-    extra_columns,
     normalized_rows,
 )
 from dschat.data.sources.resolve import RawRows
@@ -82,8 +81,8 @@ class ExampleStream:
         if not filled:
             raise no_rows(config.data_split, step, "the")
         self._sources, self._shares = filled, _shares(filled) if len(filled) > 1 else None
-        extra = (name for s in filled for name in extra_columns(s.splits.train, s.adapter, purpose))
-        self.columns = [*CONTENT_FIELDS, *dict.fromkeys(extra)]  # of every row
+        # for reward functions
+        self.columns = {c for s in filled for c in s.splits.train.columns if c != s.adapter.prompt}
 
     def __iter__(self) -> Iterator[ExampleRow]:
         return self.rows()
@@ -94,7 +93,7 @@ class ExampleStream:
         streams = [self._endless(i, quiet) for i in range(len(self._sources))]
         while True:
             for i in rng.choice(len(streams), size=1024, p=self._shares):
-                yield dict.fromkeys(self.columns) | next(streams[i])
+                yield next(streams[i])
 
     def held_out(self) -> Dataset:
         """At most ``--max_eval_samples`` held-out rows, sampled from the first of every source."""
@@ -112,8 +111,7 @@ class ExampleStream:
         rows = [row for part in parts for row in islice(part, limit)]
         sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
         rows = [rows[i] for i in sorted(sample.tolist())]
-        names = dict.fromkeys([*self.columns, *(name for row in rows for name in row)])
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: [row[name] for row in rows] for name in CONTENT_FIELDS}
         return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
 
     def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
@@ -161,7 +159,7 @@ class ExampleStream:
 def _shares(sources: list[DataSource]) -> np.ndarray:
     """(sources,) float64, logged: by rows x weights, or by weights where a number is unknown."""
     parts = [source.splits.train for source in sources]
-    sizes = [sum(1 for _ in rows) if rows.is_text else rows.num_rows for rows in parts]
+    sizes = [sum(1 for _ in r) if r.stamp and r.num_rows is None else r.num_rows for r in parts]
     known = [n or 1 for n in sizes] if None not in sizes else [1] * len(sizes)
     weights = np.array([s.weight * n for s, n in zip(sources, known, strict=True)])
     shares = weights / weights.sum()
