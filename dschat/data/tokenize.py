@@ -119,9 +119,8 @@ def prompt_dataset(
     """
     limit = config.max_prompt_seq_len
     make = partial(_prompt_rows, tokenizer=tokenizer, max_len=limit, tools=tools)
-    text = Value("string")
-    columns = {"prompt_ids": _IDS, "prompt": text, "prompt_text": text, "index": Value("int64")}
-    columns["columns"] = text
+    columns = {"prompt_ids": _IDS, "index": Value("int64")}
+    columns |= dict.fromkeys(("prompt", "prompt_text", "columns"), Value("string"))
     return _tables(config, "rlhf", split, make, columns)
 
 

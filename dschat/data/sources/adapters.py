@@ -177,9 +177,7 @@ def normalize(
 
 
 def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[str, Any]:
-    """``row`` without what its file's form does to chats and schemas: CSV holds them as JSON,
-    tables fill in nulls.
-    """
+    """``row`` with the chats that CSV holds as JSON, and without the nulls that tables fill in."""
     if form == "json":
         return row
     meant = chat_in_cell if form == "csv" else without_nulls

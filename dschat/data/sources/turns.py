@@ -156,9 +156,8 @@ def unread_keys(values: Iterable[Any]) -> list[str]:
 
 
 def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any]]]:
-    """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any.
-
-    ``functions``: their legacy form.
+    """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any. Its
+    legacy form is ``functions``.
 
     Raises:
         Unusable: it is neither.
