@@ -199,11 +199,8 @@ def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStrea
             "the data or allow longer sequences"
         )
     logger.info("%s: streamed during training (--streaming)", name)
-    return RowStream(
-        lambda: enumerate(examples),
-        partial(encode, tally=Tally(name)),
-        sorted(examples.columns),
-    )
+    encode = partial(encode, tally=Tally(name))
+    return RowStream(lambda: enumerate(examples), encode, examples.other_columns)
 
 
 def _encode(

@@ -81,8 +81,8 @@ class ExampleStream:
         if not filled:
             raise no_rows(config.data_split, step, "the")
         self._sources, self._shares = filled, _shares(filled) if len(filled) > 1 else None
-        # for reward functions
-        self.columns = {c for s in filled for c in s.splits.train.columns if c != s.adapter.prompt}
+        columns = [c for s in filled for c in s.splits.train.columns if c != s.adapter.prompt]
+        self.other_columns = sorted({*columns})
 
     def __iter__(self) -> Iterator[ExampleRow]:
         return self.rows()
