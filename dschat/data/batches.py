@@ -16,9 +16,10 @@ from itertools import islice
 from typing import Any, Protocol, Union, runtime_checkable
 
 import numpy as np
+from datasets import Dataset
 
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
-from dschat.data.sources.packed import unpack, unpacked_names
+from dschat.data.sources.normalize import iterate
 
 Rows = list[Any]
 
@@ -36,8 +37,8 @@ class RowStream:
     """Endless rows, in a random order that is the same on every rank.
 
     ``examples`` starts the stream; ``encode`` turns examples into rows and drops unusable ones.
-    Encoding is the expensive part: each rank encodes its own share only. ``column_names``: the
-    columns of every row, if they are known before the first one.
+    Encoding is the expensive part: each rank encodes its own share only. ``column_names``: see
+    ``prompt_columns``, if they are known before the first row.
     """
 
     examples: Callable[[], Iterator[Any]]
@@ -259,17 +260,18 @@ def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedPrompts:
     """Rows of ``prompt_dataset`` as prompts; ``sources`` and ``texts`` if all rows have one.
 
-    ``columns``: see ``prompt_columns``; default: those of the first row.
+    ``columns``: see ``prompt_columns``; default: those of these rows.
     """
+    others = [json.loads(row.get("columns", "null")) or {} for row in rows]
     if columns is None:
-        columns = prompt_columns(rows)
+        columns = {name for row in others for name in row}
     sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
     texts = [row["prompt_text"] for row in rows if "prompt_text" in row]
     return TokenizedPrompts(
         [row["prompt_ids"] for row in rows],
         sources if len(sources) == len(rows) else None,
         texts if len(texts) == len(rows) else None,
-        unpack(rows, sorted(columns)),
+        {name: [row.get(name) for row in others] for name in sorted(columns)},
     )
 
 
@@ -277,8 +279,7 @@ def prompt_columns(dataset: Union[RowTable, RowStream]) -> set[str]:
     """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
     of their source except the prompt.
     """
-    names = getattr(dataset, "column_names", None)
-    if names is None:
-        rows: Any = dataset  # a list
-        names = rows[0] if len(rows) else ()
-    return unpacked_names(names)
+    if isinstance(dataset, RowStream):
+        return set(dataset.column_names)
+    rows = iterate(dataset, ("columns",)) if isinstance(dataset, Dataset) else iter(dataset)
+    return {name for row in rows for name in json.loads(row.get("columns", "null")) or ()}

@@ -54,6 +54,7 @@ class PreferenceBatch(PackedBatch):
 
     mismatched: PackedRows | None
     ref_logps: Tensor  # (KB,) fp32, the reference's log-prob of the answer; NaN: not computed yet
+    present: Tensor  # (2B,) fp32, 0 for the side of an unpaired answer's row that has none
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
 
@@ -95,11 +96,13 @@ def collate_preferences(rows: Sequence[dict[str, Any]], blocks: Sequence[str]) -
     unknown = [float("nan")] * len(blocks)
     known = [row.get("ref_logps", unknown) for row in rows]
     pair, mismatched = blocks[:2], blocks[2:]
+    present = [len(row[side]) > row["prompt_length"] for side in pair for row in rows]
     return PreferenceBatch(
         _answers(rows, pair),
         len(rows),
         _answers(rows, mismatched) if mismatched else None,
         torch.tensor(known, dtype=torch.float32).reshape(len(rows), len(blocks)).T.flatten(),
+        torch.tensor(present, dtype=torch.float32),
     )
 
 

@@ -1,6 +1,7 @@
 """Makes step 2's rows: the answers to a prompt that can be compared, tokenized, best first."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Union
 
@@ -24,17 +25,20 @@ def pair_rows(
     max_len: int,
     best_and_worst: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of ``preference_dataset``; ``best_and_worst``: without the answers between them."""
+    """Rows of ``preference_dataset``; ``best_and_worst``: without the answers between them. The
+    side of an unpaired answer's row that has none is its prompt alone.
+    """
     fields = ("chosen", "rejected", "others")
     encoded_examples = encode_examples(tokenizer, examples, fields)
     for example, encoded in zip(examples, encoded_examples, strict=True):
-        kept, lost = _comparable(encoded, example.ranks or [0, 1], max_len)
+        sides = [example.chosen is not None, example.rejected is not None]
+        kept, lost = _comparable(encoded, example.ranks or [0, 1][: sum(sides)], max_len)
         problem = encoded.problem or ("" if kept else lost)
-        encoded = Encoded(
-            encoded.prompt_ids, encoded.prompt_targets, [ids for _, ids in kept], problem
-        )
+        encoded = replace(encoded, answers=[ids for _, ids in kept], problem=problem)
         num_answers = max(2, len(kept))
         prompt, _, answers, cut = fit(encoded, num_answers, max_len, tokenizer.bos_token_id)
+        if kept and not all(sides):
+            answers.insert(sides.index(False), [])
         best, *others, worst = (prompt + ids for ids in answers)
         row = {
             "chosen_ids": best,
@@ -54,20 +58,21 @@ def _comparable(
 ) -> tuple[list[tuple[int, list[int]]], str]:
     """The answers that can be compared, with their ranks, best first; and why others cannot.
 
-    None, if they all tie. Of answers with the same tokens, the best stays.
+    None, if they all tie. Of answers with the same tokens, the best stays. One answer alone needs
+    no other.
     """
     if encoded.problem:
         return [], ""
-    chosen, rejected, *others = zip(ranks, encoded.answers, strict=True)
+    answers = zip(ranks, encoded.answers, strict=True)
     room = max_len - min(len(encoded.prompt_ids), prompt_share(max_len))
     kept: list[tuple[int, list[int]]] = []
     lost = ""
-    for rank, ids in sorted((chosen, *others, rejected), key=lambda answer: answer[0]):
+    for rank, ids in sorted(answers, key=lambda answer: answer[0]):
         if len(ids) > room:
             lost = f"an answer too long for --max_seq_len {max_len}"
         elif ids not in (known for _, known in kept):
             kept.append((rank, ids))
-    if len({rank for rank, _ in kept}) < 2:
+    if len({rank for rank, _ in kept}) < min(2, len(ranks)):
         return [], lost or "chosen and rejected alike"
     return kept, lost
 

@@ -8,9 +8,11 @@ the chat template adds for this turn to the rendered generation prompt.
 """
 
 import logging
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from os.path import commonprefix
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -18,12 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
-from dschat.data.sources.turns import Turn
+from dschat.data.sources.turns import THOUGHTS, Turn, is_trained
 from dschat.models.chat_template import default_template, failure, turn_ends
 from dschat.models.continued_text import continued_ids
 from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
+
+_LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 
 class RefusedChat(UserError):
@@ -35,7 +39,7 @@ class Segment:
     """A piece of text that is tokenized separately."""
 
     text: str
-    is_answer: bool = False  # an assistant's turn
+    is_answer: bool | None = False  # an assistant's turn; None: one that is not trained
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
 
@@ -45,9 +49,11 @@ class Encoded:
     """An example as ids; ``problem`` says why it cannot be used ("" if it can)."""
 
     prompt_ids: list[int]  # (P,)
-    prompt_targets: list[bool]  # (P,) tokens of earlier assistant turns, through their end
+    # (P,) True: tokens of earlier assistant turns, through their end; None: of turns of weight 0
+    prompt_targets: list[bool | None]
     answers: list[list[int]]  # each (A,), its last token is its only one of `stop_ids`
     problem: str = ""
+    cut: str = ""  # what the answers lost
 
 
 Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template shows to the model
@@ -74,26 +80,21 @@ def encode_examples(
         UserError: the tokenizer has no EOS, or its chat template fails.
     """
     require_eos(tokenizer)
-    split: list[list[Segment]] = []
-    problems, num_answers = [], []
+    split: list[tuple[list[Segment], int, str]] = []  # with the number of answers, or a problem
     for example in examples:
-        answers = example.answers(fields)
+        prompt, tools, answers = example.prompt, example.tools, example.answers(fields)
         try:
-            segments = prompt_segments(tokenizer, example.prompt, example.tools)
-            for answer in answers:
-                segments.append(answer_segment(tokenizer, example.prompt, answer, example.tools))
-            problem = ""
+            segments = prompt_segments(tokenizer, prompt, tools)
+            segments += [answer_segment(tokenizer, prompt, answer, tools) for answer in answers]
+            split.append((segments, len(answers), ""))
         except RefusedChat as error:
-            segments, problem = [], str(error)
-        split.append(segments)
-        problems.append(problem)
-        num_answers.append(len(answers))
-    ids = iter(encode(tokenizer, [segment for segments in split for segment in segments]))
+            split.append(([], 0, str(error)))
+    ids = iter(encode(tokenizer, [segment for segments, _, _ in split for segment in segments]))
     return [
         Encoded([], [], [], problem)
         if problem
-        else _assemble(tokenizer, [(s, next(ids)) for s in segments], count)
-        for segments, problem, count in zip(split, problems, num_answers, strict=True)
+        else _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers)
+        for segments, num_answers, problem in split
     ]
 
 
@@ -103,13 +104,14 @@ def prompt_segments(
     """A prompt's segments: its assistant turns, and the text that the template puts around them."""
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
-    pieces, rendered = [], ""
+    pieces: list[tuple[str, str, bool | None]] = []
+    rendered = ""
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
             asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, tools=tools)
             answered = render_chat(tokenizer, prompt[: i + 1], tools=tools)
-            _require_calls(turn, answered)
-            pieces += [(asked, rendered, False), (answered, asked, True)]
+            _require_calls(turn, answered[len(commonprefix([asked, answered])) :])
+            pieces += [(asked, rendered, False), (answered, asked, is_trained(turn) or None)]
             rendered = answered
     whole = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
     pieces.append((whole, rendered, False))
@@ -120,7 +122,12 @@ def prompt_segments(
         )
         pieces = [(pieces[-1][0], "", False)]
     return [
-        Segment(text[len(before) :], is_answer, before=before) for text, before, is_answer in pieces
+        Segment(
+            _continuing(before, text) if is_answer else text[len(before) :],
+            is_answer,
+            before=before,
+        )
+        for text, before, is_answer in pieces
     ]
 
 
@@ -133,14 +140,16 @@ def answer_segment(
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
     answered = render_chat(tokenizer, [*prompt, *answer], tools=tools)
-    _require_calls(answer[-1], answered)
-    if answered.startswith(asked):
-        return Segment(answered[len(asked) :], is_answer=True, before=asked)
-    _warn_once(
-        "the chat template does not render an answer as a continuation of its generation prompt: "
-        "answers are trained as plain text"
-    )
-    return Segment(answer[-1]["content"], is_answer=True, before=asked)
+    if not answered.startswith(asked):
+        _warn_once(
+            "the chat template does not render an answer as a continuation of its generation "
+            "prompt: answers are trained as plain text"
+        )
+        answered = asked + answer[-1]["content"]
+    _require_calls(answer[-1], answered[len(asked) :])
+    if answer[-1].get(THOUGHTS[0], "").strip() not in answered[len(asked) :]:
+        raise RefusedChat(f"thoughts ({THOUGHTS[0]}), which the chat template does not render")
+    return Segment(_continuing(asked, answered), is_answer=True, before=asked)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
@@ -184,18 +193,24 @@ def _assemble(
 ) -> Encoded:
     ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
     prompt_ids: list[int] = []
-    targets: list[bool] = []
+    targets: list[bool | None] = []
+    tails: list[list[int]] = []  # what follows the first end in an answer
     for segment, ids in pieces[: len(pieces) - num_answers]:
         # text that the template adds after an answer's end (a line break) carries no loss
         num_targets = len(through_end(ids, ends)) if segment.is_answer else 0
+        tails += [ids[num_targets:]] if segment.is_answer else []
         prompt_ids += ids
-        targets += [i < num_targets for i in range(len(ids))]
+        targets += [None if segment.is_answer is None else i < num_targets for i in range(len(ids))]
     if not prompt_ids:
         return Encoded([], [], [], "a prompt without tokens")
-    answers = [through_end([*ids, *end], ends) for _, ids in pieces[len(pieces) - num_answers :]]
+    texts = [[*ids, *end] for _, ids in pieces[len(pieces) - num_answers :]]
+    answers = [through_end(ids, ends) for ids in texts]
     if any(len(ids) < 2 for ids in answers):
         return Encoded([], [], [], "an answer without tokens")
-    return Encoded(prompt_ids, targets, answers)
+    tails += [ids[len(answer) :] for ids, answer in zip(texts, answers, strict=True)]
+    is_cut = any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tails)
+    cut = "lost what follows an end token in an answer" if is_cut else ""
+    return Encoded(prompt_ids, targets, answers, cut=cut)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
@@ -242,11 +257,19 @@ def render_chat(
         ) from error
 
 
-def _require_calls(turn: Turn, rendered: str) -> None:
-    """Raise ``RefusedChat`` where the template left out an answer's calls of tools."""
+def _require_calls(turn: Turn, text: str) -> None:
+    """Raise ``RefusedChat`` where an answer's ``text`` lacks its calls of tools."""
     calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
-    if not all(name in rendered for name in calls):
+    if not all(name in text for name in calls):
         raise RefusedChat("calls of tools, which the chat template does not render")
+
+
+def _continuing(asked: str, answered: str) -> str:
+    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already."""
+    answer, opened = answered[len(asked) :], _LAST_TAG.search(asked)
+    if opened and answer.lstrip().startswith(opened[1]):
+        return answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+    return answer
 
 
 @lru_cache

@@ -21,7 +21,6 @@ from dschat.data.preference_rows import pair_rows, shuffled_labels
 from dschat.data.report import read_report
 from dschat.data.segments import Tools, encode_examples
 from dschat.data.sources.adapters import Content, Example, Purpose
-from dschat.data.sources.packed import is_packed
 from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
 from dschat.data.sources.table_cache import mapped
@@ -44,7 +43,8 @@ def sft_dataset(
     """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len.
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
-    EOS, or all tokens with ``--train_on_prompt``; never position 0, which nothing predicts. Rows
+    EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
+    position 0, which nothing predicts. Rows
     beyond max_seq_len lose the beginning of the prompt (a BOS stays). An answer that does not fit
     beside the rest of the prompt loses its end, including EOS.
 
@@ -106,21 +106,21 @@ def prompt_dataset(
     split: Split = "train",
     tools: Tools = None,
 ) -> Tables:
-    """Step 3's table: ``prompt_ids`` (P,), ``prompt``, ``prompt_text``, ``index``; P <=
-    max_prompt_seq_len.
+    """Step 3's table: ``prompt_ids`` (P,), P <= max_prompt_seq_len, ``prompt``, ``prompt_text``,
+    ``index``, ``columns``.
 
     ``prompt`` is the source of the ids, text or chat messages, as JSON. ``prompt_text``, for the
     gold scorer and the log, is a text prompt or the last user turn. ``index`` numbers the examples
-    before any is dropped. Prompts that are too long are dropped, not cut. The table keeps a row's
-    other columns for reward functions: `prompt_columns` names them, `prompts_of` unpacks them.
+    before any is dropped. Prompts that are too long are dropped, not cut. ``columns`` are the row's
+    others for reward functions, as JSON: `prompt_columns` names them, `prompts_of` unpacks them.
     Prompts show ``tools`` in place of those of their rows, and a text is a user's turn.
 
     Returns and raises like ``sft_dataset``.
     """
     limit = config.max_prompt_seq_len
     make = partial(_prompt_rows, tokenizer=tokenizer, max_len=limit, tools=tools)
-    text = Value("string")
-    columns = {"prompt_ids": _IDS, "prompt": text, "prompt_text": text, "index": Value("int64")}
+    columns = {"prompt_ids": _IDS, "index": Value("int64")}
+    columns |= dict.fromkeys(("prompt", "prompt_text", "columns"), Value("string"))
     return _tables(config, "rlhf", split, make, columns)
 
 
@@ -128,19 +128,20 @@ def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
+    tokenized = partial(_tokenized, make_rows=make_rows, columns=columns)
+    make: Callable[..., Union[Dataset, RowStream]] = tokenized
     train: Union[Dataset, ExampleStream]
     if config.streaming:
-        make: Callable[..., Union[Dataset, RowStream]] = _stream
+        make = partial(_stream, make_rows=make_rows)
         train = ExampleStream(config, purpose, config.seed)
         held_out = train.held_out()
     else:
-        make = _tokenized
         train, held_out = load_examples(config, purpose)
     tables = []
     if split != "eval":
-        tables.append(make(f"{purpose} train data", train, make_rows, columns))
+        tables.append(make(f"{purpose} train data", train))
     if split != "train":
-        tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns))
+        tables.append(tokenized(f"{purpose} eval data", held_out))
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 
@@ -149,13 +150,10 @@ def _tokenized(
 ) -> Dataset:
     """A table of ``columns``, made by ``make_rows`` from examples; its report goes to the log.
 
-    The columns that examples carry for reward functions are kept.
-
     Raises:
         UserError: no rows are left.
     """
-    carried = dict.fromkeys(filter(is_packed, examples.column_names), Value("string"))
-    features = Features({**columns, **carried, "problem": _NOTE, "cut": _NOTE})
+    features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
     # `map` over an empty table would return one without columns
     table = Dataset.from_dict({column: [] for column in features}, features=features)
     if len(examples):
@@ -180,25 +178,13 @@ def _tokenized(
 def _make_columns(
     batch: dict[str, list[str]], indices: list[int], make_rows: MakeRows
 ) -> dict[str, list]:
-    """`_make_rows` for ``datasets.map``, with a batch and a result of columns."""
+    """``make_rows`` for ``datasets.map``, with a batch and a result of columns."""
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    rows = _make_rows(list(zip(indices, examples, strict=True)), make_rows)
+    rows = list(make_rows(list(map(Example.from_row, examples)), indices))
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _make_rows(numbered: list[tuple[int, ExampleRow]], make_rows: MakeRows) -> list[dict[str, Any]]:
-    """The rows of numbered examples, with the columns for reward functions."""
-    indices, examples = [i for i, _ in numbered], [Example.from_row(row) for _, row in numbered]
-    rows = make_rows(examples, indices)
-    return [
-        {**made, **{name: value for name, value in row.items() if is_packed(name)}}
-        for made, (_, row) in zip(rows, numbered, strict=True)
-    ]
-
-
-def _stream(
-    name: str, examples: ExampleStream, make_rows: MakeRows, columns: Iterable[str]
-) -> RowStream:
+def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStream:
     """A stream of tokenized rows.
 
     Raises:
@@ -213,11 +199,8 @@ def _stream(
             "the data or allow longer sequences"
         )
     logger.info("%s: streamed during training (--streaming)", name)
-    return RowStream(
-        lambda: enumerate(examples),
-        partial(encode, tally=Tally(name)),
-        [*columns, *filter(is_packed, examples.columns)],
-    )
+    encode = partial(encode, tally=Tally(name))
+    return RowStream(lambda: enumerate(examples), encode, examples.other_columns)
 
 
 def _encode(
@@ -225,7 +208,8 @@ def _encode(
 ) -> list[dict[str, Any]]:
     """Numbered examples as rows; unusable ones are counted and left out."""
     rows = []
-    for row in _make_rows(numbered, make_rows):
+    examples = [Example.from_row(example) for _, example in numbered]
+    for row in make_rows(examples, [index for index, _ in numbered]):
         problem, _ = row.pop("problem"), row.pop("cut")
         if problem:
             tally.add(problem)
@@ -244,7 +228,10 @@ def _sft_rows(
     for encoded in encode_examples(tokenizer, examples, ("chosen",)):
         prompt, targets, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
-        mask = [True] * len(ids) if train_on_prompt else targets + [True] * len(answer)
+        is_target = [t is not None if train_on_prompt else bool(t) for t in targets]
+        mask = is_target + [True] * len(answer)
+        if None in targets:
+            cut = "; ".join(filter(None, (cut, "had answers without loss: empty or of weight 0")))
         mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
         yield {"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut}
@@ -267,6 +254,7 @@ def _prompt_rows(
             "prompt": json.dumps(example.prompt),
             "prompt_text": question_text(example.prompt),
             "index": index,
+            "columns": json.dumps(example.columns),
             "problem": encoded.problem
             or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
             "cut": "",

@@ -15,7 +15,7 @@ def prompt_share(max_len: int) -> int:
 
 def fit(
     encoded: Encoded, num_answers: int, max_len: int, bos: Optional[int]
-) -> tuple[list[int], list[bool], list[list[int]], str]:
+) -> tuple[list[int], list[bool | None], list[list[int]], str]:
     """Cut an example to ``max_len``: (prompt ids, their targets, answers, parts that were lost).
 
     The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all of it if it is shorter:
@@ -27,7 +27,7 @@ def fit(
         return [], [], [[]] * num_answers, ""
     share = prompt_share(max_len)
     keep = min(len(prompt), max(max_len - max(map(len, encoded.answers)), share))
-    lost = []
+    lost = [encoded.cut] if encoded.cut else []
     if keep < len(prompt):
         lost.append(CUT_PROMPT)
         # keep the BOS: the model has always seen one first

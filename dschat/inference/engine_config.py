@@ -112,7 +112,8 @@ class EngineConfig:
 
 def require_current(device: torch.device) -> None:
     """Raise ``UserError`` for a GPU but the current one, on which streams and graphs are."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+    current = torch.cuda.current_device() if torch.version.cuda else 0
+    if device.type == "cuda" and device.index not in (None, current):
         raise UserError(
             f"device {device} is not the current one; call torch.cuda.set_device({device.index}) "
             f"first, or start the process with CUDA_VISIBLE_DEVICES={device.index}"

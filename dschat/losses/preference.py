@@ -90,6 +90,7 @@ def kto_loss(
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    present: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Kahneman-Tversky optimization; a pair is one desirable and one undesirable answer.
 
@@ -101,6 +102,8 @@ def kto_loss(
         chosen_logratios, rejected_logratios: (B,), any float; B may be 0.
         kl: the reference point z_0, KL(policy || reference) in nats per answer, estimated from
             mismatched answers. A negative estimate counts as 0.
+        present: (2, B), 0 for a chosen, or a rejected, answer that an unpaired row lacks, whose
+            log-ratio is 0. None: 1.
 
     Returns as in `dpo_loss`.
     """
@@ -108,6 +111,8 @@ def kto_loss(
     chosen, rejected = chosen_logratios.float(), rejected_logratios.float()
     desirable = torch.sigmoid(beta * (kl - chosen))
     undesirable = torch.sigmoid(beta * (rejected - kl))
+    if present is not None:
+        desirable, undesirable = desirable * present[0], undesirable * present[1]
     loss_sum = (desirable_weight * desirable + undesirable_weight * undesirable).sum() / 2
     return loss_sum, _implicit_rewards(chosen, rejected, beta)
 

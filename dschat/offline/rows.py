@@ -93,7 +93,7 @@ class Rows:
             if line.row is None:
                 problem = BROKEN
             else:
-                parts = normalize(line.row, source.adapter, "rlhf")
+                parts = normalize(line.row, source.adapter, "rlhf", line.form)
                 problem = parts["problem"]
             if problem:
                 bad = {"where": line.where, "fault": line.fault, "problem": problem}

@@ -30,7 +30,7 @@ from dschat.runtime.metric_sums import DeviceSums, sum_parts
 
 Rows = list[dict[str, Any]]
 
-_MISMATCHED = "mismatched_ids"
+_SIDES, _MISMATCHED = ("chosen_ids", "rejected_ids"), "mismatched_ids"
 
 
 class Pairs:
@@ -56,8 +56,9 @@ class Pairs:
         row = dict(self._rows[index])
         if self._max_len is not None:
             other = self._rows[(index + 1) % len(self._rows)]
-            ids = other["rejected_ids" if index % 2 else "chosen_ids"]
-            mismatched = row["chosen_ids"][: row["prompt_length"]] + ids[other["prompt_length"] :]
+            answers = [other[side][other["prompt_length"] :] for side in _SIDES]
+            answers = list(filter(None, answers))
+            mismatched = row[_SIDES[0]][: row["prompt_length"]] + answers[index % len(answers)]
             row[_MISMATCHED] = mismatched[: self._max_len]
         if self.ref_logps is not None:
             row["ref_logps"] = self.ref_logps[index]
@@ -107,7 +108,7 @@ class PreferenceTask:
 
     def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:
         self._config, self._reference = config, reference
-        self._blocks: tuple[str, ...] = ("chosen_ids", "rejected_ids")
+        self._blocks: tuple[str, ...] = _SIDES
         self._uses_kl = config.loss == "kto"
         if self._uses_kl:
             self._blocks += (_MISMATCHED,)
@@ -119,8 +120,8 @@ class PreferenceTask:
         sequences = {block: [0] * num_tokens for block in self._blocks}
         return {**sequences, "prompt_length": 1, "ref_logps": [0.0] * len(self._blocks)}
 
-    def weight(self, batch: PreferenceBatch) -> int:
-        return batch.num_real
+    def weight(self, batch: PreferenceBatch) -> float:
+        return float(batch.present.sum()) / 2
 
     def prepare(
         self, model: ModelOrEngine, batches: list[PreferenceBatch]
@@ -144,8 +145,10 @@ class PreferenceTask:
         # NOTE: both answers in one forward, for the same reason.
         chosen, rejected = answer_logps(model, batch.rows).view(2, batch.num_real)
         ref_chosen, ref_rejected = batch.ref_logps[: 2 * batch.num_real].view(2, batch.num_real)
-        total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl)
+        present = batch.present.view(2, batch.num_real)
+        total, metrics = self._loss(chosen - ref_chosen, rejected - ref_rejected, batch.kl, present)
         metrics |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
+        metrics |= {"num/chosen": present[0].sum(), "num/rejected": present[1].sum()}
         sums = {name: value.detach() for name, value in metrics.items()}
         if self._uses_kl:
             kl = batch.kl * batch.num_real
@@ -154,7 +157,13 @@ class PreferenceTask:
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
-        return {name: value / pairs for name, value in sums.items() if name != "pairs"}
+        of = {side: max(sums[f"num/{side}"], 1.0) for side in ("chosen", "rejected")}
+        of["loss"] = max(sums["num/chosen"] + sums["num/rejected"], 1.0) / 2
+        return {
+            name: value / of.get(name.rpartition("/")[2], pairs)
+            for name, value in sums.items()
+            if name != "pairs" and not name.startswith("num/")
+        }
 
     def precompute(self, model: ModelOrEngine, pairs: Pairs, size: MicroBatchSize) -> None:
         """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
@@ -205,11 +214,11 @@ class PreferenceTask:
         return max(total / max(count, 1.0), 0.0)
 
     def _loss(
-        self, chosen: Tensor, rejected: Tensor, kl: float
+        self, chosen: Tensor, rejected: Tensor, kl: float, present: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self._config
         if c.loss == "ipo":
             return ipo_loss(chosen, rejected, c.used_beta)
         if c.loss == "kto":
-            return kto_loss(chosen, rejected, kl, c.used_beta, *c.kto_weights)
+            return kto_loss(chosen, rejected, kl, c.used_beta, *c.kto_weights, present)
         return dpo_loss(chosen, rejected, c.used_beta, c.used_label_smoothing)

@@ -26,7 +26,7 @@ class Task(Protocol):
         """A synthetic row of sequences of ``num_tokens`` that takes the most memory."""
         ...
 
-    def weight(self, batch: Any) -> int:
+    def weight(self, batch: Any) -> float:
         """This batch's part of the step's denominator: its target tokens, or its pairs."""
         ...
 

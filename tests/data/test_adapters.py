@@ -84,7 +84,8 @@ def test_calls_of_tools(arguments):
     dialogue += [{"role": "tool", "content": "2", "name": "f"}, REPLY("r")]
     tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
     row = {"messages": dialogue, "tools": tools}
-    example = Example.from_row(normalize(row, ColumnAdapter(messages="messages"), "sft"))
+    made = normalize(row, ColumnAdapter(messages="messages"), "sft", "arrow")
+    example = Example.from_row(made)
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert example.prompt == [USER("u"), called, {"role": "tool", "content": "2", "name": "f"}]
     assert example.chosen == [REPLY("r")]

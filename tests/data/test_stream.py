@@ -17,6 +17,7 @@ from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, Use
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.pretraining_text import text_dataset
+from dschat.data.sources import splits
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.stream import ExampleStream, shuffled
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
@@ -85,11 +86,38 @@ def test_each_pass_is_another_permutation(write):
     assert prompts(stream_of(stream._config.data_path, seed=1, eval_fraction=0.0), 30) != both[:30]
 
 
-def test_weights_are_shares_of_the_stream(write):
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
+def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, caplog):
+    """As in a table."""
+    paths = []
+    for name, num in (("a", 50), ("b", 500)):
+        paths.append(str(tmp_path / f"{name}.{form}"))
+        table = datasets.Dataset.from_list(pairs(num, name))
+        getattr(table, f"to_{form.removesuffix('l')}")(paths[-1])
+    with caplog.at_level(logging.INFO, "dschat"):
+        stream = stream_of([f"{paths[0]}:3", paths[1]], data_split="1,0,0")
+    counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
+    assert abs(counts["a"] / 4000 - 150 / 650) < 0.03
+    listed = f"the stream takes 23.1% from {paths[0]}, 76.9% from {paths[1]} (by rows and weights)"
+    assert listed in caplog.text
+
+
+def test_a_source_of_unknown_length_is_blended_by_weights(write, monkeypatch, caplog):
     a, b = write(pairs(50, "a"), "a.jsonl"), write(pairs(500, "b"), "b.jsonl")
-    stream = stream_of([f"{a}:3", b], data_split="1,0,0")
+    read = splits.read_source
+
+    def as_from_the_hub(*args, **knobs):
+        found = read(*args, **knobs)
+        found.train.stamp = None
+        return found
+
+    monkeypatch.setattr(splits, "read_source", as_from_the_hub)
+    with caplog.at_level(logging.INFO, "dschat"):
+        stream = stream_of([f"{a}:3", b], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 0.75) < 0.03
+    assert "75.0% from" in caplog.text
+    assert "weights alone: a source's rows are not known" in caplog.text
 
 
 @settings(max_examples=50, deadline=None)

@@ -4,12 +4,11 @@ import json
 import logging
 
 import pytest
+from byte_tokenizers import CHATML, byte_tokenizer, trained
 from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tool_templates import HERMES, SCHEMAS, tokenizer_of
-from transformers import PreTrainedTokenizerFast
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.segments import _warn_once, encode_examples, prompt_text_ids
@@ -20,10 +19,6 @@ from dschat.data.tokenize import (
     sft_dataset,
 )
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # drops the thoughts of earlier turns, as reasoning models' templates do
 FORGETFUL = (
     "{% for m in messages %}<{{ m['role'] }}>"
@@ -34,28 +29,6 @@ STRICT = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     + CHATML
 )
-
-
-def byte_tokenizer(eos, template=None, frame="$A", **tokens):
-    """Bytes and a few merges; ``frame``: special tokens that the tokenizer adds to a text."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    corpus = ["\n\nHuman: hello there\n\nAssistant: hello", "the answer the answer"] * 3
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus, trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single=frame, special_tokens=[(token, i) for i, token in enumerate(special)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, **tokens)
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 PLAIN = byte_tokenizer("</s>", pad_token="</s>")  # pad == eos, no BOS, no template
@@ -84,17 +57,6 @@ def knobs(tmp_path):
         return {**base, **more}
 
     return make
-
-
-def trained(tokenizer, row):
-    """The text of each run of trained tokens."""
-    runs, previous = [], False
-    for token, target in zip(row["input_ids"], row["loss_mask"], strict=True):
-        if target:
-            runs = runs if previous else [*runs, []]
-            runs[-1].append(token)
-        previous = target
-    return [tokenizer.decode(run) for run in runs]
 
 
 # -- prompts and answers

@@ -160,11 +160,14 @@ OTHERS = {
 }
 
 
-def causal_lm(name: str, seed: int = 0) -> torch.nn.Module:
-    """A model of that name's config; biases and norms drawn too, so that a lost one shows."""
+def causal_lm(name: str, seed: int = 0, **changes: object) -> torch.nn.Module:
+    """A model of that name's config, with ``changes``; biases and norms drawn too, so that a lost
+    one shows.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = (CONFIGS | OTHERS)[name]()
+        config.update(changes)
         return _randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 

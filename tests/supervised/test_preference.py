@@ -1,5 +1,6 @@
 """DPO, IPO and KTO tasks: log-probs, mismatched answers, the reference."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,11 @@ from step_cases import Case
 from tiny_models import causal_lm
 from torch import nn
 
+from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
 from dschat.data.collate import collate_preferences
 from dschat.data.micro_batches import MicroBatchSize
+from dschat.data.tokenize import preference_dataset
 from dschat.models.language_model import LanguageModel
 from dschat.observability.console import format_line
 from dschat.supervised import loop
@@ -254,3 +257,58 @@ def test_a_line_tells_rewards_from_log_probs():
     line = format_line(1, 10, metrics, metrics)
     names = [word for word in line.split()[2:] if not word.lstrip("-").replace(".", "").isdigit()]
     assert names == ["loss", "margins", "logps/chosen", "rewards/chosen"]
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_unpaired_answers_weigh_as_much_as_answers_of_pairs(tmp_path, packing):
+    """KTO's mean is over answers, however many are good: by hand, a sequence at a time."""
+    rows = [
+        {"prompt": "one", "completion": " yes", "label": True},
+        {"prompt": "two", "completion": " no", "label": False},
+        {"prompt": "three", "completion": " maybe so", "label": True},
+        {"prompt": "four", "completion": " indeed", "label": True},
+        {"prompt": "five", "completion": " " + "long" * 99, "label": False},  # dropped
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RewardConfig(
+        loss="kto",
+        beta=0.2,
+        kto_undesirable_weight=1.5,
+        data_path=[str(tmp_path / "rows.jsonl")],
+        data_split="0,1,0",
+        eval_fraction=0.0,
+        max_seq_len=32,
+    )
+    tokenizer = tiny_tokenizer()
+    table = preference_dataset(config, tokenizer)
+    for row, made in zip(rows, table, strict=False):
+        n, sides = made["prompt_length"], [made[side] for side in BLOCKS]
+        whole, prompt = sides if row["label"] else reversed(sides)
+        assert tokenizer.decode(prompt) == row["prompt"]
+        assert whole[:n] == prompt
+        answer = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"]]
+        assert whole[n:] == [*answer, tokenizer.eos_token_id]
+    assert len(table) == 4
+    pairs = Pairs(table, config.max_seq_len)
+    for i in range(4):
+        assert len(pairs[i]["mismatched_ids"]) > pairs[i]["prompt_length"]
+
+    policy = LanguageModel(causal_lm("llama", vocab_size=len(tokenizer)), packing)
+    reference = LanguageModel(causal_lm("llama", seed=5, vocab_size=len(tokenizer)), packing)
+    task = PreferenceTask(config, reference)
+    batches = task.prepare(policy, [task.collate([pairs[i] for i in p]) for p in ([0, 1], [2, 3])])
+    losses, sums = zip(*(task.loss(policy, batch) for batch in batches), strict=True)
+    means = task.summarize({name: sum(s[name] for s in sums) for name in sums[0]})
+    exact, frozen = policy.double().model, reference.double().model
+    ratios = []
+    for row, made in zip(rows, table, strict=False):
+        ids = made[BLOCKS[0] if row["label"] else BLOCKS[1]]
+        ours, theirs = (logprob_by_hand(m, ids, made["prompt_length"]) for m in (exact, frozen))
+        ratios.append(ours - theirs)
+    good, bad, kl = np.array(ratios)[[0, 2, 3]], ratios[1], batches[0].kl
+    expected = (1 / (1 + np.exp(0.2 * (good - kl)))).sum() + 1.5 / (1 + np.exp(0.2 * (kl - bad)))
+    weight = sum(map(task.weight, batches))
+    assert sum(losses).item() / weight == pytest.approx(expected / 4, rel=1e-4)
+    assert means["loss"] == pytest.approx(expected / 4, rel=1e-4)
+    assert means["rewards/chosen"] == pytest.approx(0.2 * good.mean(), rel=1e-4)
+    assert means["rewards/rejected"] == pytest.approx(0.2 * bad, rel=1e-4)

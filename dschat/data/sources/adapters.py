@@ -13,20 +13,25 @@ from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, ColumnAdapter
 from dschat.data.sources.ranking import Ranked, read_ranked
+from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
     Content,
     Turn,
     Unusable,
+    chat_in_cell,
     from_cell,
+    is_trained,
     read_content,
     read_tools,
     split_text,
+    storable,
+    without_nulls,
 )
 
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools")
+CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools", "columns")
 
 _PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
 
@@ -48,14 +53,16 @@ class Example:
     others: Optional[list[Content]] = None  # further ranked answers; None for a pair
     ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
     tools: Optional[list[dict[str, Any]]] = None  # JSON schemas that the chat template shows
+    columns: Optional[dict[str, Any]] = None  # in step 3 the row's others, for reward functions
 
     def to_row(self) -> dict[str, str]:
-        return {f: json.dumps(getattr(self, f)) for f in CONTENT_FIELDS}
+        # dates and bytes, which JSON cannot represent, become text
+        return {f: json.dumps(getattr(self, f), default=str) for f in CONTENT_FIELDS}
 
     def answers(self, fields: Sequence[str]) -> list[Any]:
         """The answers in ``fields``, in their order; "others" has any number of them."""
         given = [(name, getattr(self, name)) for name in fields]
-        return [a for name, v in given for a in ((v or []) if name == "others" else [v])]
+        return [a for name, v in given if v for a in (v if name == "others" else [v])]
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
@@ -82,10 +89,11 @@ def choose_adapter(
         return ColumnAdapter(messages=given["messages"])
     known = None if "answers" in given else known_adapter(name)
     generic = _PROMPTS if "answers" in given else GENERIC
-    for row in (known,) if known else generic:
+    rows = [known] if known else [row.match_case(columns) for row in generic]
+    # first those that name most of the given columns themselves
+    for row in sorted(rows, key=lambda row: -len(given.items() & row.roles.items())):
         # a dialogue row has no columns that these flags could override
         adapter = row if row.messages and given else replace(row, **given)
-        adapter = adapter if known else adapter.match_case(columns)
         fits = all(_has(columns, column) for column in adapter.columns)
         if fits and set(given.values()) <= set(adapter.columns):
             return adapter
@@ -125,7 +133,9 @@ def require_answers(
             )
 
 
-def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> dict[str, str]:
+def normalize(
+    row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose, form: Form = "json"
+) -> dict[str, str]:
     """One raw row as an ``Example`` row with its ``key`` and ``problem``. Of ranked answers, SFT
     takes the best.
 
@@ -135,14 +145,16 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
     must go to the same step. The key is the same for every purpose; it is "" if the row has no
     usable prompt.
     """
+    raw, row = row, _as_meant(row, adapter, form)
     ranked = _ranked(row, adapter)
     prompt, answers = _read_row(row, adapter, ranked)
     if purpose == "rlhf":
         prompt = _asked(row, adapter, prompt)
     tools = None
-    if isinstance(prompt, list):
+    if isinstance(prompt, list) and prompt:
         try:
-            tools = read_tools(row.get("tools"))
+            prompt = _with_opening(row, adapter, prompt)
+            tools = read_tools(row.get("tools"), row.get("functions"))
         except Unusable as unusable:
             prompt = unusable
     if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
@@ -155,11 +167,22 @@ def normalize(row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose) -> 
         made: Union[Example, str] = _ranked_example(prompt, answers, ranked[1])
     else:
         best = answers if ranked is None else [answers[0], None, None]
-        made = _example(prompt, best, purpose)
+        made = _example(prompt, best, purpose, adapter.unpaired)
     if isinstance(made, str):
         return {**Example(prompt).to_row(), "key": key, "problem": made}
     made.tools = tools
+    if purpose == "rlhf":
+        made.columns = {name: value for name, value in raw.items() if name != adapter.prompt}
     return {**made.to_row(), "key": key, "problem": ""}
+
+
+def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[str, Any]:
+    """``row`` with the chats that CSV holds as JSON, and without the nulls that tables fill in."""
+    if form == "json":
+        return row
+    meant = chat_in_cell if form == "csv" else without_nulls
+    columns = {column.partition(".")[0] for column in (*adapter.columns, "tools", "functions")}
+    return {**row, **{column: meant(row[column]) for column in columns & row.keys()}}
 
 
 def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
@@ -214,14 +237,17 @@ def _ranked(row: dict[str, Any], adapter: ColumnAdapter) -> Union[Ranked, Unusab
     return read_ranked(look_up(row, adapter.answers), values, adapter.scores is not None)
 
 
-def _example(prompt: Content, answers: list[Parsed], purpose: Purpose) -> Union[Example, str]:
-    """A demonstration, a pair or a prompt; or the problem with it."""
+def _example(
+    prompt: Content, answers: list[Parsed], purpose: Purpose, unpaired: bool
+) -> Union[Example, str]:
+    """A demonstration, a pair (``unpaired``: a side of it) or a prompt; or the problem with it."""
     chosen, rejected, demonstration = answers
     if purpose == "sft":
         prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
-    if purpose != "rlhf" and not _is_answer(chosen):
-        return "an empty or unreadable answer" + _because(chosen)
-    if purpose == "reward" and not _is_answer(rejected):
+    has_side = unpaired and purpose == "reward" and _is_answer(rejected)
+    if purpose != "rlhf" and not has_side and not _is_answer(chosen):
+        return "an answer that is empty, unreadable or of weight 0" + _because(chosen)
+    if purpose == "reward" and not unpaired and not _is_answer(rejected):
         return "an empty or unreadable rejected answer" + _because(rejected)
     chosen, rejected = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
     return Example(prompt, chosen, rejected)
@@ -292,16 +318,31 @@ def _same_prompt(
 
 
 def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
-    """A text prompt as chat turns, with the context and the system message of its row."""
+    """A text prompt as a chat's turn, with the context of its row."""
     if not prompt.strip():
         return None
-    context, system = (look_up(row, column) for column in (adapter.context, adapter.system))
+    context = look_up(row, adapter.context)
     if isinstance(context, str) and context.strip():
         prompt = f"{prompt}\n\n{read_content(context)}"
-    turns = [{"role": "user", "content": prompt}]
-    if isinstance(system, str) and system.strip():
-        turns.insert(0, {"role": "system", "content": str(read_content(system))})
-    return turns
+    return [{"role": "user", "content": prompt}]
+
+
+def _with_opening(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
+    """A chat behind the system message and the ``history`` (Alpaca's, pairs) of its row.
+
+    Raises:
+        Unusable: a history in another form.
+    """
+    history, turns = from_cell(row.get("history")), []
+    for pair in history if isinstance(history, list) and adapter.context else ():
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            raise Unusable("a history that is no list of pairs of texts")
+        asked, said = map(storable, pair)
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    system = row.get("system") or row.get("system_prompt")
+    if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": storable(system)})
+    return turns + prompt
 
 
 def _filled(answer: Parsed) -> Union[str, Unusable, None]:
@@ -325,9 +366,9 @@ def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
 
 
 def _without_answer(dialogue: list[Turn]) -> tuple[list[Turn], Optional[list[Turn]]]:
-    """The turns before the last one, and the last one by itself, None if it is blank."""
+    """The turns before the last one, and the last one by itself, None if it is not trained."""
     last = dialogue[-1]
-    return dialogue[:-1], [last] if last["content"].strip() or last.get("tool_calls") else None
+    return dialogue[:-1], [last] if is_trained(last) else None
 
 
 def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
@@ -344,11 +385,11 @@ def _demonstration(
     prompt: Content, chosen: Parsed, demonstration: Parsed
 ) -> tuple[Content, Parsed]:
     """Prompt and answer for SFT: the demonstration, the chosen answer, or, of a dialogue that ends
-    with a user turn, its last answer.
+    with a turn that is not trained, the last answer that is.
     """
     answer = demonstration if _is_answer(demonstration) else chosen
     if not answer and isinstance(prompt, list):
-        ends = [i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i]
+        ends = [i for i, turn in enumerate(prompt) if i and is_trained(turn)]
         if ends:
             return _without_answer(prompt[: ends[-1] + 1])
     return prompt, answer

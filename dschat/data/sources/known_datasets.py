@@ -31,7 +31,7 @@ class ColumnAdapter:
     sft: Optional[str] = None  # the answer that step 1 trains on, if not `chosen`
     as_chat: bool = False  # turn the prompt into the user turn of a chat
     context: Optional[str] = None  # text appended to an `as_chat` prompt
-    system: Optional[str] = None  # the system message before an `as_chat` prompt
+    unpaired: bool = False  # a row has one answer, chosen or rejected
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
     reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
     source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
@@ -41,7 +41,7 @@ class ColumnAdapter:
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
         pairs = ("prompt", "chosen", "rejected", "messages")
-        names = (*pairs, "answers", "ranks", "scores", "sft", "context", "system")
+        names = (*pairs, "answers", "ranks", "scores", "sft", "context")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -102,6 +102,18 @@ def _vicuna(row: Row) -> Row:
     return {"prompt": vicuna_turns(row.get("prompt")), "label": label}
 
 
+def _by_truth(row: Row) -> Row:
+    """TRL's form for KTO: one answer, with a label that is true for a good one."""
+    label, answer = str(row.get("label")).lower(), row.get("completion")
+    if label in ("false", "0"):
+        return {"completion": {"good": Unusable("its label is false"), "bad": answer}}
+    if label not in ("true", "1"):
+        answer = Unusable("a label that is neither true nor false; see --chosen_column")
+    return {"completion": {"good": answer}}
+
+
+_GOOD_OR_BAD = ColumnAdapter("prompt", "completion.good", "completion.bad", unpaired=True)
+_LABELLED = replace(_GOOD_OR_BAD, rewrite=_by_truth, reads=("label",))
 _PAIRS = ColumnAdapter("prompt", "chosen", "rejected")
 _MIRACL = ColumnAdapter(
     "query",
@@ -131,7 +143,7 @@ _SHP = ColumnAdapter(
 _HC3 = ColumnAdapter(
     "question", "human_answers.0", as_chat=True, source="Hello-SimpleAI/HC3-Chinese:all"
 )
-_ORCA_PAIRS = ColumnAdapter("question", "chosen", "rejected", as_chat=True, system="system")
+_QUESTION_PAIRS = ColumnAdapter("question", "chosen", "rejected", as_chat=True)
 _ALPACA = ColumnAdapter("instruction", "output", as_chat=True, context="input")
 _ULTRAFEEDBACK = ColumnAdapter(
     "instruction",
@@ -169,7 +181,7 @@ ADAPTERS = {
     ),
     "local/jsonfile": replace(_PAIRS, source="./data"),  # ./data/train.json, ./data/eval.json
     # current data sets whose columns are ambiguous
-    "Intel/orca_dpo_pairs": _ORCA_PAIRS,
+    "Intel/orca_dpo_pairs": _QUESTION_PAIRS,
     "tatsu-lab/alpaca": _ALPACA,
     # ranked answers
     "openbmb/UltraFeedback": _ULTRAFEEDBACK,
@@ -178,14 +190,22 @@ ADAPTERS = {
     ),
 }
 
+_CHATS = ("messages", "conversations", "conversation", "dialogue")
+_ANSWERED = {
+    "question": ("answer", "response"),
+    "problem": ("solution", "answer"),
+    "query": ("response", "answer"),
+    "input": ("output",),
+}
 GENERIC = (
     _WEBGPT,
     _SHP,
     replace(_MIRACL, eval_split=None),
-    _ORCA_PAIRS,
     # chosen and rejected answers
     _PAIRS,
+    _QUESTION_PAIRS,
     ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
+    *(replace(_PAIRS, prompt=name) for name in _CHATS),
     ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ in the last turn
     # ranked answers
     *(
@@ -197,33 +217,21 @@ GENERIC = (
     _ULTRAFEEDBACK,
     # one answer
     ColumnAdapter("prompt", "chosen"),
-    ColumnAdapter("prompt", "completion"),
-    ColumnAdapter("prompt", "response"),
-    ColumnAdapter("prompt", "answer"),
-    ColumnAdapter("prompt", "output"),
+    _LABELLED,
+    *(ColumnAdapter("prompt", answer) for answer in ("completion", "response", "answer", "output")),
     _ALPACA,
     ColumnAdapter("instruction", "response", as_chat=True, context="context"),
-    ColumnAdapter("instruction", "output", as_chat=True),
-    ColumnAdapter("instruction", "response", as_chat=True),
-    ColumnAdapter("question", "response", as_chat=True, system="system_prompt"),
+    *(ColumnAdapter("instruction", answer, as_chat=True) for answer in ("output", "response")),
     _HC3,
-    ColumnAdapter("question", "answer", as_chat=True),
-    ColumnAdapter("question", "response", as_chat=True),
-    ColumnAdapter("problem", "solution", as_chat=True),
-    ColumnAdapter("problem", "answer", as_chat=True),
-    ColumnAdapter("query", "response", as_chat=True),
-    ColumnAdapter("query", "answer", as_chat=True),
-    ColumnAdapter("input", "output", as_chat=True),
+    *(
+        ColumnAdapter(prompt, answer, as_chat=True)
+        for prompt, answers in _ANSWERED.items()
+        for answer in answers
+    ),
     # whole dialogues
-    ColumnAdapter(messages="messages"),
-    ColumnAdapter(messages="conversations"),
-    ColumnAdapter(messages="conversation"),
-    ColumnAdapter(messages="dialogue"),
+    *(ColumnAdapter(messages=name) for name in _CHATS),
     # prompts only, for step 3
     ColumnAdapter("prompt"),
-    ColumnAdapter("question", as_chat=True),
-    ColumnAdapter("problem", as_chat=True),
-    ColumnAdapter("instruction", as_chat=True),
-    ColumnAdapter("query", as_chat=True),
+    *(ColumnAdapter(p, as_chat=True) for p in ("question", "problem", "instruction", "query")),
     ColumnAdapter(messages="text"),  # a dialogue as text, Human: ... Assistant: ...
 )

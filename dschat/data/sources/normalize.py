@@ -1,7 +1,7 @@
 """Normalizes raw rows to ``Example`` rows, one by one or as a table cached on disk.
 
-Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not; in step 3 it also carries
-the source's other columns. Unusable rows are logged, or raise ``UserError`` (``--on_bad_row``).
+Every line of a ``RawRows`` gives one row of ``SCHEMA``, usable or not. Unusable rows are logged, or
+raise ``UserError`` (``--on_bad_row``).
 """
 
 import logging
@@ -13,56 +13,50 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from dschat.config import UserError
-from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, normalize
+from dschat.data.sources.adapters import CONTENT_FIELDS, Example, Purpose, look_up, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.packed import pack, packed_names
 from dschat.data.sources.resolve import RawRows, broken_line
 from dschat.data.sources.table_cache import cached_table
+from dschat.data.sources.turns import unread_keys
 
 logger = logging.getLogger("dschat")
 
 # `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
-# in the source, for rows with a problem or a fault.
-NOTES = ("key", "problem", "fault", "where")
+# in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
+NOTES = ("key", "problem", "unread", "fault", "where")
 SCHEMA = Features({f: Value("string") for f in (*CONTENT_FIELDS, *NOTES)})
 NUM_LISTED = 10  # bad rows that the log lists individually
 BROKEN = "an unreadable line"
 
 
-def extra_columns(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> list[str]:
-    """Names of the columns that rows carry in addition to ``SCHEMA``: in step 3, for rewards."""
-    return packed_names(rows.columns, adapter) if purpose == "rlhf" else []
-
-
 def normalized_rows(
     rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
 ) -> Iterator[dict[str, Any]]:
-    """A row of ``SCHEMA`` and ``extra_columns`` for every line, in order.
+    """A row of ``SCHEMA`` for every line, in order.
 
     The row of an unreadable line has no content and no key.
     """
-    extra = extra_columns(rows, adapter, purpose)
     unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
     for line in rows:
-        row = unreadable if line.row is None else normalize(line.row, adapter, purpose)
-        where = line.where if row["problem"] else ""
-        yield {**pack(line.row or {}, extra), **row, "fault": line.fault, "where": where}
+        raw = line.row or {}
+        row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable
+        notes = {"fault": line.fault, "where": line.where if row["problem"] else ""}
+        notes["unread"] = ", ".join(unread_keys(look_up(raw, c) for c in adapter.roles.values()))
+        yield {**row, **notes}
 
 
 def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
     """``normalized_rows`` as a table: cached on disk, or in memory if the source is."""
-    extra = extra_columns(rows, adapter, purpose)
-    schema = Features({**SCHEMA, **dict.fromkeys(extra, Value("string"))})
     if rows.in_memory:
-        return Dataset.from_list(list(normalized_rows(rows, adapter, purpose)), features=schema)
+        return Dataset.from_list(list(normalized_rows(rows, adapter, purpose)), features=SCHEMA)
     # repr of a function has its address, which differs between processes
     stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
-    content = repr([rows.stamp, rows.name, stable, purpose, list(schema)])
-    return cached_table(content, schema, lambda: normalized_rows(rows, adapter, purpose))
+    content = repr([rows.stamp, rows.name, stable, purpose])
+    return cached_table(content, SCHEMA, lambda: normalized_rows(rows, adapter, purpose))
 
 
 def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
-    """Warn of the bad rows in a table of ``SCHEMA`` and list the first ones.
+    """Warn of the bad rows in a table of ``SCHEMA`` and list the first ones; count unread keys.
 
     Raises:
         UserError: a bad row that ``on_bad_row`` does not allow, or no usable rows; names the place
@@ -70,7 +64,9 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
     """
     bad: Counter[str] = Counter()
     listed: list[str] = []
-    for row in iterate(rows, ("problem", "fault", "where")):
+    unread: Counter[str] = Counter()
+    for row in iterate(rows, ("problem", "unread", "fault", "where")):
+        unread.update(filter(None, row["unread"].split(", ")))
         if not row["problem"]:
             continue
         check_allowed(row, on_bad_row, flag)
@@ -78,6 +74,8 @@ def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: 
         if len(listed) < NUM_LISTED:
             why = row["fault"].removesuffix("; fix it") or row["problem"]
             listed.append(f"{row['where']}: {why}")
+    if keys := ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items()):
+        logger.info("%s: keys of turns that change neither text nor loss: %s", name, keys)
     if not bad:
         return
     why = ", ".join(f"{count} with {problem}" for problem, count in bad.items())

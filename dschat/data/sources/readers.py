@@ -14,11 +14,14 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import BufferedIOBase
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 from dschat.config.errors import first_line
+from dschat.data.sources.turns import is_turn
 
 JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
 PARQUET_SUFFIX = ".parquet"
@@ -30,12 +33,17 @@ _MAX_FIELD = 1 << 27  # characters of a CSV field; a longer one has an unclosed 
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
 
 
+# How a row is stored: CSV has texts alone, tables of one schema ("arrow") fill in nulls.
+Form = Literal["json", "csv", "arrow"]
+
+
 class Line(NamedTuple):
     """A row of a source with its place, or, without a row, the fault at that place."""
 
     where: str
     row: Optional[dict[str, Any]]
     fault: str = ""
+    form: Form = "json"
 
 
 def kind_of(path: str) -> str:
@@ -60,7 +68,7 @@ def read_lines(path: str) -> Iterator[Line]:
             elif kind == TEXT_SUFFIX:
                 yield from _paragraphs(file, path)
             else:
-                yield from _json(file, path)
+                yield from _exported(_json(file, path))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             yield Line(path, None, f"damaged gzip data ({error}); compress it again")
 
@@ -93,6 +101,16 @@ def _json(file: BufferedIOBase, name: str) -> Iterator[Line]:
             yield Line(f"{name}:{number}", None, _NOT_UTF8)
         elif line.strip():
             yield _json_line(line.strip(), f"{name}:{number}")
+
+
+def _exported(lines: Iterator[Line]) -> Iterator[Line]:
+    """``lines``; or the items of ``data``, a list of objects, in a file of this one object."""
+    head = list(islice(lines, 2))
+    items = (head[0].row or {}).get("data") if len(head) == 1 else None
+    if isinstance(items, list) and all(isinstance(i, dict) and not is_turn(i) for i in items):
+        where = f"{head[0].where}, item "
+        head = [Line(f"{where}{n} of data", item) for n, item in enumerate(items, start=1)]
+    yield from chain(head, lines)
 
 
 def _json_line(line: str, where: str) -> Line:
@@ -240,7 +258,7 @@ def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterato
         if not_utf8 and not_utf8[-1] >= start:
             yield Line(f"{name}:{not_utf8[-1]}", None, _NOT_UTF8)
         elif len(fields) == len(names):
-            yield Line(f"{name}:{start}", dict(zip(names, fields, strict=True)))
+            yield Line(f"{name}:{start}", dict(zip(names, fields, strict=True)), form="csv")
         elif any(field.strip() for field in fields):
             fault = f"{len(fields)} fields where the first line names {len(names)} columns"
             yield Line(f"{name}:{start}", None, fault)
@@ -263,6 +281,15 @@ def _paragraphs(file: BufferedIOBase, name: str) -> Iterator[Line]:
         yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
 
 
+def known_rows(paths: list[str]) -> Optional[int]:
+    """The rows of Parquet files, by their footers; None for other files and damaged ones."""
+    from pyarrow import ArrowException, parquet
+
+    with suppress(ArrowException, OSError):
+        return sum(parquet.read_metadata(path).num_rows for path in paths)
+    return None
+
+
 def _parquet(path: str) -> Iterator[Line]:
     import pyarrow
     from pyarrow import parquet
@@ -273,7 +300,7 @@ def _parquet(path: str) -> Iterator[Line]:
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
                 for values in batch.to_pylist():
                     row += 1
-                    yield Line(f"{path}, row {row}", values)
+                    yield Line(f"{path}, row {row}", values, form="arrow")
         except (pyarrow.ArrowException, ValueError, OSError) as error:
             fault = f"damaged Parquet data ({first_line(error)}); write it again"
             yield Line(f"{path}, row {row + 1}", None, fault)

@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
-from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
+from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, known_rows, read_lines
 
 AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
@@ -51,6 +51,7 @@ class RawRows:
 
     ``stamp`` identifies the content: it changes with a file's size or modification time, and is
     None if unknown (a stream from the hub). ``in_memory``: the rows are a table in memory.
+    ``num_rows``: None if only reading tells.
     """
 
     name: str
@@ -58,6 +59,7 @@ class RawRows:
     stamp: Optional[str]
     lines: Callable[[], Iterator[Line]] = field(repr=False)
     in_memory: bool = False
+    num_rows: Optional[int] = None
 
     def __iter__(self) -> Iterator[Line]:
         return self.lines()
@@ -124,12 +126,15 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
         for batch in table.iter(batch_size=256):
             for values in zip(*batch.values(), strict=True):
                 row += 1
-                yield Line(f"{name}, row {row}", dict(zip(batch, values, strict=True)))
+                made = dict(zip(batch, values, strict=True))
+                yield Line(f"{name}, row {row}", made, form="arrow")
 
     columns = table.column_names or list(next(iter(table), {}))
     is_table = isinstance(table, Dataset)
-    stamp = table._fingerprint if is_table else None
-    return RawRows(name, columns, stamp, lines, in_memory=is_table and not table.cache_files)
+    stamp, is_small = (table._fingerprint, not table.cache_files) if is_table else (None, False)
+    split = (table.info.splits or {}).get(str(table.split))
+    num_rows = len(table) if is_table else split and split.num_examples
+    return RawRows(name, columns, stamp, lines, in_memory=is_small, num_rows=num_rows)
 
 
 def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> AnySplits:
@@ -150,9 +155,9 @@ def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> 
         ) from error
 
 
-def broken_line(flag: str, where: str, fault: str) -> UserError:
+def broken_line(flag: str, where: str, fault: str, can_skip: bool = True) -> UserError:
     """The error for a row that is unusable or unreadable and must not be skipped."""
-    advice = "fix it, or skip such rows with --on_bad_row skip"
+    advice = "fix it, or skip such rows with --on_bad_row skip" if can_skip else "no row is usable"
     return UserError(f"{flag}: {where}: {fault.removesuffix('; fix it')}; {advice}")
 
 
@@ -237,12 +242,12 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
             if not skip_broken:
                 break
     if first_fault and not (columns and skip_broken):
-        raise broken_line(flag, first_fault.where, first_fault.fault)
+        raise broken_line(flag, first_fault.where, first_fault.fault, not skip_broken)
     if not columns:
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     stamp = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
-    return RawRows(name, list(columns), stamp, lines)
+    return RawRows(name, list(columns), stamp, lines, num_rows=known_rows(paths))
 
 
 def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:

@@ -134,6 +134,11 @@ def load_source(
     source = open_source(spec, config, flag)
     columns = source.splits.train.columns
     require_answers(source.name, source.adapter, purpose, columns, flag)
+    if source.adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
+        raise UserError(
+            f"{flag}: {source.name} labels single answers, which step 2 compares in pairs; add "
+            "--loss kto, which trains the policy on them"
+        )
     return source
 
 

@@ -25,7 +25,6 @@ from dschat.data.sources.normalize import (
     NOTES,
     NUM_LISTED,
     check_allowed,
-    extra_columns,
     normalized_rows,
 )
 from dschat.data.sources.resolve import RawRows
@@ -63,7 +62,7 @@ class ExampleStream:
     """The endless training examples of one step; each iteration starts over in the same order.
 
     A source that ends is read again in another order. Sources alternate at random, in proportion to
-    their weights. Memory holds ``--shuffle_buffer_size`` rows.
+    their rows times their weights, as in tables. Memory holds ``--shuffle_buffer_size`` rows.
     """
 
     def __init__(self, config: DataConfig, purpose: Purpose, seed: int) -> None:
@@ -81,9 +80,9 @@ class ExampleStream:
                 logger.warning("%s has no rows for step %d", source.name, step + 1)
         if not filled:
             raise no_rows(config.data_split, step, "the")
-        self._sources = filled
-        extra = (name for s in filled for name in extra_columns(s.splits.train, s.adapter, purpose))
-        self.columns = [*CONTENT_FIELDS, *dict.fromkeys(extra)]  # of every row
+        self._sources, self._shares = filled, _shares(filled) if len(filled) > 1 else None
+        columns = [c for s in filled for c in s.splits.train.columns if c != s.adapter.prompt]
+        self.other_columns = sorted({*columns})
 
     def __iter__(self) -> Iterator[ExampleRow]:
         return self.rows()
@@ -91,11 +90,10 @@ class ExampleStream:
     def rows(self, quiet: bool = False) -> Iterator[ExampleRow]:
         """The stream from its start; ``quiet``: do not log dropped rows."""
         rng = np.random.default_rng([self._seed, 0])
-        weights = np.array([source.weight for source in self._sources])
         streams = [self._endless(i, quiet) for i in range(len(self._sources))]
         while True:
-            for i in rng.choice(len(streams), size=1024, p=weights / weights.sum()):
-                yield dict.fromkeys(self.columns) | next(streams[i])
+            for i in rng.choice(len(streams), size=1024, p=self._shares):
+                yield next(streams[i])
 
     def held_out(self) -> Dataset:
         """At most ``--max_eval_samples`` held-out rows, sampled from the first of every source."""
@@ -113,8 +111,7 @@ class ExampleStream:
         rows = [row for part in parts for row in islice(part, limit)]
         sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
         rows = [rows[i] for i in sorted(sample.tolist())]
-        names = dict.fromkeys([*self.columns, *(name for row in rows for name in row)])
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: [row[name] for row in rows] for name in CONTENT_FIELDS}
         return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
 
     def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
@@ -157,6 +154,21 @@ class ExampleStream:
         if is_held:
             return _HELD_OUT
         return int(np.searchsorted(self._splits, _unit(key, f"split:{self._seed}"), "right"))
+
+
+def _shares(sources: list[DataSource]) -> np.ndarray:
+    """(sources,) float64, logged: by rows x weights, or by weights where a number is unknown."""
+    parts = [source.splits.train for source in sources]
+    sizes = [sum(1 for _ in r) if r.stamp and r.num_rows is None else r.num_rows for r in parts]
+    known = [n or 1 for n in sizes] if None not in sizes else [1] * len(sizes)
+    weights = np.array([s.weight * n for s, n in zip(sources, known, strict=True)])
+    shares = weights / weights.sum()
+    logger.info(
+        "the stream takes %s (by %s)",
+        ", ".join(f"{share:.1%} from {s.name}" for share, s in zip(shares, sources, strict=True)),
+        "weights alone: a source's rows are not known" if None in sizes else "rows and weights",
+    )
+    return shares
 
 
 def shuffled(rows: Iterator[Any], size: int, seed: Any) -> Iterator[Any]:

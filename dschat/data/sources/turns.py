@@ -6,11 +6,12 @@ ShareGPT, or a whole dialogue as text. All functions are pure.
 
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Optional, Union
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's turn may have
-# "tool_calls" in OpenAI's form, with arguments as an object, and a tool's turn a "name"
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates show of
+# `SHOWN` and "tool_calls", in OpenAI's form with arguments as an object; "weight" 0: not trained
 Turn = dict[str, Any]
 Content = Union[str, list[Turn]]  # plain text, or chat messages
 
@@ -27,6 +28,16 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 
+# A thought is given under all the names that templates use.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+SHOWN = (*THOUGHTS, "name", "tool_call_id")
+# 0 or false where an answer is not trained: OpenAI, Mistral, axolotl, slime.
+LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+# They would change the text or the loss.
+UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio", "train_detail")
+_READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
+_READ |= {*SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
+
 # Marks before an assistant's turn in a dialogue that is one text.
 ASSISTANT_MARKS = ("\n\nAssistant:", "### Assistant:", "### Response:", "ASSISTANT:")
 
@@ -39,12 +50,24 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         return value
     if isinstance(value, str):
         return storable(value)
+    if is_turn(value):
+        value = [value]
     if not isinstance(value, list):
         return Unusable(f"neither text nor a list of turns, but {_kind(value)}")
     try:
         return [_read_turn(item) for item in value]
     except Unusable as unusable:
         return unusable
+
+
+def is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value.keys() & {"role", "from"})
+
+
+def chat_in_cell(value: Any) -> Any:
+    """The chat that a CSV cell holds as JSON; other values unchanged."""
+    found = from_cell(value)
+    return found if found and isinstance(found, list) and all(map(is_turn, found)) else value
 
 
 def from_cell(value: Any) -> Any:
@@ -93,7 +116,10 @@ def _read_turn(turn: Any) -> Turn:
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise Unusable(f"a turn of the role {str(role)[:30]!r}" if role else "a turn without role")
-    calls = turn.get("tool_calls")
+    if named := next((name for name in UNSUPPORTED if turn.get(name)), None):
+        raise Unusable(f"a turn with {named!r}")
+    legacy = turn.get("function_call")
+    calls = turn.get("tool_calls") or (legacy and [{"function": legacy}])
     if content is None and not calls:
         raise Unusable("a turn without content")
     if isinstance(content, list):
@@ -103,26 +129,47 @@ def _read_turn(turn: Any) -> Turn:
     read: Turn = {"role": known, "content": storable(content or "")}
     if calls:
         read["tool_calls"] = _read_calls(known, calls)
-    if known == "tool" and isinstance(turn.get("name"), str):
-        read["name"] = storable(turn["name"])
+    for name in SHOWN:
+        if isinstance(text := turn.get(name) or "", str) and text:
+            read |= dict.fromkeys(THOUGHTS if name in THOUGHTS else [name], storable(text))
+        elif text:
+            raise Unusable(f"a turn whose {name} is {_kind(text)}")
+    flags = {name: turn.get(name) for name in LOSS_FLAGS} if known == "assistant" else {}
+    if odd := [f"{k} {str(v)[:30]}" for k, v in flags.items() if v not in (None, 0, 1)]:
+        raise Unusable(f"a turn with {odd[0]}, which is neither 0 nor 1")
+    says = read["content"].strip() or calls or THOUGHTS[0] in read
+    if known == "assistant" and (0 in flags.values() or not says):
+        read["weight"] = 0
     return read
 
 
-def read_tools(value: Any) -> Optional[list[dict[str, Any]]]:
-    """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any.
+def is_trained(turn: Turn) -> bool:
+    """Whether a turn is an answer that says something and is not left out of the loss."""
+    return turn["role"] == "assistant" and turn.get("weight") != 0
+
+
+def unread_keys(values: Iterable[Any]) -> list[str]:
+    """Keys of the turns in a row's columns that nothing reads: metadata."""
+    chats = [chat for chat in map(from_cell, values) if isinstance(chat, list)]
+    turns = [turn.items() for chat in chats for turn in chat if is_turn(turn)]
+    return sorted({key for turn in turns for key, value in turn if value is not None} - _READ)
+
+
+def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any]]]:
+    """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any. Its
+    legacy form is ``functions``.
 
     Raises:
         Unusable: it is neither.
     """
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value else value
-    except (ValueError, RecursionError):
-        tools = value
+    tools = from_cell(value)
+    if not tools and isinstance(functions, list):
+        tools = [{"type": "function", "function": function} for function in functions]
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("tools that are no list of JSON schemas")
-    return without_nulls(tools)
+    return tools
 
 
 def without_nulls(value: Any) -> Any:
@@ -152,8 +199,9 @@ def _read_calls(role: str, calls: Any) -> list[dict[str, Any]]:
                 raise Unusable("a tool call whose arguments are not JSON") from None
         if not isinstance(arguments, dict):
             raise Unusable(f"a tool call whose arguments are {_kind(arguments)}")
-        function = {"name": storable(name), "arguments": without_nulls(arguments)}
-        read.append({"type": "function", "function": function})
+        function = {"name": storable(name), "arguments": arguments}
+        number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        read.append({"type": "function", **number, "function": function})
     return read
 
 

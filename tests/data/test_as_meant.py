@@ -1,0 +1,409 @@
+"""What a file says of a chat reaches the examples and the loss, in every format; what cannot is
+refused by name.
+"""
+
+import csv
+import json
+import logging
+from dataclasses import replace
+
+import pyarrow.parquet
+import pytest
+from byte_tokenizers import CHATML, byte_tokenizer, trained
+from dialogues import REPLY, SYSTEM, USER, chat
+from tool_templates import MARKED, SCHEMAS, tokenizer_of
+
+from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
+from dschat.data.batches import prompt_columns, prompts_of
+from dschat.data.segments import encode_examples, prompt_text_ids
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import load_examples
+from dschat.data.tokenize import prompt_dataset, sft_dataset
+
+CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
+FORMATS = ("jsonl", "json", "data.json", "csv", "parquet")
+
+
+def put(folder, rows, form="jsonl"):
+    """``rows`` as a file; a CSV holds lists and objects as JSON."""
+    path = folder / f"rows.{form}"
+    if form == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            cells = [
+                {k: v if isinstance(v, str) else json.dumps(v) for k, v in r.items()} for r in rows
+            ]
+            writer.writerows(cells)
+    elif form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(json.dumps({"data": rows} if form == "data.json" else rows))
+    return str(path)
+
+
+def config_of(path, purpose="sft", of=CommonConfig, **knobs):
+    split = ",".join("1" if p == purpose else "0" for p in ("sft", "reward", "rlhf"))
+    return of(data_path=[path], data_split=split, eval_fraction=0.0, **knobs)
+
+
+def load(folder, rows, purpose="sft", form="jsonl", **knobs):
+    config = config_of(put(folder, rows, form), purpose, **knobs)
+    examples = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    return [replace(example, columns=None) for example in examples]
+
+
+THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
+FUNCTION = {"name": "search", "arguments": {"query": "x", "limit": 2}}
+CALL = {"id": "call00001", "type": "function", "function": FUNCTION}
+CALLED = {**REPLY(""), "tool_calls": [CALL]}
+TOLD = {"role": "tool", "content": "told", "name": "search", "tool_call_id": "call00001"}
+DIALOGUE = [{**USER("u"), "name": "Ada"}, CALLED, TOLD, {**REPLY("r"), **THOUGHT}]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_chat_keeps_all_that_templates_show_in_every_format(tmp_path, form):
+    written = [*DIALOGUE[:3], {**REPLY("r"), "thinking": "hm"}]
+    rows = [{"messages": written, "tools": SCHEMAS}]
+    expected = Example(DIALOGUE[:3], DIALOGUE[3:], tools=SCHEMAS)
+    assert load(tmp_path, rows, form=form) == [expected]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "columns", [("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected")]
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_pairs_of_turns_in_every_format(tmp_path, form, columns, as_text):
+    """The answers as turns, or as texts to a prompt of turns."""
+    answers = ["a", "b"] if as_text else [[REPLY("a")], [REPLY("b")]]
+    rows = [dict(zip(columns, ([USER("u")], *answers), strict=True))]
+    assert load(tmp_path, rows, "reward", form) == [chat("u", "a", "b")]
+
+
+def test_a_csv_cell_that_is_json_but_no_chat_is_text(tmp_path):
+    for text in ("[1, 2]", "[]", '[{"a": 1}]', "[not json"):
+        rows = [{"prompt": text, "chosen": text, "rejected": "b"}]
+        assert load(tmp_path, rows, "reward", "csv") == [Example(text, text, "b")]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nulls_are_those_of_the_file(tmp_path, form):
+    """A table of one schema fills them in; JSON means them."""
+    functions = [{"name": "f", "arguments": {"x": None}}, {"name": "f", "arguments": {"y": 1}}]
+    schema = {"type": "function", "function": {"name": "f", "strict": None}}
+    rows = [
+        {"messages": [USER("u"), {**REPLY(""), "tool_calls": [{"function": f}]}], "tools": [schema]}
+        for f in functions
+    ]
+    found = load(tmp_path, rows, form=form)
+    arguments = [e.chosen[0]["tool_calls"][0]["function"]["arguments"] for e in found]
+    strict = [e.tools[0]["function"] for e in found]
+    if form == "parquet":
+        assert (arguments, strict) == ([{}, {"y": 1}], [{"name": "f"}] * 2)
+    else:
+        assert (arguments, strict) == ([{"x": None}, {"y": 1}], [schema["function"]] * 2)
+
+
+# -- loss flags
+
+OFF = [
+    {flag: value}
+    for flag in ("weight", "train", "training", "trainable", "loss", "loss_mask")
+    for value in (0, False)
+]
+ON = [{}, {"weight": 1}, {"train": True}, {"loss_mask": 1.0}, {"weight": None}]
+
+
+def trained_texts(folder, turns, **knobs):
+    config = config_of(put(folder, [{"messages": turns}]), of=SFTConfig, **knobs)
+    return trained(CHAT, sft_dataset(config, CHAT)[0])
+
+
+@pytest.mark.parametrize("flag", [*OFF, *ON])
+def test_a_flag_takes_an_answer_out_of_the_loss(tmp_path, flag):
+    first, last = "a<|im_end|>", "b<|im_end|>"
+    is_on = flag in ON
+    ask = [USER("u"), {**REPLY("a"), **flag}, USER("v"), REPLY("b")]
+    assert trained_texts(tmp_path, ask) == ([first, last] if is_on else [last])
+    ask[1], ask[3] = REPLY("a"), {**REPLY("b"), **flag}
+    assert trained_texts(tmp_path, ask) == ([first, last] if is_on else [first])
+    # the ids are those of the whole dialogue, whatever is trained
+    config = config_of(put(tmp_path, [{"messages": ask[:3] + [REPLY("b")]}]), of=SFTConfig)
+    (whole,) = sft_dataset(config, CHAT)["input_ids"]
+    ask[1], ask[3] = {**REPLY("a"), **flag}, REPLY("b")
+    assert (
+        sft_dataset(config_of(put(tmp_path, [{"messages": ask}]), of=SFTConfig), CHAT)[0][
+            "input_ids"
+        ]
+        == whole
+    )
+
+
+def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path):
+    ask = [USER("u"), {**REPLY("a"), "weight": 0}, USER("v"), REPLY("b")]
+    before, after = trained_texts(tmp_path, ask, train_on_prompt=True)
+    assert before.endswith("assistant\n")
+    assert after.startswith("<|im_start|>user\nv") or after.startswith("\n<|im_start|>user\nv")
+    assert after.endswith("b<|im_end|>")
+
+
+@pytest.mark.parametrize("flag", OFF)
+def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
+    bad, good = [USER("u"), {**REPLY("r"), **flag}], [USER("v"), REPLY("s")]
+    rows = [{"messages": bad}, {"messages": good}, {"prompt": "x", "messages": []}]
+    assert load(tmp_path, rows[:2]) == [chat("v", "s")]
+    assert (
+        "dropped 1 of 2 rows (1 with an answer that is empty, unreadable or of weight 0)"
+        in caplog.text
+    )
+    assert load(tmp_path, [rows[0]], "rlhf") == [chat("u")]
+
+
+@pytest.mark.parametrize(
+    ("turn", "why"),
+    [
+        *(({"weight": w}, f"weight {w}, which is neither 0 nor 1") for w in (0.5, -1, "no")),
+        ({"train": [1]}, "train [1], which is neither"),
+        *(({key: "x"}, f"a turn with '{key}'") for key in ("refusal", "prefix", "images", "audio")),
+        ({"thinking": ["a"]}, "a turn whose thinking is a list"),
+        ({"function_call": {"arguments": "{}"}}, "a tool call without a name"),
+    ],
+)
+def test_what_would_change_text_or_loss_is_refused_by_name(tmp_path, turn, why):
+    rows = [{"messages": [USER("u"), {**REPLY("r"), **turn}]}]
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, rows)
+    assert why in str(caught.value)
+
+
+def test_metadata_is_counted(tmp_path, caplog):
+    turn = {**REPLY("r"), "id": 3, "score": 1.5, "refusal": None, "images": []}
+    rows = [{"messages": [USER(f"u{i}"), turn if i else REPLY("r")]} for i in range(3)]
+    with caplog.at_level(logging.INFO, "dschat"):
+        assert len(load(tmp_path, rows)) == 3
+    assert "turns that change neither text nor loss: id (2 rows), score (2 rows)" in caplog.text
+
+
+def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, caplog):
+    ask = [USER("u"), REPLY(" "), USER("v"), REPLY("b")]
+    with caplog.at_level(logging.INFO, "dschat"):
+        assert trained_texts(tmp_path, ask) == ["b<|im_end|>"]
+    assert "1 had answers without loss: empty or of weight 0" in caplog.text
+
+
+# -- what stands beside the turns
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"conversations": [USER("u"), REPLY("r")], "system": "s"}, [SYSTEM("s"), USER("u")]),
+        ({"messages": [USER("u"), REPLY("r")], "system_prompt": "s"}, [SYSTEM("s"), USER("u")]),
+        (
+            {"conversations": [SYSTEM("own"), USER("u"), REPLY("r")], "system": "s"},
+            [SYSTEM("own"), USER("u")],
+        ),
+        ({"instruction": "u", "input": "", "output": "r", "system": "s"}, [SYSTEM("s"), USER("u")]),
+        (
+            {"instruction": "u", "input": "x", "output": "r", "history": [["q", "a"], ["w", "b"]]},
+            [USER("q"), REPLY("a"), USER("w"), REPLY("b"), USER("u\n\nx")],
+        ),
+        (
+            {
+                "instruction": "u",
+                "input": "",
+                "output": "r",
+                "system": "s",
+                "history": [["q", "a"]],
+            },
+            [SYSTEM("s"), USER("q"), REPLY("a"), USER("u")],
+        ),
+        ({"question": "u", "response": "r", "system_prompt": "s"}, [SYSTEM("s"), USER("u")]),
+    ],
+)
+def test_system_and_history_of_a_row(tmp_path, row, prompt, form):
+    assert load(tmp_path, [row], form=form) == [Example(prompt, [REPLY("r")])]
+    assert load(tmp_path, [row], "rlhf", form)[0].prompt == prompt
+
+
+def test_a_history_in_another_form_is_refused(tmp_path):
+    row = {"instruction": "u", "input": "", "output": "r", "history": [["q", "a", "b"]]}
+    with pytest.raises(UserError, match="a history that is no list of pairs of texts"):
+        load(tmp_path, [row])
+
+
+def test_legacy_function_calls_are_calls_of_tools(tmp_path):
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    turns = [USER("u"), {"role": "assistant", "content": None, "function_call": function}]
+    rows = [{"messages": turns, "functions": [{"name": "f", "parameters": {}}]}]
+    (example,) = load(tmp_path, rows)
+    read = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert example.chosen == [{**REPLY(""), "tool_calls": [read]}]
+    assert example.tools == [{"type": "function", "function": rows[0]["functions"][0]}]
+
+
+# -- templates
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.NAME or '' }}\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("given", [*THOUGHT])
+@pytest.mark.parametrize("read", [*THOUGHT])
+def test_a_thought_is_trained_whatever_its_name(tmp_path, given, read):
+    tokenizer = byte_tokenizer("<|im_end|>", THINKS.replace("NAME", read))
+    rows = [{"messages": [USER("u"), {**REPLY("r"), given: "so <b>"}]}]
+    (row,) = sft_dataset(config_of(put(tmp_path, rows), of=SFTConfig), tokenizer)
+    assert trained(tokenizer, row) == ["<think>\nso <b>\n</think>\nr<|im_end|>"]
+    with pytest.raises(UserError, match="thoughts .*, which the chat template does not render"):
+        sft_dataset(config_of(put(tmp_path, rows), of=SFTConfig), CHAT)
+
+
+def test_a_template_sees_the_numbers_of_calls(tmp_path):
+    """One as Mistral's, which refuses chats without them."""
+    strict = MARKED.replace("'id': c.id", "'id': c.id if c.id else raise_exception('no id')")
+    strict = strict.replace("m.tool_call_id}", "m.tool_call_id or raise_exception('no id')}")
+    tokenizer = tokenizer_of(strict)
+    rows = [{"messages": [*DIALOGUE[:3], REPLY("r")], "tools": SCHEMAS}]
+    config = config_of(put(tmp_path, rows), of=SFTConfig, max_seq_len=2000)
+    (row,) = sft_dataset(config, tokenizer)
+    call, answer = trained(tokenizer, row)
+    assert '"id": "call00001"' in call
+    assert answer == " r<eot>"
+    assert '"call_id": "call00001"' in tokenizer.decode(row["input_ids"])
+
+
+def test_a_template_that_lists_tools_but_drops_calls_is_refused(tmp_path):
+    lists = "{{ tools | tojson if tools }}" + CHATML
+    tokenizer = byte_tokenizer("<|im_end|>", lists)
+    last = [USER("u"), CALLED]
+    for turns in (last, [*last, TOLD, REPLY("r")]):
+        path = put(tmp_path, [{"messages": turns, "tools": SCHEMAS}])
+        with pytest.raises(UserError, match="calls of tools, which the chat template does not"):
+            sft_dataset(config_of(path, of=SFTConfig, max_seq_len=2000), tokenizer)
+
+
+OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+TEMPLATES = {
+    "the content as it is": OPENS,
+    "history without thoughts, as R1": OPENS.replace(
+        "{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}"
+    ),
+    "opens a thought in every answer": OPENS.replace(
+        "{{ m['content'] }}", "{{ '<think>\\n' if m.role == 'assistant' }}{{ m['content'] }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("begins", ["<think>\n", "<think>", "\n<think>\n", ""])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_an_answer_continues_what_the_prompt_has_begun(template, begins):
+    tokenizer = byte_tokenizer("<|im_end|>", template)
+    example = Example([USER("u")], [REPLY(begins + "hm</think>r")])
+    (encoded,) = encode_examples(tokenizer, [example], ("chosen",))
+    assert encoded.prompt_ids == prompt_text_ids(tokenizer, [USER("u")])
+    whole = tokenizer.decode(encoded.prompt_ids + encoded.answers[0])
+    assert whole.partition("assistant\n")[2].rstrip("\n") == "<think>\nhm</think>r<|im_end|>"
+
+
+# -- what is cut, and columns
+
+
+@pytest.mark.parametrize(
+    ("turns", "count"),
+    [
+        ([USER("u"), REPLY("yes<|im_end|>no")], 1),
+        ([USER("u"), REPLY("yes<|im_end|>no"), USER("v"), REPLY("b")], 1),
+        ([USER("u"), REPLY("yes<|im_end|> ")], 0),
+        ([USER("u<|im_end|>u"), REPLY("yes")], 0),
+    ],
+)
+def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, caplog):
+    with caplog.at_level(logging.INFO, "dschat"):
+        trained_texts(tmp_path, turns)
+    assert ("1 lost what follows an end token in an answer" in caplog.text) == bool(count)
+
+
+@pytest.mark.parametrize("late", [0, 1100])
+def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
+    rows = [{"prompt": f"p{i}"} | ({"reference": i} if i == late else {}) for i in range(1200)]
+    config = config_of(put(tmp_path, rows), "rlhf", RLHFConfig)
+    table = prompt_dataset(config, CHAT)
+    assert prompt_columns(table) == {"reference"}
+    found = prompts_of([row for row in table if row["prompt_text"] == f"p{late}"])
+    assert found.columns == {"reference": [late]}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "prompt"),
+    [
+        (
+            {"instruction": "u", "input": "x", "output": "r"},
+            {"prompt_column": "instruction"},
+            "u\n\nx",
+        ),
+        (
+            {"instruction": "u", "input": "x", "best": "r"},
+            {"prompt_column": "instruction", "chosen_column": "best"},
+            "u\n\nx",
+        ),
+        ({"question": "u", "answer": "r"}, {"chosen_column": "answer"}, "u"),
+    ],
+)
+def test_naming_a_usual_column_changes_nothing(tmp_path, row, flags, prompt):
+    assert load(tmp_path, [row], **flags) == [chat(prompt, "r")]
+
+
+# -- answers with a label
+
+
+LABELLED = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 3 > 0} for i in range(6)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_labelled_answers(tmp_path, form):
+    good, bad = ([row for row in LABELLED if row["label"] == is_good] for is_good in (True, False))
+    assert load(tmp_path, LABELLED, form=form) == [
+        Example(r["prompt"], r["completion"]) for r in good
+    ]
+    assert len(load(tmp_path, LABELLED, "rlhf", form)) == 6
+    with pytest.raises(UserError, match="labels single answers, .* add --loss kto"):
+        load(tmp_path, LABELLED, "reward", form)
+
+
+@pytest.mark.parametrize("label", [None, "math", 3])
+def test_a_label_that_is_none_is_refused(tmp_path, label):
+    row = {"prompt": "p", "completion": "c", "label": label}
+    with pytest.raises(UserError, match="a label that is neither true nor false; see --chosen_c"):
+        load(tmp_path, [row])
+    assert load(tmp_path, [row], chosen_column="completion") == [Example("p", "c")]
+
+
+# -- exports
+
+
+def test_an_export_of_one_object_is_its_rows(tmp_path):
+    rows = [{"prompt": f"p{i}", "chosen": "c"} for i in range(3)]
+    (tmp_path / "x.json").write_text(json.dumps({"version": "1.1", "data": rows}, indent=1))
+    config = config_of(str(tmp_path / "x.json"))
+    found = [Example.from_row(row) for row in load_examples(config, "sft")[0]]
+    assert found == [Example(f"p{i}", "c") for i in range(3)]
+    turns = {"data": [USER("u"), REPLY("r")]}  # a chat is a row
+    assert load(tmp_path, [turns], messages_column="data") == [chat("u", "r")]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.csv"])
+def test_advice_that_was_taken_is_not_given_again(tmp_path, name):
+    (tmp_path / name).write_bytes("é".encode("latin-1"))
+    for policy, has_advice in (("auto", True), ("skip", False)):
+        config = config_of(str(tmp_path / name), on_bad_row=policy)
+        with pytest.raises(UserError, match="not UTF-8 text; save the file as UTF-8") as caught:
+            load_examples(config, "sft")
+        assert ("--on_bad_row skip" in str(caught.value)) == has_advice
