@@ -29,7 +29,7 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
-from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete, record_of
+from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
 
@@ -181,13 +181,13 @@ def claim_output(config: SupervisedConfig) -> MetricsLog:
 def save(
     engine: TrainingEngine, config: SupervisedConfig, companions: Companions, subfolder: str = ""
 ) -> None:
-    """Collective. Export ``engine``'s model as a Hugging Face folder and mark the step as finished.
+    """Collective. Export ``engine``'s model as a Hugging Face folder.
 
     An adapter is exported too where the base was frozen: it fits no other weights. A stop signal
     waits until all is saved; a second one does not.
 
     Args:
-        subfolder: of the output folder, which itself gets the mark.
+        subfolder: of the output folder.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
@@ -198,4 +198,4 @@ def save(
         export_hf(folder, stream, module, *companions, values)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
-        mark_complete(config.output_dir)
+    logger.info("saved %s", config.output_dir)
