@@ -31,6 +31,7 @@ from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
 from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
+    VALUES,
     CheckpointInfo,
     Damaged,
     check_checksums,
@@ -44,7 +45,6 @@ from dschat.models.training_engine import TrainingEngine
 
 logger = logging.getLogger("dschat")
 
-_VALUES = "values.json"
 _RANDOM = "random"  # the group name of the generators' states
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -151,7 +151,7 @@ class CheckpointManager:
             for name, tensor in tensors.items()
         }
         if dist.is_main_process():
-            contents[_VALUES] = json.dumps(state.values).encode()
+            contents[VALUES] = json.dumps(state.values).encode()
         return contents
 
     def wait(self) -> None:
@@ -254,7 +254,7 @@ class CheckpointManager:
             rng_state.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
             rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
-        return json.loads((checkpoint.folder / _VALUES).read_bytes())
+        return json.loads((checkpoint.folder / VALUES).read_bytes())
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:
         """Collective. Remove checkpoints after the resumed one, before the files that they refer to

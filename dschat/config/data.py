@@ -20,10 +20,12 @@ class DataConfig:
         "/arithmetic, /calculator, /guess), or hub names (`NAME:CONFIG` for one configuration); "
         "`PATH:WEIGHT` blends several.",
         short=True,
+        reads="files",
     )
     eval_data_path: Optional[list[str]] = flag(
         None,
         "Held-out data, as in --data_path; default: the source's eval split, or --eval_fraction.",
+        reads="files",
     )
     eval_fraction: float = flag(
         0.05, "Share of rows to hold out from a source without an eval split.", ge=0, lt=1
@@ -68,6 +70,7 @@ class DataConfig:
         "Rows in the shuffle buffer of --streaming; 1: keep the order.",
         ge=1,
         remedy="; 1 keeps the order of the rows",
+        needs="streaming",
     )
 
     @property
@@ -109,6 +112,7 @@ class MicroBatchConfig:
         "auto",
         "Train and score on token streams without padding, in which answers to one prompt share "
         "it; auto: pad where the model's family cannot, on: stop there.",
+        affects="speed",
     )
     gradient_accumulation_steps: int = flag(
         1,
@@ -122,6 +126,7 @@ class MicroBatchConfig:
         "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"
         "batches of the batch size per device.",
         ge=0,
+        affects="speed",
     )
 
     def validate_micro_batches(self, longest_row: int, flags: str) -> None:

@@ -31,27 +31,32 @@ class DeepSpeedConfig:
         "JSON file of DeepSpeed settings. A setting that has a flag (batch sizes, optimizer, "
         'schedule, clipping, precision, ZeRO stage) must agree with it or be "auto"; all others '
         "are the file's. --dtype auto follows the file.",
+        reads="files",
     )
     deepspeed: Optional[str] = flag(
         None,
         "Accepted for compatibility: ignored without a value, --deepspeed_config with a FILE.",
         nargs="?",
         const="true",
+        reads="files",
     )
     offload: bool = flag(
         False,
         "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters.",
         short=True,
+        affects="speed",
     )
     offload_optimizer: bool = flag(
         False,
         "Keep optimizer states and fp32 master weights in CPU memory and update them there; raises "
         "ZeRO stages 0 and 1 to 2.",
+        affects="speed",
     )
     offload_parameters: bool = flag(
         False,
         "Keep ZeRO-3 shards of trained models in CPU memory, moved to the device layer by layer.",
         aliases=["--offload_params", "--offload_param"],
+        affects="speed",
     )
     initial_scale_power: Optional[int] = flag(
         None, "fp16: log2 of the initial loss scale; default: 16.", ge=0, le=32

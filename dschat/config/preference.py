@@ -53,9 +53,10 @@ class PreferenceConfig:
         False,
         "Compute reference log-probs with the policy before the first step, and load no reference "
         "model.",
+        affects="speed",
     )
     offload_reference_model: bool = flag(
-        False, "Keep the weights of the reference model in CPU memory."
+        False, "Keep the weights of the reference model in CPU memory.", affects="speed"
     )
 
     @property

@@ -63,50 +63,77 @@ class RolloutConfig:
         0.5,
         "Extra prompts under way with --partial_rollout, as a share of a rollout's.",
         gt=0,
+        needs="partial_rollout",
     )
     max_staleness: Optional[int] = flag(
         None,
         "With --partial_rollout: complete a prompt's answers after N iterations; default: 2.",
         ge=1,
+        needs="partial_rollout",
     )
     # the hybrid engine
     enable_hybrid_engine: bool = flag(
-        True, "Generate with the inference engine, not with the Hugging Face model."
+        True,
+        "Generate with the inference engine, not with the Hugging Face model.",
+        affects="speed",
     )
-    inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.", ge=1)
+    inference_tp_size: int = flag(
+        1, "Tensor-parallel size of generation, in processes.", ge=1, affects="speed"
+    )
     rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
         "auto",
         "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible).",
+        affects="speed",
     )
     rollout_lora: Literal["auto", "merge", "side"] = flag(
-        "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
+        "auto",
+        "LoRA in the rollout: merged into the copy, or applied beside the base weights.",
+        affects="speed",
     )
     cuda_graphs: Optional[bool] = flag(
-        None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
+        None,
+        "Run decode steps as CUDA graphs, or fail; default: where they can be captured.",
+        affects="speed",
     )
     speculate: Literal["off", "history", "auto"] = flag(
         "off",
         "Draft tokens from earlier answers, so that a step decodes several (auto: if that is "
         "faster). Answers are the same.",
+        affects="speed",
     )
-    release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
-    unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
-    tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.", ge=1)
+    release_inference_cache: bool = flag(
+        False, "Free the KV cache after every rollout.", affects="speed"
+    )
+    unpin_actor_parameters: bool = flag(
+        False, "Free the rollout weights after every rollout.", affects="speed"
+    )
+    tp_gather_partition_size: int = flag(
+        8, "Layers gathered at once in a weight refresh.", ge=1, affects="speed"
+    )
     offload_training_states: bool = flag(
-        False, "Keep optimizer states in CPU memory while the actor generates."
+        False, "Keep optimizer states in CPU memory while the actor generates.", affects="speed"
     )
-    max_num_seqs: int = flag(256, "Maximum concurrent sequences per tensor-parallel group.", ge=1)
+    max_num_seqs: int = flag(
+        256, "Maximum concurrent sequences per tensor-parallel group.", ge=1, affects="speed"
+    )
     max_num_batched_tokens: Optional[int] = flag(
-        None, "Maximum tokens per engine step; longer prompts are prefilled in chunks.", ge=1
+        None,
+        "Maximum tokens per engine step; longer prompts are prefilled in chunks.",
+        ge=1,
+        affects="speed",
     )
     kv_cache_gib: Optional[float] = flag(
-        None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory.", gt=0
+        None,
+        "KV cache size in GiB; default: room for --max_num_seqs, within free memory.",
+        gt=0,
+        affects="speed",
     )
     kv_page_size: Optional[int] = flag(
         None,
         "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where "
         "memory is enough.",
         ge=1,
+        affects="speed",
     )
 
     @property

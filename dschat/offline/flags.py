@@ -63,7 +63,9 @@ class PromptsConfig(RewardSourcesConfig):
         "answers.",
         ge=1,
     )
-    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
+    trust_remote_code: bool = flag(
+        False, "Run Python code that comes with a checkpoint.", affects="place"
+    )
 
     @property
     def has_rewards(self) -> bool:
@@ -118,6 +120,7 @@ class GenerateConfig(PromptsConfig):
         "",
         "File to write (.jsonl). The same command resumes it where it was killed.",
         short=True,
+        affects="place",
     )
     n: int = flag(1, "Answers per prompt.", short=True, ge=1)
     best_of: bool = flag(
@@ -132,7 +135,7 @@ class GenerateConfig(PromptsConfig):
         short=True,
     )
     column_prefix: str = flag("", "Start the names of new columns with this text.")
-    overwrite: bool = flag(False, "Replace --out, whatever wrote it.")
+    overwrite: bool = flag(False, "Replace --out, whatever wrote it.", affects="place")
 
     def validate(self) -> None:
         self.validate_prompts()

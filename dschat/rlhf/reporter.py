@@ -95,12 +95,11 @@ class Reporter:
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
         """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
         self._checkpointer = checkpointer
-        values = checkpointer.begin(self._state())
+        values = checkpointer.begin(self._state(), self._num_iters, self._trainer.load_run_state)
         if values is None:
             self._log.begin()
             self.evaluate()
             return
-        self._trainer.load_run_state(values)
         if values["best_metric"] == self._args.best_metric:
             self._best = values["best"]
         self._log.resume_from(values["log"], self._trainer.iteration)

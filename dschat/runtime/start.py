@@ -25,5 +25,5 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     set_seed(config.seed)
     config.output_dir = config.output_dir or default_output_dir
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
-    check_start(config)
+    check_start(config, dist.world_size())
     check_sinks(config)

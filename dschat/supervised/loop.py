@@ -115,13 +115,15 @@ def train(
         logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
         return metrics
 
+    def restore(values: dict[str, Any]) -> None:
+        steps.position, skipped.in_a_row = values["step"], values["bad"]
+
     with training_checkpointer(config) as checkpointer:
-        values = checkpointer.begin(state())
+        values = checkpointer.begin(state(), total, restore)
         if values is None:
             metrics_log.begin()
             evaluated(0)
         else:
-            steps.position, skipped.in_a_row = values["step"], values["bad"]
             metrics_log.resume_from(values["log"], values["step"])
         engine.train()
         bar = progress(total, "training", config.disable_tqdm, steps.position)

@@ -23,6 +23,10 @@ from dschat.supervised import setup
 ITERATIONS = 4
 
 
+def nothing(values):
+    """Restores nothing."""
+
+
 NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
 
 
@@ -135,7 +139,7 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(1, trainer.run_state)
             checkpointer.leave()
             trainer.engine.version = 7
@@ -154,7 +158,7 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(1, trainer.run_state)
             states.append(random.getstate())
             random.random()
@@ -165,7 +169,7 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     config = trainer.args
     config.resume = "latest"
     with training_checkpointer(config) as checkpointer:
-        checkpointer.begin(trainer.run_state())
+        checkpointer.begin(trainer.run_state(), 4, nothing)
         assert [random.getstate()] == states
 
 
@@ -174,7 +178,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(2, trainer.run_state)
             checkpointer._checkpoints.wait()
             (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
@@ -199,24 +203,24 @@ def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
         return found
 
     with training_checkpointer(trainer.args) as checkpointer:
-        checkpointer.begin(state(512))
+        checkpointer.begin(state(512), 4, nothing)
         for step in (1, 2):
             checkpointer.after(step, lambda: state(512))
     folder = tmp_path / "checkpoints"
     trainer.args.resume = str(folder / "step_000001")
     with training_checkpointer(trainer.args) as checkpointer:
         if fits:
-            assert checkpointer.begin(state(now))["rows"] == 512
+            assert checkpointer.begin(state(now), 4, nothing)["rows"] == 512
         else:
             with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
-                checkpointer.begin(state(now))
+                checkpointer.begin(state(now), 4, nothing)
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
 
 
 def three_steps(trainer, error):
     with training_checkpointer(trainer.args) as checkpointer:
-        assert checkpointer.begin(trainer.run_state()) is None
+        assert checkpointer.begin(trainer.run_state(), 4, nothing) is None
         for step in (1, 2, 3):
             checkpointer.after(step, trainer.run_state)
         raise error
