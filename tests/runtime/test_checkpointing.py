@@ -104,10 +104,13 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, 
 
 
 class Habit:
-    """Its scores depend on how many answers it has seen; ``fails_at`` a call of its own."""
+    """Its scores depend on how many answers it has seen. It fails at the call ``fails_at``, its
+    state cannot be saved after ``unsaved_at``, or restored where it ``refuses``.
+    """
 
-    def __init__(self, fails_at=100):
+    def __init__(self, fails_at=100, unsaved_at=100, refuses=False):
         self.calls, self.fails_at, self.seen = 0, fails_at, 0
+        self.unsaved_at, self.refuses = unsaved_at, refuses
 
     def __call__(self, answer_ids):
         self.calls += 1
@@ -117,10 +120,50 @@ class Habit:
         return [score * self.seen for score in parity(answer_ids)]
 
     def state_dict(self):
+        if self.calls == self.unsaved_at:
+            raise OSError("its file is gone")
         return {"seen": self.seen}
 
     def load_state_dict(self, state):
+        if self.refuses:
+            raise ValueError("of another version")
         self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("save_steps", [1, 10])
+def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_folder, tmp_path):
+    """The model and the last good state are saved, then the run stops."""
+    with pytest.raises(RewardError, match=r"state_dict\(\) raised OSError: its file is gone"):
+        loop(models_folder, tmp_path, Habit(unsaved_at=3), save_steps=save_steps)
+    last = max((tmp_path / "checkpoints").iterdir())
+    assert last.name == "step_000003"
+    states = json.loads((last / "values.json").read_text())["rollouts"]["programs"]
+    assert [list(ranks) for ranks in states.values()] == [[{"seen": 16}]]  # two iterations of 4 x 2 answers
+    assert list(loop(models_folder, tmp_path, Habit(), "latest")) == [4]
+
+
+def test_a_refused_resume_has_removed_nothing(models_folder, tmp_path):
+    options = {"save_steps": 1, "save_total_limit": 0}
+    loop(models_folder, tmp_path, Habit(), **options)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    named = str(tmp_path / "checkpoints/step_000001")
+    with pytest.raises(UserError, match="load_state_dict.. raised ValueError: of another version"):
+        loop(models_folder, tmp_path, Habit(refuses=True), named, **options)
+    names = [f"step_00000{n}" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+    with training_checkpointer(trainer.args) as checkpointer:
+        checkpointer.begin(trainer.run_state(), 4, nothing)
+        checkpointer.after(2, trainer.run_state)
+    trainer.args.resume = "latest"
+    with training_checkpointer(trainer.args) as checkpointer:
+        with pytest.raises(UserError, match="step_000002 is of a run that had taken 2 steps"):
+            checkpointer.begin(trainer.run_state(), 1, nothing)
+        checkpointer.begin(trainer.run_state(), 2, nothing)
 
 
 @pytest.mark.slow
