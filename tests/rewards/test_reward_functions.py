@@ -20,6 +20,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.loader import resolve
 from dschat.rewards.reward_functions import RewardError, RewardPrograms, SourceScores
+from dschat.rewards.samples import Samples
 
 HERE = Path(__file__).parent
 SCORES = '''
