@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types
+from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types, speed_flag
 
 
 @dataclass
@@ -108,11 +108,10 @@ class MicroBatchConfig:
     How forwards take a process's rows of an optimizer step; the update does not depend on it.
     """
 
-    packing: Literal["auto", "on", "off"] = flag(
+    packing: Literal["auto", "on", "off"] = speed_flag(
         "auto",
         "Train and score on token streams without padding, in which answers to one prompt share "
         "it; auto: pad where the model's family cannot, on: stop there.",
-        affects="speed",
     )
     gradient_accumulation_steps: int = flag(
         1,
@@ -120,13 +119,12 @@ class MicroBatchConfig:
         aliases=["--gradient_accumulation"],
         ge=1,
     )
-    max_tokens_per_micro_batch: IntOrAuto = flag(
+    max_tokens_per_micro_batch: IntOrAuto = speed_flag(
         0,
         "Balance the rows of an optimizer step over the processes by tokens, and cut them into "
         "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"
         "batches of the batch size per device.",
         ge=0,
-        affects="speed",
     )
 
     def validate_micro_batches(self, longest_row: int, flags: str) -> None:

@@ -6,7 +6,7 @@ Part of `dschat.config.RLHFConfig`.
 from dataclasses import dataclass
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 
 @dataclass
@@ -39,8 +39,8 @@ class DistillationConfig:
         ge=0,
         needs="teacher_model_name_or_path",
     )
-    offload_teacher_model: bool = flag(
-        False, "Keep the weights of the teacher in CPU memory.", affects="speed"
+    offload_teacher_model: bool = speed_flag(
+        False, "Keep the weights of the teacher in CPU memory."
     )
 
     @property

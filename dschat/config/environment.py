@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, log_flag, speed_flag
 from dschat.config.reward import RewardTrainingConfig
 from dschat.config.rollout import RolloutConfig
 
@@ -31,17 +31,16 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     max_turn_tokens: Optional[int] = flag(
         None, "Longest answer of one turn, in tokens; default: --max_answer_seq_len.", ge=1
     )
-    environment_timeout_s: float = flag(
-        60.0, "Timeout of one step of an environment, in seconds.", gt=0, affects="log"
+    environment_timeout_s: float = log_flag(
+        60.0, "Timeout of one step of an environment, in seconds.", gt=0
     )
-    environment_pool: Literal["thread", "process"] = flag(
+    environment_pool: Literal["thread", "process"] = speed_flag(
         "thread",
         "Where environments and tools run. process: worker processes, for steps that compute, or "
         "that may hang for good: then their process is killed.",
-        affects="speed",
     )
-    environment_workers: int = flag(
-        16, "Workers of --environment_pool per training process.", ge=1, affects="speed"
+    environment_workers: int = speed_flag(
+        16, "Workers of --environment_pool per training process.", ge=1
     )
     environment_lag: int = flag(
         4,

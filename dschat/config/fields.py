@@ -72,9 +72,8 @@ def flag(
             given wherever there is a bound.
         remedy: ends the message about a number out of bounds.
         short: whether ``--help`` shows the flag; ``--help all`` shows every one.
-        metadata: what argparse takes; and for `of_result` ``affects``, "result" (the default),
-            "speed", "log" or "place", and ``needs``, a flag without which this one has no effect.
-            ``reads``: "files" where the value names local files, whose contents count.
+        metadata: what argparse takes; ``needs``, a flag without which this one has no effect;
+            ``reads`` is "files" where the value names local files, whose contents count.
     """
     metadata |= {"help": help, "short": short}
     if ge is not None or gt is not None:
@@ -82,6 +81,13 @@ def flag(
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# Flags that change no result, but for rounding: how fast it comes, what is logged and when a run
+# gives up, where it is.
+speed_flag = functools.partial(flag, affects="speed")
+log_flag = functools.partial(flag, affects="log")
+place_flag = functools.partial(flag, affects="place")
 
 
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, log_flag, speed_flag
 
 
 @dataclass
@@ -42,22 +42,19 @@ class RewardSourcesConfig:
         None, "HTTP endpoint that scores prompts and answers, POST of JSON; see docs/rewards.md."
     )
     reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.", needs="reward_url")
-    reward_url_batch_size: int = flag(
-        64, "Samples per request to --reward_url.", ge=1, affects="speed"
+    reward_url_batch_size: int = speed_flag(64, "Samples per request to --reward_url.", ge=1)
+    reward_retries: int = log_flag(
+        3, "Retries of a failed request, with exponential backoff.", ge=0
     )
-    reward_retries: int = flag(
-        3, "Retries of a failed request, with exponential backoff.", ge=0, affects="log"
+    reward_timeout_s: float = log_flag(
+        60.0, "Timeout of one function call or request, in seconds.", gt=0
     )
-    reward_timeout_s: float = flag(
-        60.0, "Timeout of one function call or request, in seconds.", gt=0, affects="log"
-    )
-    reward_pool: Literal["none", "thread", "process"] = flag(
+    reward_pool: Literal["none", "thread", "process"] = speed_flag(
         "none",
         "Run functions in the training process (none), or concurrently with generation in threads "
         "(I/O bound) or processes (CPU bound). Coroutines and requests are always concurrent.",
-        affects="speed",
     )
-    reward_workers: int = flag(4, "Workers of --reward_pool per process.", ge=1, affects="speed")
+    reward_workers: int = speed_flag(4, "Workers of --reward_pool per process.", ge=1)
     on_reward_error: Literal["error", "skip"] = flag(
         "error",
         "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "

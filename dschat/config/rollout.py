@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 # Within these bounds logits / T and their gradients stay finite in fp32.
 TEMPERATURES = (0.01, 100.0)
@@ -72,68 +72,50 @@ class RolloutConfig:
         needs="partial_rollout",
     )
     # the hybrid engine
-    enable_hybrid_engine: bool = flag(
-        True,
-        "Generate with the inference engine, not with the Hugging Face model.",
-        affects="speed",
+    enable_hybrid_engine: bool = speed_flag(
+        True, "Generate with the inference engine, not with the Hugging Face model."
     )
-    inference_tp_size: int = flag(
-        1, "Tensor-parallel size of generation, in processes.", ge=1, affects="speed"
+    inference_tp_size: int = speed_flag(
+        1, "Tensor-parallel size of generation, in processes.", ge=1
     )
-    rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
-        "auto",
-        "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible).",
-        affects="speed",
+    rollout_layout: Literal["auto", "copy", "zero_copy"] = speed_flag(
+        "auto", "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible)."
     )
-    rollout_lora: Literal["auto", "merge", "side"] = flag(
-        "auto",
-        "LoRA in the rollout: merged into the copy, or applied beside the base weights.",
-        affects="speed",
+    rollout_lora: Literal["auto", "merge", "side"] = speed_flag(
+        "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
     )
-    cuda_graphs: Optional[bool] = flag(
-        None,
-        "Run decode steps as CUDA graphs, or fail; default: where they can be captured.",
-        affects="speed",
+    cuda_graphs: Optional[bool] = speed_flag(
+        None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
     )
-    speculate: Literal["off", "history", "auto"] = flag(
+    speculate: Literal["off", "history", "auto"] = speed_flag(
         "off",
         "Draft tokens from earlier answers, so that a step decodes several (auto: if that is "
         "faster). Answers are the same.",
-        affects="speed",
     )
-    release_inference_cache: bool = flag(
-        False, "Free the KV cache after every rollout.", affects="speed"
+    release_inference_cache: bool = speed_flag(False, "Free the KV cache after every rollout.")
+    unpin_actor_parameters: bool = speed_flag(
+        False, "Free the rollout weights after every rollout."
     )
-    unpin_actor_parameters: bool = flag(
-        False, "Free the rollout weights after every rollout.", affects="speed"
+    tp_gather_partition_size: int = speed_flag(
+        8, "Layers gathered at once in a weight refresh.", ge=1
     )
-    tp_gather_partition_size: int = flag(
-        8, "Layers gathered at once in a weight refresh.", ge=1, affects="speed"
+    offload_training_states: bool = speed_flag(
+        False, "Keep optimizer states in CPU memory while the actor generates."
     )
-    offload_training_states: bool = flag(
-        False, "Keep optimizer states in CPU memory while the actor generates.", affects="speed"
+    max_num_seqs: int = speed_flag(
+        256, "Maximum concurrent sequences per tensor-parallel group.", ge=1
     )
-    max_num_seqs: int = flag(
-        256, "Maximum concurrent sequences per tensor-parallel group.", ge=1, affects="speed"
+    max_num_batched_tokens: Optional[int] = speed_flag(
+        None, "Maximum tokens per engine step; longer prompts are prefilled in chunks.", ge=1
     )
-    max_num_batched_tokens: Optional[int] = flag(
-        None,
-        "Maximum tokens per engine step; longer prompts are prefilled in chunks.",
-        ge=1,
-        affects="speed",
+    kv_cache_gib: Optional[float] = speed_flag(
+        None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory.", gt=0
     )
-    kv_cache_gib: Optional[float] = flag(
-        None,
-        "KV cache size in GiB; default: room for --max_num_seqs, within free memory.",
-        gt=0,
-        affects="speed",
-    )
-    kv_page_size: Optional[int] = flag(
+    kv_page_size: Optional[int] = speed_flag(
         None,
         "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where "
         "memory is enough.",
         ge=1,
-        affects="speed",
     )
 
     @property

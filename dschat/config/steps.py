@@ -12,7 +12,14 @@ from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.distillation import DistillationConfig
 from dschat.config.environment import EnvironmentConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import (
+    flag,
+    log_flag,
+    place_flag,
+    require_bounds,
+    require_types,
+    speed_flag,
+)
 from dschat.config.preference import PreferenceConfig
 from dschat.config.saving import SavingConfig
 
@@ -20,7 +27,6 @@ Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
 _RATE: dict[str, Any] = {"ge": 0, "le": 10}
 _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2 and 3"}
-_STAGE |= {"affects": "speed"}
 
 
 @dataclass
@@ -28,13 +34,12 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
 
     # output
-    output_dir: Optional[str] = flag(
-        None, "Folder for the model, metrics and log.", short=True, affects="place"
+    output_dir: Optional[str] = place_flag(
+        None, "Folder for the model, metrics and log.", short=True
     )
-    overwrite_output_dir: bool = flag(
+    overwrite_output_dir: bool = place_flag(
         False,
         "Start over in a folder with a finished step or with checkpoints; deletes the checkpoints.",
-        affects="place",
     )
     # optimization
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
@@ -53,15 +58,12 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
     )
-    attn_implementation: Optional[str] = flag(
+    attn_implementation: Optional[str] = speed_flag(
         None,
         "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
         "choice.",
-        affects="speed",
     )
-    trust_remote_code: bool = flag(
-        False, "Run Python code that a checkpoint brings.", affects="place"
-    )
+    trust_remote_code: bool = place_flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
     add_eot_token: bool = flag(
         False, "End answers with --eot_token; add it to tokenizer and embedding if missing."
@@ -138,8 +140,8 @@ class SupervisedConfig(CommonConfig):
     per_device_train_batch_size: int = flag(
         16, "Examples per micro-batch and process.", short=True, ge=1
     )
-    per_device_eval_batch_size: int = flag(
-        16, "Examples per evaluation micro-batch and process.", ge=1, affects="speed"
+    per_device_eval_batch_size: int = speed_flag(
+        16, "Examples per evaluation micro-batch and process.", ge=1
     )
     learning_rate: float = flag(1e-5, "Peak learning rate.", short=True, **_RATE)
     weight_decay: float = flag(
@@ -153,9 +155,9 @@ class SupervisedConfig(CommonConfig):
         aliases=["--eval_interval"],
         ge=0,
     )
-    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
-    gradient_checkpointing: bool = flag(
-        False, "Recompute activations in the backward pass.", short=True, affects="speed"
+    zero_stage: int = speed_flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
+    gradient_checkpointing: bool = speed_flag(
+        False, "Recompute activations in the backward pass.", short=True
     )
     lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.", short=True, ge=0)
     lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
@@ -186,8 +188,8 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
-    num_padding_at_beginning: Optional[int] = flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat.", affects="speed"
+    num_padding_at_beginning: Optional[int] = speed_flag(
+        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
@@ -223,15 +225,14 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         "--reward_model_name_or_path, else the actor.",
         short=True,
     )
-    num_padding_at_beginning: Optional[int] = flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat.", affects="speed"
+    num_padding_at_beginning: Optional[int] = speed_flag(
+        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
-    save_steps: int = flag(
+    save_steps: int = log_flag(
         10,
         "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
         "without saving.",
         ge=0,
-        affects="log",
     )
     # optimization
     per_device_training_batch_size: int = flag(
@@ -269,10 +270,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         27.8, "Weight of the pretraining loss.", ge=0, needs="unsupervised_dataset_name"
     )
     # DeepSpeed and memory
-    actor_zero_stage: int = flag(
+    actor_zero_stage: int = speed_flag(
         0, "ZeRO stage of the actor and the reference model.", short=True, **_STAGE
     )
-    critic_zero_stage: int = flag(
+    critic_zero_stage: int = speed_flag(
         0, "ZeRO stage of the critic and the reward model.", short=True, **_STAGE
     )
     actor_deepspeed_config: Optional[str] = flag(
@@ -281,20 +282,20 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     critic_deepspeed_config: Optional[str] = flag(
         None, "DeepSpeed file of the critic; default: --deepspeed_config.", reads="files"
     )
-    offload_reference_model: bool = flag(
-        False, "Keep the weights of the reference model in CPU memory.", affects="speed"
+    offload_reference_model: bool = speed_flag(
+        False, "Keep the weights of the reference model in CPU memory."
     )
-    offload_reward_model: bool = flag(
-        False, "Keep the weights of the reward model in CPU memory.", affects="speed"
+    offload_reward_model: bool = speed_flag(
+        False, "Keep the weights of the reward model in CPU memory."
     )
     align_overflow: bool = flag(
         False, "If the gradient of actor or critic is not finite, skip the step of both."
     )
-    actor_gradient_checkpointing: bool = flag(
-        False, "Recompute the actor's activations in the backward pass.", affects="speed"
+    actor_gradient_checkpointing: bool = speed_flag(
+        False, "Recompute the actor's activations in the backward pass."
     )
-    critic_gradient_checkpointing: bool = flag(
-        False, "Recompute the critic's activations in the backward pass.", affects="speed"
+    critic_gradient_checkpointing: bool = speed_flag(
+        False, "Recompute the critic's activations in the backward pass."
     )
     # LoRA
     actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.", ge=0)
@@ -315,26 +316,21 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     eval_steps: int = flag(
         0, "Evaluate every N iterations, and before and after training; 0: only these two.", ge=0
     )
-    eval_batch_size: int = flag(
-        32, "Held-out prompts per evaluation batch and process.", ge=1, affects="speed"
+    eval_batch_size: int = speed_flag(
+        32, "Held-out prompts per evaluation batch and process.", ge=1
     )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
     keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
     best_metric: str = flag(
         "eval/score", "Metric of --keep_best; higher is better.", needs="keep_best"
     )
-    sample_steps: int = flag(
-        10,
-        "Log sample answers, also to samples.jsonl, every N iterations; 0: never.",
-        ge=0,
-        affects="log",
+    sample_steps: int = log_flag(
+        10, "Log sample answers, also to samples.jsonl, every N iterations; 0: never.", ge=0
     )
-    print_answers: bool = flag(
-        False, "Log some sampled answers every --print_answers_interval iterations.", affects="log"
+    print_answers: bool = log_flag(
+        False, "Log some sampled answers every --print_answers_interval iterations."
     )
-    print_answers_interval: int = flag(
-        10, "Iterations between logged answers.", ge=1, affects="log"
-    )
+    print_answers_interval: int = log_flag(10, "Iterations between logged answers.", ge=1)
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
