@@ -14,7 +14,7 @@ from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
-from dschat.data.batches import RowStream, RowTable, StepBatches
+from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_rows
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
@@ -129,7 +129,9 @@ def step_batches(
     train: RowTable | RowStream,
     held_out: RowTable | RowStream,
 ) -> tuple[StepBatches, StepBatches]:
-    """This rank's share of the shuffled training rows, and of the held-out rows in order."""
+    """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
+    order. ``UserError`` where ranks have other rows.
+    """
     world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
 
     def batches(
@@ -138,6 +140,7 @@ def step_batches(
         micro_batch = MicroBatchSize(per_device, tokens)
         return StepBatches(rows, size, micro_batch, dist.rank(), world, config.seed, shuffle)
 
+    check_same_rows(train, held_out)
     train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size
     return (
         batches(train, config.global_batch_size(world), train_size, True),

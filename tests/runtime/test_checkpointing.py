@@ -138,7 +138,9 @@ def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_fold
     last = max((tmp_path / "checkpoints").iterdir())
     assert last.name == "step_000003"
     states = json.loads((last / "values.json").read_text())["rollouts"]["programs"]
-    assert [list(ranks) for ranks in states.values()] == [[{"seen": 16}]]  # two iterations of 4 x 2 answers
+    assert [list(ranks) for ranks in states.values()] == [
+        [{"seen": 16}]
+    ]  # two iterations of 4 x 2 answers
     assert list(loop(models_folder, tmp_path, Habit(), "latest")) == [4]
 
 
