@@ -11,6 +11,7 @@ import torch
 from program_cases import parity, trainer_of
 from step_rows import PROMPTS
 
+from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.reward_functions import RewardError
@@ -166,6 +167,46 @@ def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
         with pytest.raises(UserError, match="step_000002 is of a run that had taken 2 steps"):
             checkpointer.begin(trainer.run_state(), 1, nothing)
         checkpointer.begin(trainer.run_state(), 2, nothing)
+
+
+def test_the_schedule_ends_with_a_run_whose_iterations_take_more_steps(models_folder, tmp_path):
+    options = {"lr_scheduler_type": "linear", "actor_learning_rate": 3e-3}
+    with pytest.raises(RewardError):
+        loop(models_folder, tmp_path, fails_at(3), ppo_epochs=1, **options)
+    loop(models_folder, tmp_path, parity, "latest", ppo_epochs=3, **options)
+    rates = [row["policy/learning_rate"] for row in rows(tmp_path)]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3, 0.0])  # the schedule is of 3 iterations
+
+
+def evaluated(*levels):
+    """Evaluations score ``levels``, iterations (None) by `parity`."""
+    calls = iter(levels)
+
+    @wraps(parity)
+    def score(answer_ids):
+        level = next(calls)
+        return parity(answer_ids) if level is None else [level] * len(answer_ids)
+
+    return score
+
+
+def test_the_best_actor_of_a_branch_that_is_given_up_is_replaced(models_folder, tmp_path):
+    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": True}
+    best = str(tmp_path / "actor_best")
+
+    def run(*levels, resume=None):
+        loop(models_folder, tmp_path, evaluated(*levels), resume, **options)
+        return model_fingerprint(best)
+
+    with pytest.raises(RewardError):
+        run(1.0, None, None, 0.5)  # no score is left for the third iteration
+    first = model_fingerprint(best)
+    second = str(tmp_path / "checkpoints/step_000002")
+    assert run(0.5, None, None, 0.2, resume=second) == first  # still the best
+    later = run(0.5, None, None, 5.0, resume=second)
+    assert later != first
+    assert run(0.5, None, None, 0.2, resume=second) not in (first, later)
 
 
 @pytest.mark.slow
