@@ -5,6 +5,7 @@ No torch: ``train.py`` checks this before anything loads.
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +195,12 @@ def check_start(config: CommonConfig, num_processes: int) -> None:
             f"--output_dir {config.output_dir} holds an unfinished run, with {FOLDER}/{folders[0]}"
             "; resume it with --resume, restart with --overwrite_output_dir, or choose another"
         )
-    checkpoint = None
-    if config.resume:
-        is_named = config.resume != "latest"
-        checkpoint = _named(config.resume) if is_named else newest(config.output_dir)
+    checkpoint = newest(config.output_dir) if config.resume == "latest" else None
+    if config.resume and config.resume != "latest":
+        with suppress(Damaged):
+            checkpoint = read_manifest(Path(config.resume))
     if checkpoint is not None:
         check_resume(checkpoint, config, num_processes)
-
-
-def _named(path: str) -> CheckpointInfo | None:
-    try:
-        return read_manifest(Path(path))
-    except Damaged:
-        return None
 
 
 def _shown(value: Any) -> str:

@@ -95,14 +95,6 @@ class CheckpointManager:
             atomic_files.tidy(self._folder)
         dist.barrier()
 
-    def clear(self) -> None:
-        """Collective. Remove all checkpoints, before a new run in the same folder."""
-        if dist.is_main_process():
-            for folder in step_folders(self._folder):
-                atomic_files.remove(folder)
-        self.last = None
-        dist.barrier()
-
     # -- Saving
 
     def save(self, step: int, state: RunState) -> None:

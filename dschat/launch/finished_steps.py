@@ -37,7 +37,7 @@ class _Run:
     contents: dict[str, str]  # setting -> fingerprint of the local files it names
     num_processes: int
     working_directory: str
-    auto_dtype: str  # the precision of `dtype` auto; "auto" if not known
+    auto_dtype: str = ""  # the precision of `dtype` auto, where it is known
 
     def place(self, name: str) -> str:
         """The real path of ``name``; relative to OUT if inside, since OUT may be moved."""
@@ -45,9 +45,6 @@ class _Run:
         out = os.path.join(self.working_directory, self.settings["output_dir"], os.pardir)
         inside = os.path.relpath(path, os.path.realpath(out))
         return path if inside.startswith(os.pardir) else os.path.join("OUT", inside)
-
-    def precision(self) -> str:
-        return self.auto_dtype if self.settings["dtype"] == "auto" else self.settings["dtype"]
 
 
 def check_finished(
@@ -90,7 +87,7 @@ def differences(
     if then is None:
         return []
     settings = json.loads(json.dumps(asdict(config)))
-    now = _Run(settings, contents_of(config), num_processes, os.getcwd(), then.auto_dtype)
+    now = _Run(settings, contents_of(config), num_processes, os.getcwd())
     counted = of_result(type(config), then.settings, settings) - CHECKED
     changed = []
     if compared is None or CHECKED & set(compared):
@@ -101,7 +98,7 @@ def differences(
         if is_left_out or name not in counted:
             continue
         if name == "dtype":
-            same = then.precision() == now.precision()
+            same = old == new or {old, new} == {"auto", then.auto_dtype}
         elif not (f.metadata.get("reads") == "files" or reads_model(name)):
             same = old == new
         elif same := _same_files(name, then, now):
@@ -133,7 +130,7 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
         record.get("contents", {}),
         record.get("num_processes", num_processes),
         record.get("working_directory", os.getcwd()),
-        record.get("auto_dtype", "auto"),
+        record.get("auto_dtype", ""),
     )
 
 
