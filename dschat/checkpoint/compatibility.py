@@ -15,7 +15,6 @@ from dschat.checkpoint.manifest import (
     VALUES,
     CheckpointInfo,
     Damaged,
-    changed_settings,
     newest,
     read_manifest,
     step_folders,
@@ -66,17 +65,15 @@ def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
     """The settings that differ between ``config`` and the checkpoint's run, and files and models
     that have changed.
 
-    A setting that is missing in an older checkpoint counts where it is not its default. The batch
-    sizes that `check_step_size` compares are left out.
+    A setting that is missing in an older checkpoint had its default. The batch sizes that
+    `check_step_size` compares are left out.
     """
-    defaults, settings = settings_of(type(config)()), settings_of(config)
+    defaults, settings = json.loads(json.dumps([settings_of(type(config)()), settings_of(config)]))
+    before = defaults | checkpoint.settings
     ignored = {f.name for f in dataclasses.fields(config)} | {_CONTENTS}
-    ignored -= of_result(type(config), checkpoint.settings, settings) - CHECKED
-    changed = [
-        (name, old, new)
-        for name, old, new in changed_settings(checkpoint, settings)
-        if name not in ignored and (name in checkpoint.settings or new != defaults.get(name))
-    ]
+    ignored -= of_result(type(config), before, settings) - CHECKED
+    pairs = [(name, before.get(name), settings.get(name)) for name in before | settings]
+    changed = [pair for pair in pairs if pair[0] not in ignored and pair[1] != pair[2]]
     names = {name for name, _, _ in changed}
     then, now = checkpoint.settings.get(_CONTENTS, {}), settings[_CONTENTS]
     edited = [n for n in now if n in then and then[n] != now[n] and n not in names]

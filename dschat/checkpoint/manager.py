@@ -74,7 +74,7 @@ class CheckpointManager:
     ) -> None:
         """Collective. Removes what killed processes left half-written.
 
-        ``settings``: JSON values that must be equal in a run that resumes (`changed_settings`); a
+        ``settings``: JSON values that must be equal in a run that resumes; a
         ``seed`` among them seeds ranks that are not in a checkpoint. ``total_limit``: number of
         latest checkpoints to keep; None: all.
         """

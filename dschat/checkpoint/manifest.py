@@ -1,4 +1,4 @@
-"""Manifests of checkpoints: finds, verifies and compares checkpoints.
+"""Manifests of checkpoints: finds and verifies checkpoints.
 
 No torch: ``train.py`` looks for checkpoints before it loads.
 
@@ -183,13 +183,3 @@ def newest(output_dir: str | Path) -> CheckpointInfo | None:
             continue
         return checkpoint
     return None
-
-
-def changed_settings(
-    checkpoint: CheckpointInfo, settings: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    """(name, old, new) of the settings that differ; None for one that is missing."""
-    new = json.loads(json.dumps(settings))  # as JSON stores them: lists for tuples
-    names = [*checkpoint.settings, *(name for name in new if name not in checkpoint.settings)]
-    pairs = [(name, checkpoint.settings.get(name), new.get(name)) for name in names]
-    return [(name, old, now) for name, old, now in pairs if old != now]

@@ -58,8 +58,8 @@ def test_a_knob_that_came_later_changes_nothing_by_its_default():
     assert compatibility.changes(found(saved), SFTConfig()) == [gone]
     linear = SFTConfig(lr_scheduler_type="linear")
     assert compatibility.changes(found(saved), linear) == [
+        ("lr_scheduler_type", "cosine", "linear"),
         gone,
-        ("lr_scheduler_type", None, "linear"),
     ]
 
 
