@@ -130,4 +130,4 @@ def answer_lines(chat: "Chat") -> None:
 
 
 if __name__ == "__main__":
-    entrypoint.run(main)
+    entrypoint.run(main, joins_group=False)

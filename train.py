@@ -157,4 +157,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    entrypoint.run(main)
+    entrypoint.run(main, joins_group=False)

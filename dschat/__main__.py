@@ -63,7 +63,7 @@ def main() -> int:
     from dschat.distributed.entrypoint import run
 
     sys.argv = [f"dschat {command}", *flags]
-    run(lambda: main_of(command)())
+    run(lambda: main_of(command)(), joins_group=command in ("sft", "reward", "rlhf"))
 
 
 def main_of(command: str) -> Callable[[], int | None]:

@@ -9,6 +9,8 @@ if __name__ == "__main__":  # before the other imports, which take a second
 
     exit_on_interrupt()
 
+from functools import partial
+
 import dschat.distributed as dist
 from dschat.config import SFTConfig, parser
 from dschat.distributed import entrypoint
@@ -19,9 +21,9 @@ def main() -> None:
     config = parser.parse(SFTConfig)
 
     from dschat.data.tokenize import sft_dataset
-    from dschat.observability.console import logger
     from dschat.runtime.deepspeed_engine import unwrap, zero_settings
     from dschat.runtime.gold_eval import GoldEvaluation
+    from dschat.runtime.output_dir import mark_complete
     from dschat.runtime.start import start_step
     from dschat.supervised import loop, setup, tasks
 
@@ -40,19 +42,17 @@ def main() -> None:
     task = tasks.SFTTask()
     setup.settle_micro_batches(config, engine, task, *batches)
 
-    # Loop.
+    # Loop, and save.
     metrics_log = setup.claim_output(config)
     gold = GoldEvaluation(
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )
     gold.log(metrics_log, 0)
-    loop.train(engine, task, config, *batches, metrics_log)
+    save = partial(setup.save, engine, config, companions)
+    loop.train(engine, task, config, *batches, metrics_log, save)
     gold.log(metrics_log, num_steps)
     metrics_log.close()
-
-    # Save.
-    setup.save(engine, config, companions)
-    logger.info("saved %s", config.output_dir)
+    mark_complete(config.output_dir)
     dist.shutdown()
 
 

@@ -24,8 +24,8 @@ def main() -> None:
     config = parser.parse(RewardConfig)
 
     from dschat.data.tokenize import preference_dataset
-    from dschat.observability.console import logger
     from dschat.runtime.deepspeed_engine import zero_settings
+    from dschat.runtime.output_dir import mark_complete
     from dschat.runtime.start import start_step
     from dschat.supervised import setup
 
@@ -40,7 +40,7 @@ def main() -> None:
     # Weights, loop and save, by what is trained.
     train = train_policy if config.trains_policy else train_reward_model
     train(config, zero, base, tables)
-    logger.info("saved %s", config.output_dir)
+    mark_complete(config.output_dir)
     dist.shutdown()
 
 
@@ -76,13 +76,11 @@ def train_reward_model(config, zero, base, tables) -> None:
     task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)
 
-    # Loop.
+    # Loop, and save.
     metrics_log = setup.claim_output(config)
-    loop.train(engine, task, config, *batches, metrics_log)
+    save = partial(setup.save, engine, config, companions)
+    loop.train(engine, task, config, *batches, metrics_log, save)
     metrics_log.close()
-
-    # Save.
-    setup.save(engine, config, companions)
 
 
 def train_policy(config, zero, base, tables) -> None:
@@ -102,7 +100,7 @@ def train_policy(config, zero, base, tables) -> None:
     task = preference.PreferenceTask(config, reference)
     setup.settle_micro_batches(config, engine, task, *batches)
 
-    # Loop.
+    # Loop, and save.
     metrics_log = setup.claim_output(config)
     if config.precompute_ref_logprobs:
         for table in tables:
@@ -111,12 +109,10 @@ def train_policy(config, zero, base, tables) -> None:
         unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
     )
     gold.log(metrics_log, 0)
-    loop.train(engine, task, config, *batches, metrics_log)
+    save = partial(setup.save, engine, config, companions, subfolder="actor")
+    loop.train(engine, task, config, *batches, metrics_log, save)
     gold.log(metrics_log, num_steps)
     metrics_log.close()
-
-    # Save.
-    setup.save(engine, config, companions, subfolder="actor")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main() -> None:
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
     from dschat.builtin.tiny_model import resolve_model
-    from dschat.data.batches import PromptBatches, prompt_columns
+    from dschat.data.batches import PromptBatches, check_same_rows, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
     from dschat.models.model_kind import load_config, require_causal_lm
@@ -60,6 +60,7 @@ def main() -> None:
     with dist.main_process_first():
         prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=tools)
         unsupervised = unsupervised_steps(args, tokenizer)
+    check_same_rows(prompts, held_out)
     programs = RewardPrograms.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
         programs.check_columns(prompt_columns(table))

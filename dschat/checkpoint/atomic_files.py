@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from dschat.checkpoint.manifest import MANIFEST, sha256_of
+from dschat.checkpoint.manifest import MANIFEST, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 
@@ -119,15 +119,6 @@ def sync_folders(folder: Path) -> None:
     """Sync the directory entries of ``folder`` and of the folders below it to disk."""
     for path, _, _ in os.walk(folder):
         sync_file(Path(path))
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file, or a folder's directory entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def unclaimed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, tuple[int, str]]:

@@ -4,102 +4,109 @@ No torch: ``train.py`` checks this before anything loads.
 """
 
 import dataclasses
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dschat.checkpoint.fingerprint import fingerprint
+from dschat.checkpoint.fingerprint import fingerprint, model_fingerprint
 from dschat.checkpoint.manifest import (
     FOLDER,
+    VALUES,
     CheckpointInfo,
     Damaged,
-    changed_settings,
     newest,
     read_manifest,
     step_folders,
 )
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config.fields import of_result
+from dschat.observability.metrics_log import METRICS
 
-# Settings that may change freely: no number that training computes depends on them.
-MAY_CHANGE = {
-    # folder and start
-    "output_dir": "the folder may have moved",
-    "overwrite_output_dir": "only matters at the start",
-    "resume": "only matters when resuming",
-    # checkpoints and logs
-    "save_steps": "when to save",
-    "save_total_limit": "how many checkpoints to keep",
-    "logging_steps": "what is recorded",
-    "enable_tensorboard": "where it is recorded",
-    "enable_wandb": "where it is recorded",
-    "log_level": "what is printed",
-    "disable_tqdm": "what is printed",
-    "sample_steps": "what is recorded",
-    "print_answers": "what is printed",
-    "print_answers_interval": "what is printed",
-    # failures
-    "max_bad_steps": "when to give up",
-    "reward_retries": "when to give up",
-    "reward_timeout_s": "when to give up",
-    # machine
-    "local_rank": "set by the launcher",
-    "reward_workers": "how many calls at a time",
-    "max_tokens_per_micro_batch": "how a step is cut",
-}
 # Settings that may change if their product times the world size does not: see `check_step_size`.
 _Flags = tuple[str, ...]
 _ROWS = ("--per_device_train_batch_size", "--gradient_accumulation_steps")
 _PROMPTS = ("--per_device_generation_batch_size", "--generation_batches")
 _SEQUENCES = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
 CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
-# Settings that name files which training reads: their contents must be equal too.
-READ = {
-    "data_path",
-    "eval_data_path",
-    "unsupervised_dataset_name",
-    "chat_template",
-    "reward_fn",
-    "deepspeed",
-    "deepspeed_config",
-    "actor_deepspeed_config",
-    "critic_deepspeed_config",
-}
+# Settings of answers that a partial rollout leaves under way.
+_LENGTHS = ("max_prompt_seq_len", "max_answer_seq_len")
+_UNDER_WAY = ("num_samples_per_prompt", *_LENGTHS)
 _CONTENTS = "contents"
+_RESTART = "restart with --overwrite_output_dir (train.py: --restart)"
 Change = tuple[str, Any, Any]  # name, old, new
 
 
 def settings_of(config: CommonConfig) -> dict[str, Any]:
     """The settings that a checkpoint records: a run that resumes from it must have equal ones."""
-    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in MAY_CHANGE}
-    return values | {_CONTENTS: _contents(values)}
+    counted = of_result(type(config))
+    values = {k: v for k, v in dataclasses.asdict(config).items() if k in counted}
+    return values | {_CONTENTS: contents_of(config)}
 
 
-def _contents(values: dict[str, Any]) -> dict[str, str]:
-    """Fingerprint of each setting that names local files."""
-    named = {name: values[name] for name in sorted(READ & values.keys()) if values[name]}
-    prints = {
-        name: fingerprint([value] if isinstance(value, str) else value)
-        for name, value in named.items()
-    }
+def contents_of(config: CommonConfig) -> dict[str, str]:
+    """Fingerprint of each setting that names local files, or a model in a folder."""
+    prints = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value and reads_model(f.name):
+            prints[f.name] = model_fingerprint(value)
+        elif value and f.metadata.get("reads") == "files":
+            prints[f.name] = fingerprint([value] if isinstance(value, str) else value)
     return {name: digest for name, digest in prints.items() if digest}
 
 
-def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
-    """The settings that differ between ``config`` and the checkpoint's run, and edited files.
+def reads_model(name: str) -> bool:
+    """Whether the flag ``name`` names a model or a tokenizer."""
+    return name.endswith("name_or_path")
 
-    A setting that is missing in an older checkpoint counts where it is not its default. The batch
-    sizes that `check_step_size` compares are left out.
+
+def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
+    """The settings that differ between ``config`` and the checkpoint's run, and files and models
+    that have changed.
+
+    A setting that is missing in an older checkpoint had its default. The batch sizes that
+    `check_step_size` compares are left out.
     """
-    defaults, settings = settings_of(type(config)()), settings_of(config)
-    changed = [
-        (name, old, new)
-        for name, old, new in changed_settings(checkpoint, settings)
-        if name not in {*MAY_CHANGE, *CHECKED, _CONTENTS}
-        and (name in checkpoint.settings or new != defaults.get(name))
-    ]
+    defaults, settings = json.loads(json.dumps([settings_of(type(config)()), settings_of(config)]))
+    before = defaults | checkpoint.settings
+    ignored = {f.name for f in dataclasses.fields(config)} | {_CONTENTS}
+    ignored -= of_result(type(config), before, settings) - CHECKED
+    pairs = [(name, before.get(name), settings.get(name)) for name in before | settings]
+    changed = [pair for pair in pairs if pair[0] not in ignored and pair[1] != pair[2]]
     names = {name for name, _, _ in changed}
     then, now = checkpoint.settings.get(_CONTENTS, {}), settings[_CONTENTS]
     edited = [n for n in now if n in then and then[n] != now[n] and n not in names]
-    return changed + [(n, settings[n], f"{_shown(settings[n])}, edited since") for n in edited]
+    return changed + [(n, settings[n], f"{_shown(settings[n])}, changed since") for n in edited]
+
+
+def check_resume(checkpoint: CheckpointInfo, config: CommonConfig, num_processes: int) -> None:
+    """``UserError`` where a run cannot resume from ``checkpoint``: a step of another size, another
+    state, more steps than the run has, or rows of metrics.jsonl that are gone.
+    """
+    check_step_size(checkpoint, config, num_processes)
+    check_state(checkpoint, config)
+    check_total(checkpoint, config.max_steps or checkpoint.step)
+    assert config.output_dir is not None
+    log = Path(config.output_dir) / METRICS
+    try:
+        size = json.loads((checkpoint.folder / VALUES).read_bytes())["log"]["bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a damaged checkpoint; `CheckpointManager.latest` reports it
+    if size > (log.stat().st_size if log.exists() else 0):
+        raise UserError(
+            f"{log} is shorter than when {checkpoint.folder} was saved; restore it, resume in the "
+            f"--output_dir of that run, or {_RESTART}"
+        )
+
+
+def check_total(checkpoint: CheckpointInfo, total: int) -> None:
+    """``UserError`` where a run of ``total`` steps ends before ``checkpoint``."""
+    if checkpoint.step > total:
+        raise UserError(
+            f"{checkpoint.folder} is of a run that had taken {checkpoint.step} steps, and this one "
+            f"ends after {total}; raise --max_steps or --num_train_epochs, or {_RESTART}"
+        )
 
 
 def check_step_size(checkpoint: CheckpointInfo, config: CommonConfig, num_processes: int) -> None:
@@ -113,26 +120,29 @@ def check_step_size(checkpoint: CheckpointInfo, config: CommonConfig, num_proces
             raise UserError(
                 f"{checkpoint.folder} is of a run with {size} {unit} over all processes "
                 f"({checkpoint.world_size}); here it would be {now[unit, flags]} "
-                f"({num_processes}); make it {size} again with {' and '.join(flags)}, or restart "
-                "with --overwrite_output_dir (train.py: --restart)"
+                f"({num_processes}); make it {size} again with {' and '.join(flags)}, or {_RESTART}"
             )
 
 
-def check_weights(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
+def check_state(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
     """``UserError`` where the checkpoint holds other trained weights: LoRA adapters of another
-    rank or on other modules, or none; a critic or none; no moving average.
+    rank or on other modules, or none; a critic or none; no moving average. Or answers under way
+    (``partial_rollout``) of another number to a prompt, or longer ones than are sampled now.
     """
     before = _config_of(checkpoint, type(config))
     for model in config.deepspeed_models:
         then, now = _trained_by(before, model), _trained_by(config, model)
-        if isinstance(config, RLHFConfig) and isinstance(before, RLHFConfig) and config.enable_ema:
-            then["enable_ema"], now["enable_ema"] = before.enable_ema, True
+        if isinstance(config, RLHFConfig) and isinstance(before, RLHFConfig):
+            if config.enable_ema:
+                then["enable_ema"], now["enable_ema"] = before.enable_ema, True
+            for name in _UNDER_WAY if config.partial_rollout and before.partial_rollout else ():
+                old, new = getattr(before, name), getattr(config, name)
+                then[name], now[name] = old, min(old, new) if name in _LENGTHS else new
         for flag in now | then:
             if then.get(flag) != now.get(flag):
                 raise UserError(
-                    f"--{flag} {_shown(getattr(config, flag))}: {checkpoint.folder} holds weights "
-                    f"that were trained with --{flag} {_shown(getattr(before, flag))}; resume with "
-                    "that, or restart with --overwrite_output_dir (train.py: --restart)"
+                    f"--{flag} {_shown(getattr(config, flag))}: {checkpoint.folder} holds a state "
+                    f"of --{flag} {_shown(getattr(before, flag))}; resume with that, or {_RESTART}"
                 )
 
 
@@ -169,9 +179,9 @@ def describe(changed: list[Change]) -> str:
     return "; ".join(f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in changed)
 
 
-def check_start(config: CommonConfig) -> None:
+def check_start(config: CommonConfig, num_processes: int) -> None:
     """``UserError`` where the output folder holds an unfinished run and neither --resume nor
-    --overwrite_output_dir is set; or where the checkpoint to resume holds other weights.
+    --overwrite_output_dir is set; or where the checkpoint to resume does not fit the run.
 
     `CheckpointManager.latest` reports damaged checkpoints.
     """
@@ -182,19 +192,12 @@ def check_start(config: CommonConfig) -> None:
             f"--output_dir {config.output_dir} holds an unfinished run, with {FOLDER}/{folders[0]}"
             "; resume it with --resume, restart with --overwrite_output_dir, or choose another"
         )
-    checkpoint = None
-    if config.resume:
-        is_named = config.resume != "latest"
-        checkpoint = _named(config.resume) if is_named else newest(config.output_dir)
+    checkpoint = newest(config.output_dir) if config.resume == "latest" else None
+    if config.resume and config.resume != "latest":
+        with suppress(Damaged):
+            checkpoint = read_manifest(Path(config.resume))
     if checkpoint is not None:
-        check_weights(checkpoint, config)
-
-
-def _named(path: str) -> CheckpointInfo | None:
-    try:
-        return read_manifest(Path(path))
-    except Damaged:
-        return None
+        check_resume(checkpoint, config, num_processes)
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Fingerprints the local files that a flag names, to detect that they were edited."""
+"""Fingerprints the local files or the model that a flag names, to detect that they changed."""
 
 import glob
 import os
@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Optional
 
+from dschat.checkpoint.manifest import COMPLETE
+
 # Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
 _OF_DATA = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
+_OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
 _CACHE_PREFIX = "cache-"  # files that the datasets library writes beside its shards
 _BLOCK = 1 << 16  # bytes
 _NUM_BLOCKS = 256  # of all files together, at least 2 each: 16 MiB for up to 128 files
@@ -21,7 +24,23 @@ def fingerprint(names: Iterable[str]) -> Optional[str]:
     ``file.py:name``). It covers the names of the files, not their folders; all bytes of small
     files; the size of large files and blocks spread over them.
     """
-    files = [path for name in names for path in _files(name)]
+    return _digest([path for name in names for path in _files(name)])
+
+
+def model_fingerprint(name: str) -> Optional[str]:
+    """16 hexadecimal digits for the model in the folder ``name``; None where it is not local.
+
+    Of a finished step that of its mark, which tells when it was trained; else as `fingerprint`.
+    """
+    folder = os.path.expanduser(name)
+    mark = os.path.join(folder, COMPLETE)
+    if os.path.isfile(mark):
+        return _digest([mark])
+    files = sorted(glob.glob(os.path.join(glob.escape(folder), "*")))
+    return _digest([path for path in files if path.endswith(_OF_MODEL) and os.path.isfile(path)])
+
+
+def _digest(files: list[str]) -> Optional[str]:
     digest = blake2b(digest_size=8)
     for path in files:
         digest.update(os.fsencode(os.path.basename(path)) + b"\0")

@@ -31,6 +31,7 @@ from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
 from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
+    VALUES,
     CheckpointInfo,
     Damaged,
     check_checksums,
@@ -44,7 +45,6 @@ from dschat.models.training_engine import TrainingEngine
 
 logger = logging.getLogger("dschat")
 
-_VALUES = "values.json"
 _RANDOM = "random"  # the group name of the generators' states
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -74,7 +74,7 @@ class CheckpointManager:
     ) -> None:
         """Collective. Removes what killed processes left half-written.
 
-        ``settings``: JSON values that must be equal in a run that resumes (`changed_settings`); a
+        ``settings``: JSON values that must be equal in a run that resumes; a
         ``seed`` among them seeds ranks that are not in a checkpoint. ``total_limit``: number of
         latest checkpoints to keep; None: all.
         """
@@ -93,14 +93,6 @@ class CheckpointManager:
     def _tidy(self) -> None:
         if dist.is_main_process():
             atomic_files.tidy(self._folder)
-        dist.barrier()
-
-    def clear(self) -> None:
-        """Collective. Remove all checkpoints, before a new run in the same folder."""
-        if dist.is_main_process():
-            for folder in step_folders(self._folder):
-                atomic_files.remove(folder)
-        self.last = None
         dist.barrier()
 
     # -- Saving
@@ -151,7 +143,7 @@ class CheckpointManager:
             for name, tensor in tensors.items()
         }
         if dist.is_main_process():
-            contents[_VALUES] = json.dumps(state.values).encode()
+            contents[VALUES] = json.dumps(state.values).encode()
         return contents
 
     def wait(self) -> None:
@@ -254,7 +246,7 @@ class CheckpointManager:
             rng_state.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
             rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
-        return json.loads((checkpoint.folder / _VALUES).read_bytes())
+        return json.loads((checkpoint.folder / VALUES).read_bytes())
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:
         """Collective. Remove checkpoints after the resumed one, before the files that they refer to

@@ -1,6 +1,6 @@
-"""Manifests of checkpoints: finds, verifies and compares checkpoints.
+"""Manifests of checkpoints: finds and verifies checkpoints.
 
-Standard library only, so that ``train.py`` can look for checkpoints before torch loads.
+No torch: ``train.py`` looks for checkpoints before it loads.
 
 ``OUT/<step>/checkpoints/step_000012/manifest.json`` is written last::
 
@@ -11,6 +11,7 @@ Standard library only, so that ``train.py`` can look for checkpoints before torc
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from dschat import __version__
+from dschat.config import UserError
 
 FORMAT = 3
 FOLDER = "checkpoints"  # in an output folder
 MANIFEST = "manifest.json"
+VALUES = "values.json"  # of a `RunState`, in a checkpoint
+COMPLETE = "COMPLETE"  # the file in an output folder that marks a finished step
 _NAME = re.compile(r"step_(\d{6,})")
 _BLOCK = 1 << 22  # bytes read at a time
 
@@ -80,7 +84,10 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """Read the manifest of ``folder``; ``Damaged`` where it is missing or not of this format."""
+    """Read the manifest of ``folder``; ``Damaged`` where it is missing or not of this format.
+
+    Raises ``UserError`` where the folder has the name of another step: it would be taken for that.
+    """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -93,6 +100,12 @@ def read_manifest(folder: Path) -> CheckpointInfo:
         raise Damaged(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
     if digest != _digest(content):
         raise Damaged(f"{path} has another checksum than it names")
+    name = _NAME.fullmatch(folder.name)
+    if name and int(name[1]) != content["step"]:
+        raise UserError(
+            f"{folder} holds the checkpoint of step {content['step']}; name it "
+            f"{step_name(content['step'])} again, or move it elsewhere"
+        )
     files = {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
     return CheckpointInfo(
         folder, content["step"], content["world_size"], content["settings"], files
@@ -136,6 +149,27 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is complete or absent, also after a power cut or on a full disk."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(new, "x", encoding="utf-8") as file:  # follows no link
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_file(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file, or a folder's directory entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def newest(output_dir: str | Path) -> CheckpointInfo | None:
     """The latest checkpoint of a step's output folder whose files all exist, in their sizes.
 
@@ -149,13 +183,3 @@ def newest(output_dir: str | Path) -> CheckpointInfo | None:
             continue
         return checkpoint
     return None
-
-
-def changed_settings(
-    checkpoint: CheckpointInfo, settings: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    """(name, old, new) of the settings that differ; None for one that is missing."""
-    new = json.loads(json.dumps(settings))  # as JSON stores them: lists for tuples
-    names = [*checkpoint.settings, *(name for name in new if name not in checkpoint.settings)]
-    pairs = [(name, checkpoint.settings.get(name), new.get(name)) for name in names]
-    return [(name, old, now) for name, old, now in pairs if old != now]

@@ -61,7 +61,10 @@ class AlgorithmConfig:
         remedy="; leave it out for a fixed --kl_coef",
     )
     kl_horizon: int = flag(
-        10_000, "Time constant of the adaptive KL controller, in sequences.", ge=1
+        10_000,
+        "Time constant of the adaptive KL controller, in sequences.",
+        ge=1,
+        needs="kl_target",
     )
     # policy and value loss
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
@@ -102,7 +105,10 @@ class AlgorithmConfig:
         ge=0,
     )
     overlong_penalty: float = flag(
-        1.0, "Penalty of an answer of full length, reached linearly (DAPO).", ge=0
+        1.0,
+        "Penalty of an answer of full length, reached linearly (DAPO).",
+        ge=0,
+        needs="overlong_buffer_len",
     )
     overlong_filter: bool = flag(False, "Mask answers without EOS out of the loss (DAPO).")
     # dynamic sampling
@@ -110,7 +116,9 @@ class AlgorithmConfig:
         False,
         "Drop groups whose scores are all equal and sample until the rollout is full (DAPO).",
     )
-    max_sampling_rounds: int = flag(10, "Maximum rounds of --dynamic_sampling per iteration.", ge=1)
+    max_sampling_rounds: int = flag(
+        10, "Maximum rounds of --dynamic_sampling per iteration.", ge=1, needs="dynamic_sampling"
+    )
     # mismatch between rollout and training probabilities
     old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
         "auto",

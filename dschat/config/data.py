@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types
+from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types, speed_flag
 
 
 @dataclass
@@ -20,10 +20,12 @@ class DataConfig:
         "/arithmetic, /calculator, /guess), or hub names (`NAME:CONFIG` for one configuration); "
         "`PATH:WEIGHT` blends several.",
         short=True,
+        reads="files",
     )
     eval_data_path: Optional[list[str]] = flag(
         None,
         "Held-out data, as in --data_path; default: the source's eval split, or --eval_fraction.",
+        reads="files",
     )
     eval_fraction: float = flag(
         0.05, "Share of rows to hold out from a source without an eval split.", ge=0, lt=1
@@ -68,6 +70,7 @@ class DataConfig:
         "Rows in the shuffle buffer of --streaming; 1: keep the order.",
         ge=1,
         remedy="; 1 keeps the order of the rows",
+        needs="streaming",
     )
 
     @property
@@ -105,7 +108,7 @@ class MicroBatchConfig:
     How forwards take a process's rows of an optimizer step; the update does not depend on it.
     """
 
-    packing: Literal["auto", "on", "off"] = flag(
+    packing: Literal["auto", "on", "off"] = speed_flag(
         "auto",
         "Train and score on token streams without padding, in which answers to one prompt share "
         "it; auto: pad where the model's family cannot, on: stop there.",
@@ -116,7 +119,7 @@ class MicroBatchConfig:
         aliases=["--gradient_accumulation"],
         ge=1,
     )
-    max_tokens_per_micro_batch: IntOrAuto = flag(
+    max_tokens_per_micro_batch: IntOrAuto = speed_flag(
         0,
         "Balance the rows of an optimizer step over the processes by tokens, and cut them into "
         "micro-batches of at most N tokens; auto: as many as fit in memory. 0: into micro-"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 # --lr_scheduler_type -> DeepSpeed's name of the same schedule.
 _SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -31,24 +31,26 @@ class DeepSpeedConfig:
         "JSON file of DeepSpeed settings. A setting that has a flag (batch sizes, optimizer, "
         'schedule, clipping, precision, ZeRO stage) must agree with it or be "auto"; all others '
         "are the file's. --dtype auto follows the file.",
+        reads="files",
     )
     deepspeed: Optional[str] = flag(
         None,
         "Accepted for compatibility: ignored without a value, --deepspeed_config with a FILE.",
         nargs="?",
         const="true",
+        reads="files",
     )
-    offload: bool = flag(
+    offload: bool = speed_flag(
         False,
         "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters.",
         short=True,
     )
-    offload_optimizer: bool = flag(
+    offload_optimizer: bool = speed_flag(
         False,
         "Keep optimizer states and fp32 master weights in CPU memory and update them there; raises "
         "ZeRO stages 0 and 1 to 2.",
     )
-    offload_parameters: bool = flag(
+    offload_parameters: bool = speed_flag(
         False,
         "Keep ZeRO-3 shards of trained models in CPU memory, moved to the device layer by layer.",
         aliases=["--offload_params", "--offload_param"],

@@ -6,7 +6,7 @@ Part of `dschat.config.RLHFConfig`.
 from dataclasses import dataclass
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 
 @dataclass
@@ -19,7 +19,10 @@ class DistillationConfig:
         "answers are learned from, without or in addition to rewards.",
     )
     distill_coef: float = flag(
-        1.0, "Weight of the reverse KL to the teacher in the advantages.", ge=0
+        1.0,
+        "Weight of the reverse KL to the teacher in the advantages.",
+        ge=0,
+        needs="teacher_model_name_or_path",
     )
     distill_gamma: float = flag(
         0.0,
@@ -27,14 +30,18 @@ class DistillationConfig:
         "from the token on.",
         ge=0,
         le=1,
+        needs="teacher_model_name_or_path",
     )
     distill_top_k: int = flag(
         0,
         "Put the KL to the teacher in the loss, over the N likeliest tokens of the teacher and "
         "of the actor at each position; 0: in the advantage of the sampled token.",
         ge=0,
+        needs="teacher_model_name_or_path",
     )
-    offload_teacher_model: bool = flag(False, "Keep the weights of the teacher in CPU memory.")
+    offload_teacher_model: bool = speed_flag(
+        False, "Keep the weights of the teacher in CPU memory."
+    )
 
     @property
     def has_teacher(self) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, log_flag, speed_flag
 from dschat.config.reward import RewardTrainingConfig
 from dschat.config.rollout import RolloutConfig
 
@@ -18,26 +18,30 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         "Answer in several turns with an environment: file.py:NAME or pkg.mod:NAME, a class with "
         "step(answer) or with methods that are tools, or a function step(observation, action); its "
         "rewards are a reward source.",
+        reads="files",
     )
     tools: Optional[list[str]] = flag(
         None,
         "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...] "
         "or pkg.mod:NAME[,NAME...]. An answer without a call ends the episode.",
         nargs="+",
+        reads="files",
     )
     max_turns: int = flag(8, "Longest episode with --environment or --tools, in answers.", ge=1)
     max_turn_tokens: Optional[int] = flag(
         None, "Longest answer of one turn, in tokens; default: --max_answer_seq_len.", ge=1
     )
-    environment_timeout_s: float = flag(
+    environment_timeout_s: float = log_flag(
         60.0, "Timeout of one step of an environment, in seconds.", gt=0
     )
-    environment_pool: Literal["thread", "process"] = flag(
+    environment_pool: Literal["thread", "process"] = speed_flag(
         "thread",
         "Where environments and tools run. process: worker processes, for steps that compute, or "
         "that may hang for good: then their process is killed.",
     )
-    environment_workers: int = flag(16, "Workers of --environment_pool per training process.", ge=1)
+    environment_workers: int = speed_flag(
+        16, "Workers of --environment_pool per training process.", ge=1
+    )
     environment_lag: int = flag(
         4,
         "Decode steps after which a reply is awaited, so that a run repeats to the bit; 0: take "

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -71,6 +72,8 @@ def flag(
             given wherever there is a bound.
         remedy: ends the message about a number out of bounds.
         short: whether ``--help`` shows the flag; ``--help all`` shows every one.
+        metadata: what argparse takes; ``needs``, a flag without which this one has no effect;
+            ``reads`` is "files" where the value names local files, whose contents count.
     """
     metadata |= {"help": help, "short": short}
     if ge is not None or gt is not None:
@@ -78,6 +81,25 @@ def flag(
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# Flags that change no result, but for rounding: how fast it comes, what is logged and when a run
+# gives up, where it is.
+speed_flag = functools.partial(flag, affects="speed")
+log_flag = functools.partial(flag, affects="log")
+place_flag = functools.partial(flag, affects="place")
+
+
+def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:
+    """Names of the flags that the result of a command depends on, but for rounding; with
+    ``settings`` those that one of them uses.
+    """
+
+    def is_used(needs: str | None) -> bool:
+        return needs is None or not settings or any(values.get(needs) for values in settings)
+
+    counted = [f for f in fields(config_class) if f.metadata.get("affects", "result") == "result"]
+    return {f.name for f in counted if is_used(f.metadata.get("needs"))}
 
 
 def fixed_or_zero(value: int | str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 # flag -> the losses that use it
 _LOSSES = {
@@ -49,12 +49,12 @@ class PreferenceConfig:
     kto_undesirable_weight: Optional[float] = flag(
         None, "Weight of rejected answers in kto; default: 1.", ge=0
     )
-    precompute_ref_logprobs: bool = flag(
+    precompute_ref_logprobs: bool = speed_flag(
         False,
         "Compute reference log-probs with the policy before the first step, and load no reference "
         "model.",
     )
-    offload_reference_model: bool = flag(
+    offload_reference_model: bool = speed_flag(
         False, "Keep the weights of the reference model in CPU memory."
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, log_flag, speed_flag
 
 
 @dataclass
@@ -21,34 +21,40 @@ class RewardSourcesConfig:
         "--reward_fn or --reward_url. If its tokenizer is not the actor's, answers are "
         "retokenized and the critic starts from the actor.",
     )
-    reward_model_weight: float = flag(1.0, "Weight of the reward model's score.")
+    reward_model_weight: float = flag(
+        1.0, "Weight of the reward model's score.", needs="reward_model_name_or_path"
+    )
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
         "math_equal, regex_match, length, json_schema, format_tags, judge, judge_group, "
         "judge_reference); append :WEIGHT if not 1 (0: only log).",
         short=True,
+        reads="files",
     )
     reward_args: Optional[list[str]] = flag(
         None,
         "Arguments of --reward_fn: NAME.KEY=VALUE in YAML syntax (length.target=64), or "
         "NAME.KEY=@COLUMN for a column of the data.",
+        needs="reward_fn",
     )
     reward_url: Optional[str] = flag(
         None, "HTTP endpoint that scores prompts and answers, POST of JSON; see docs/rewards.md."
     )
-    reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.")
-    reward_url_batch_size: int = flag(64, "Samples per request to --reward_url.", ge=1)
-    reward_retries: int = flag(3, "Retries of a failed request, with exponential backoff.", ge=0)
-    reward_timeout_s: float = flag(
+    reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.", needs="reward_url")
+    reward_url_batch_size: int = speed_flag(64, "Samples per request to --reward_url.", ge=1)
+    reward_retries: int = log_flag(
+        3, "Retries of a failed request, with exponential backoff.", ge=0
+    )
+    reward_timeout_s: float = log_flag(
         60.0, "Timeout of one function call or request, in seconds.", gt=0
     )
-    reward_pool: Literal["none", "thread", "process"] = flag(
+    reward_pool: Literal["none", "thread", "process"] = speed_flag(
         "none",
         "Run functions in the training process (none), or concurrently with generation in threads "
         "(I/O bound) or processes (CPU bound). Coroutines and requests are always concurrent.",
     )
-    reward_workers: int = flag(4, "Workers of --reward_pool per process.", ge=1)
+    reward_workers: int = speed_flag(4, "Workers of --reward_pool per process.", ge=1)
     on_reward_error: Literal["error", "skip"] = flag(
         "error",
         "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "

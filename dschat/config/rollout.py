@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 # Within these bounds logits / T and their gradients stay finite in fp32.
 TEMPERATURES = (0.01, 100.0)
@@ -63,46 +63,55 @@ class RolloutConfig:
         0.5,
         "Extra prompts under way with --partial_rollout, as a share of a rollout's.",
         gt=0,
+        needs="partial_rollout",
     )
     max_staleness: Optional[int] = flag(
         None,
         "With --partial_rollout: complete a prompt's answers after N iterations; default: 2.",
         ge=1,
+        needs="partial_rollout",
     )
     # the hybrid engine
-    enable_hybrid_engine: bool = flag(
+    enable_hybrid_engine: bool = speed_flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
     )
-    inference_tp_size: int = flag(1, "Tensor-parallel size of generation, in processes.", ge=1)
-    rollout_layout: Literal["auto", "copy", "zero_copy"] = flag(
-        "auto",
-        "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible).",
+    inference_tp_size: int = speed_flag(
+        1, "Tensor-parallel size of generation, in processes.", ge=1
     )
-    rollout_lora: Literal["auto", "merge", "side"] = flag(
+    rollout_layout: Literal["auto", "copy", "zero_copy"] = speed_flag(
+        "auto", "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible)."
+    )
+    rollout_lora: Literal["auto", "merge", "side"] = speed_flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
     )
-    cuda_graphs: Optional[bool] = flag(
+    cuda_graphs: Optional[bool] = speed_flag(
         None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
     )
-    speculate: Literal["off", "history", "auto"] = flag(
+    speculate: Literal["off", "history", "auto"] = speed_flag(
         "off",
         "Draft tokens from earlier answers, so that a step decodes several (auto: if that is "
         "faster). Answers are the same.",
     )
-    release_inference_cache: bool = flag(False, "Free the KV cache after every rollout.")
-    unpin_actor_parameters: bool = flag(False, "Free the rollout weights after every rollout.")
-    tp_gather_partition_size: int = flag(8, "Layers gathered at once in a weight refresh.", ge=1)
-    offload_training_states: bool = flag(
+    release_inference_cache: bool = speed_flag(False, "Free the KV cache after every rollout.")
+    unpin_actor_parameters: bool = speed_flag(
+        False, "Free the rollout weights after every rollout."
+    )
+    tp_gather_partition_size: int = speed_flag(
+        8, "Layers gathered at once in a weight refresh.", ge=1
+    )
+    offload_training_states: bool = speed_flag(
         False, "Keep optimizer states in CPU memory while the actor generates."
     )
-    max_num_seqs: int = flag(256, "Maximum concurrent sequences per tensor-parallel group.", ge=1)
-    max_num_batched_tokens: Optional[int] = flag(
+    max_num_seqs: int = speed_flag(
+        256, "Maximum concurrent sequences per tensor-parallel group.", ge=1
+    )
+    max_num_batched_tokens: Optional[int] = speed_flag(
         None, "Maximum tokens per engine step; longer prompts are prefilled in chunks.", ge=1
     )
-    kv_cache_gib: Optional[float] = flag(
+    kv_cache_gib: Optional[float] = speed_flag(
         None, "KV cache size in GiB; default: room for --max_num_seqs, within free memory.", gt=0
     )
-    kv_page_size: Optional[int] = flag(
+    kv_page_size: Optional[int] = speed_flag(
         None,
         "Tokens per KV cache page; default: 32, or without CUDA graphs a whole sequence where "
         "memory is enough.",

@@ -12,8 +12,16 @@ from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.distillation import DistillationConfig
 from dschat.config.environment import EnvironmentConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import (
+    flag,
+    log_flag,
+    place_flag,
+    require_bounds,
+    require_types,
+    speed_flag,
+)
 from dschat.config.preference import PreferenceConfig
+from dschat.config.saving import SavingConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
@@ -22,30 +30,16 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 
 
 @dataclass
-class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
-    """Output, optimization, tokenizer and logging."""
+class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
+    """Output, optimization and tokenizer."""
 
     # output
-    output_dir: Optional[str] = flag(None, "Folder for the model, metrics and log.", short=True)
-    overwrite_output_dir: bool = flag(
+    output_dir: Optional[str] = place_flag(
+        None, "Folder for the model, metrics and log.", short=True
+    )
+    overwrite_output_dir: bool = place_flag(
         False,
         "Start over in a folder with a finished step or with checkpoints; deletes the checkpoints.",
-    )
-    # checkpoints
-    save_steps: int = flag(
-        50,
-        "Save a checkpoint every N optimizer steps; 0: never, and a signal then stops the step "
-        "without saving.",
-        ge=0,
-    )
-    save_total_limit: int = flag(2, "Number of checkpoints to keep; 0: all.", ge=0)
-    resume: Optional[str] = flag(
-        None,
-        "Resume from a checkpoint folder, or from the latest complete checkpoint in OUTPUT_DIR "
-        "(latest, or no value; start fresh if there is none). Changed settings are logged and "
-        "apply. train.py sets this itself.",
-        nargs="?",
-        const="latest",
     )
     # optimization
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
@@ -64,30 +58,22 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig):
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
     )
-    max_bad_steps: int = flag(
-        20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
-    )
-    attn_implementation: Optional[str] = flag(
+    attn_implementation: Optional[str] = speed_flag(
         None,
         "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
         "choice.",
     )
-    trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
+    trust_remote_code: bool = place_flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
     add_eot_token: bool = flag(
         False, "End answers with --eot_token; add it to tokenizer and embedding if missing."
     )
-    eot_token: str = flag("<|endoftext|>", "End-of-turn token of --add_eot_token.")
-    chat_template: Optional[str] = flag(
-        None, "File with a Jinja chat template; default: the tokenizer's."
+    eot_token: str = flag(
+        "<|endoftext|>", "End-of-turn token of --add_eot_token.", needs="add_eot_token"
     )
-    # logging
-    logging_steps: int = flag(1, "Log metrics every N steps.", ge=1)
-    enable_tensorboard: bool = flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
-    enable_wandb: bool = flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log level.")
-    disable_tqdm: bool = flag(False, "Disable progress bars.")
-    local_rank: int = flag(-1, "Set by the launcher; ignored.")
+    chat_template: Optional[str] = flag(
+        None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
+    )
 
     def validate(self) -> None:
         require_types(self)
@@ -154,7 +140,7 @@ class SupervisedConfig(CommonConfig):
     per_device_train_batch_size: int = flag(
         16, "Examples per micro-batch and process.", short=True, ge=1
     )
-    per_device_eval_batch_size: int = flag(
+    per_device_eval_batch_size: int = speed_flag(
         16, "Examples per evaluation micro-batch and process.", ge=1
     )
     learning_rate: float = flag(1e-5, "Peak learning rate.", short=True, **_RATE)
@@ -169,8 +155,8 @@ class SupervisedConfig(CommonConfig):
         aliases=["--eval_interval"],
         ge=0,
     )
-    zero_stage: int = flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
-    gradient_checkpointing: bool = flag(
+    zero_stage: int = speed_flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
+    gradient_checkpointing: bool = speed_flag(
         False, "Recompute activations in the backward pass.", short=True
     )
     lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning.", short=True, ge=0)
@@ -202,7 +188,7 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
-    num_padding_at_beginning: Optional[int] = flag(
+    num_padding_at_beginning: Optional[int] = speed_flag(
         None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     shuffle_labels: bool = flag(
@@ -239,10 +225,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         "--reward_model_name_or_path, else the actor.",
         short=True,
     )
-    num_padding_at_beginning: Optional[int] = flag(
+    num_padding_at_beginning: Optional[int] = speed_flag(
         None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
-    save_steps: int = flag(
+    save_steps: int = log_flag(
         10,
         "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
         "without saving.",
@@ -270,39 +256,45 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         None, "Dropout rate of the critic; default: 0.", ge=0, lt=1
     )
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
-    ema_decay: float = flag(0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1)
+    ema_decay: float = flag(
+        0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1, needs="enable_ema"
+    )
     unsupervised_dataset_name: Optional[str] = flag(
-        None, "Text of the pretraining loss (ptx): a hub name or a local file."
+        None, "Text of the pretraining loss (ptx): a hub name or a local file.", reads="files"
     )
     unsupervised_dataset_config_name: Optional[str] = flag(
         None, "Configuration of --unsupervised_dataset_name on the hub."
     )
     unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
-    unsup_coef: float = flag(27.8, "Weight of the pretraining loss.", ge=0)
+    unsup_coef: float = flag(
+        27.8, "Weight of the pretraining loss.", ge=0, needs="unsupervised_dataset_name"
+    )
     # DeepSpeed and memory
-    actor_zero_stage: int = flag(
+    actor_zero_stage: int = speed_flag(
         0, "ZeRO stage of the actor and the reference model.", short=True, **_STAGE
     )
-    critic_zero_stage: int = flag(
+    critic_zero_stage: int = speed_flag(
         0, "ZeRO stage of the critic and the reward model.", short=True, **_STAGE
     )
     actor_deepspeed_config: Optional[str] = flag(
-        None, "DeepSpeed file of the actor; default: --deepspeed_config."
+        None, "DeepSpeed file of the actor; default: --deepspeed_config.", reads="files"
     )
     critic_deepspeed_config: Optional[str] = flag(
-        None, "DeepSpeed file of the critic; default: --deepspeed_config."
+        None, "DeepSpeed file of the critic; default: --deepspeed_config.", reads="files"
     )
-    offload_reference_model: bool = flag(
+    offload_reference_model: bool = speed_flag(
         False, "Keep the weights of the reference model in CPU memory."
     )
-    offload_reward_model: bool = flag(False, "Keep the weights of the reward model in CPU memory.")
+    offload_reward_model: bool = speed_flag(
+        False, "Keep the weights of the reward model in CPU memory."
+    )
     align_overflow: bool = flag(
         False, "If the gradient of actor or critic is not finite, skip the step of both."
     )
-    actor_gradient_checkpointing: bool = flag(
+    actor_gradient_checkpointing: bool = speed_flag(
         False, "Recompute the actor's activations in the backward pass."
     )
-    critic_gradient_checkpointing: bool = flag(
+    critic_gradient_checkpointing: bool = speed_flag(
         False, "Recompute the critic's activations in the backward pass."
     )
     # LoRA
@@ -324,17 +316,21 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     eval_steps: int = flag(
         0, "Evaluate every N iterations, and before and after training; 0: only these two.", ge=0
     )
-    eval_batch_size: int = flag(32, "Held-out prompts per evaluation batch and process.", ge=1)
+    eval_batch_size: int = speed_flag(
+        32, "Held-out prompts per evaluation batch and process.", ge=1
+    )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
     keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
-    best_metric: str = flag("eval/score", "Metric of --keep_best; higher is better.")
-    sample_steps: int = flag(
+    best_metric: str = flag(
+        "eval/score", "Metric of --keep_best; higher is better.", needs="keep_best"
+    )
+    sample_steps: int = log_flag(
         10, "Log sample answers, also to samples.jsonl, every N iterations; 0: never.", ge=0
     )
-    print_answers: bool = flag(
+    print_answers: bool = log_flag(
         False, "Log some sampled answers every --print_answers_interval iterations."
     )
-    print_answers_interval: int = flag(10, "Iterations between logged answers.", ge=1)
+    print_answers_interval: int = log_flag(10, "Iterations between logged answers.", ge=1)
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path

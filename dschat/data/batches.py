@@ -12,12 +12,14 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol, Union, runtime_checkable
 
 import numpy as np
 from datasets import Dataset
 
+import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
 from dschat.data.sources.normalize import iterate
 
@@ -44,6 +46,18 @@ class RowStream:
     examples: Callable[[], Iterator[Any]]
     encode: Callable[[list[Any]], Rows]
     column_names: Sequence[str] = ()
+
+
+def check_same_rows(*tables: Union[RowTable, RowStream]) -> None:
+    """Collective. ``UserError`` where ranks have another number of rows, or other ones: the first,
+    the last and one between are compared. A stream is not.
+    """
+    for rows in tables:
+        if not isinstance(rows, RowStream):
+            size = len(rows)
+            some = [rows[i] for i in sorted({0, size // 2, size - 1})] if size else []
+            digest = blake2b(repr(some).encode(), digest_size=4).hexdigest()
+            dist.check_same({"set of rows": f"{size} rows, digest {digest}"})
 
 
 @dataclass

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
         shared_bytes,
         sum_floats,
     )
-    from dschat.distributed.process_group import init, shutdown
+    from dschat.distributed.process_group import check_same, init, shutdown
 
 __all__ = [
     "Group",
     "all_reduce_sum",
     "barrier",
+    "check_same",
     "device",
     "exchange_objects",
     "exit_process",

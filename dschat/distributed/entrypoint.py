@@ -21,14 +21,18 @@ from dschat.startup.interrupts import is_importing
 
 SAME_ERROR_S = 3.0  # within which rank 0 finds the same mistake
 FAILURE_NEWS_S = 1.0  # within which ranks learn of a failure
+_speaks: Callable[[], bool] = dist.is_main_process  # whether this process prints
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
+def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     """Call ``main`` and exit with its code, or with one line and a code of the above.
 
-    Only rank 0 prints the line. Any other exception is a bug and keeps its traceback, unless
-    another rank failed first and printed its own.
+    Only rank 0 prints the line, or every process of a command that never ``joins_group``. Any other
+    exception is a bug and keeps its traceback, unless another rank failed first and printed its
+    own.
     """
+    global _speaks
+    _speaks = dist.is_main_process if joins_group else lambda: True
     host_checks.plug_streams()
     try:
         host_checks.check()
@@ -76,7 +80,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 def _refuse(message: str) -> None:
     """Print a user's mistake: on rank 0, or on another rank that fails alone."""
     _print(f"error: {message}")
-    if dist.is_main_process():
+    if _speaks():
         return
     # NOTE: the launcher stops all ranks as soon as one exits: rank 0 prints the reason first.
     if not dist.is_watched():
@@ -143,5 +147,5 @@ def _print_signal(signum: int) -> int:
 
 
 def _print(line: str) -> None:
-    if dist.is_main_process():
+    if _speaks():
         sys.stderr.write(f"{line}\n")

@@ -3,7 +3,9 @@
 import os
 import re
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -78,6 +80,8 @@ def _meet() -> torch_dist.Store:
             f"{JOIN_MINUTES:g} minutes ({str(error).splitlines()[0]}); start all of them, and see "
             "that --master_addr and --master_port are the first one's and can be reached"
         )
+        if "EADDRINUSE" in str(error):
+            message = f"--master_port: {where} is in use; choose another, or end what listens there"
         if rank() and not local_rank():  # rank 0, which prints errors, is on another machine
             sys.stderr.write(f"error: {message}\n")
         raise UserError(message) from None
@@ -87,18 +91,24 @@ def _meet() -> torch_dist.Store:
 def _check_same_flags() -> None:
     """Collective. ``UserError`` where ranks run other scripts or flags: they would hang."""
     script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
-    flags = re.split(" (?=--)", " ".join([script, *sys.argv[1:]]))  # each with its values
-    first, *others = gather_objects([f for f in flags if not re.match("--local[-_]rank", f)])
-    for number, words in enumerate(others, 1):
-        if words != first:
-            ours, theirs = (
-                " ".join(word for word in a if word not in b) or "nothing"
-                for a, b in ((first, words), (words, first))
-            )
-            raise UserError(
-                f"process {number} was started with other flags than process 0 ({theirs}, where "
-                f"process 0 has {ours}); start every machine with the same command"
-            )
+    flags = re.split(" (?=--)", " ".join(["script", script, *sys.argv[1:]]))
+    named = dict(flag.partition(" ")[::2] for flag in flags)  # with the values of each
+    check_same({k: v for k, v in named.items() if k not in ("--local_rank", "--local-rank")})
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+    """Collective. ``UserError`` where a rank has other ``values`` than rank 0: it would train on
+    something else, or hang.
+    """
+    first, *others = gather_objects(dict(values))
+    for number, theirs in enumerate(others, 1):
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                raise UserError(
+                    f"process {number} was started with another {name} than process 0 "
+                    f"({theirs.get(name)}, where process 0 has {first.get(name)}); start every "
+                    "machine with the same command, on the same files"
+                )
 
 
 def _check_device() -> None:

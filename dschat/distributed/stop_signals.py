@@ -1,8 +1,8 @@
 """Stops training on a signal: after the current step, on all ranks together, with a checkpoint.
 
-While a loop runs that can save, SIGINT (Ctrl-C), SIGTERM and SIGUSR1 are recorded; the loop calls
-`agreed` after every step, and raises `TrainingStopped` once its checkpoint is written. Outside of
-such a loop signals keep their default actions.
+While a loop runs that can save, SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (the terminal was
+closed) are recorded; the loop calls `agreed` after every step, and raises `TrainingStopped` once
+its checkpoint is written. Outside of such a loop signals keep their default actions.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import dschat.distributed as dist
 from dschat.distributed import process_registry
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_CODE = 75  # EX_TEMPFAIL of BSD's sysexits.h: try again later
 LAUNCHED_BY = "DSCHAT_LAUNCHED_BY"  # variable: process id of the train.py that started this one
 REPEATED_S = 1.0  # a launcher passes on what the terminal sent to all: both are one request

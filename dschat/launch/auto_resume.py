@@ -4,7 +4,6 @@ A step with a checkpoint resumes if its settings are those of the checkpoint. Ch
 a yes: ``--resume latest``, ``--restart`` or an answer on the terminal. The step itself resumes.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -12,14 +11,13 @@ from typing import Any, Optional
 from dschat.checkpoint.compatibility import (
     Change,
     changes,
-    check_step_size,
-    check_weights,
+    check_resume,
     describe,
+    reads_model,
 )
-from dschat.checkpoint.manifest import FOLDER, MANIFEST, CheckpointInfo, newest, step_folders
+from dschat.checkpoint.manifest import FOLDER, newest, step_folders
 from dschat.config import UserError
 from dschat.launch.recipe import TrainingStep
-from dschat.runtime.output_dir import COMPLETE
 
 Ask = Callable[[str], bool]  # question -> whether the answer was yes
 
@@ -59,9 +57,10 @@ def resolve_resume(
     if checkpoint is None:  # the step reports what is wrong with each
         return resumes, f"step {step.number}: {checkpoints} has no complete checkpoint"
     config = step.config_class(**values)
-    check_step_size(checkpoint, config, num_processes)
-    check_weights(checkpoint, config)
-    changed = changes(checkpoint, config) + _retrained(checkpoint, values, made_here)
+    check_resume(checkpoint, config, num_processes)
+    models = {k: v for k, v in values.items() if reads_model(k) and v in made_here}
+    changed = [change for change in changes(checkpoint, config) if change[0] not in models]
+    changed += [(key, name, f"{name}, trained again") for key, name in models.items()]
     if changed and given is None:
         _confirm(step, folder, changed, ask)
     note = f"step {step.number} resumes from {checkpoint.folder}"
@@ -83,18 +82,3 @@ def _confirm(step: TrainingStep, folder: str, changed: list[Change], ask: Option
     lines = "".join(f"\n  {describe([change])}" for change in changed)
     if not ask(f"step {step.number} was interrupted and has changed settings:{lines}\nResume?"):
         raise UserError(f"{folder} has an unfinished run with other settings; {restart}")
-
-
-def _retrained(
-    checkpoint: CheckpointInfo, values: Mapping[str, Any], made_here: Collection[str]
-) -> list[Change]:
-    """The step's initial models that were trained again after the checkpoint."""
-    saved_at = os.path.getmtime(checkpoint.folder / MANIFEST)
-    retrained = []
-    for key, name in values.items():
-        if not key.endswith("model_name_or_path") or not isinstance(name, str):
-            continue
-        mark = os.path.join(name, COMPLETE)
-        if name in made_here or (os.path.exists(mark) and os.path.getmtime(mark) > saved_at):
-            retrained.append((key, name, f"{name}, trained again"))
-    return retrained

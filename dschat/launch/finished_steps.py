@@ -1,57 +1,32 @@
 """Compares a finished step with the settings that train.py would train it with.
 
 A step's training_config.yaml has its settings. Its COMPLETE file has their context: the working
-directory, the number of processes, and fingerprints of data and of models from earlier steps. Older
-versions wrote an empty COMPLETE; such steps are compared by their settings alone.
+directory, the number of processes, the precision of `dtype` auto, and fingerprints of data and
+models. Older versions wrote an empty COMPLETE; such steps are compared by their settings alone.
 """
 
 import json
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any, Optional
 
-from dschat.checkpoint.compatibility import CHECKED, MAY_CHANGE, READ, Change, describe, step_sizes
+from dschat.checkpoint.compatibility import (
+    CHECKED,
+    Change,
+    contents_of,
+    describe,
+    reads_model,
+    step_sizes,
+)
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import CommonConfig, UserError, parser
+from dschat.config.fields import of_result
 from dschat.launch.recipe import TrainingStep
 from dschat.launch.steps import BASE
 from dschat.observability.metrics_log import SETTINGS
-from dschat.runtime.output_dir import COMPLETE, contents_of
-
-# Settings of memory and speed, also with actor_ or critic_ before them: same result.
-LAYOUT = {
-    "zero_stage",
-    "offload",
-    "offload_optimizer",
-    "offload_parameters",
-    "offload_reference_model",
-    "offload_reward_model",
-    "offload_teacher_model",
-    "offload_training_states",
-    "gradient_checkpointing",
-    "attn_implementation",
-    "trust_remote_code",
-    "precompute_ref_logprobs",
-    "per_device_eval_batch_size",
-    "eval_batch_size",
-    "enable_hybrid_engine",
-    "inference_tp_size",
-    "tp_gather_partition_size",
-    "rollout_layout",
-    "rollout_lora",
-    "cuda_graphs",
-    "speculate",
-    "release_inference_cache",
-    "unpin_actor_parameters",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_gib",
-    "kv_page_size",
-    "reward_pool",
-    "environment_pool",
-}
+from dschat.runtime.output_dir import COMPLETE
 
 
 @dataclass
@@ -62,6 +37,7 @@ class _Run:
     contents: dict[str, str]  # setting -> fingerprint of the local files it names
     num_processes: int
     working_directory: str
+    auto_dtype: str = ""  # the precision of `dtype` auto, where it is known
 
     def place(self, name: str) -> str:
         """The real path of ``name``; relative to OUT if inside, since OUT may be moved."""
@@ -103,24 +79,27 @@ def check_finished(
 def differences(
     config: CommonConfig, compared: Optional[Collection[str]], num_processes: int
 ) -> list[Change]:
-    """Settings of the finished step in ``config.output_dir`` that differ. Ignored are the number
-    of processes, the spelling of paths, moved folders, and the settings in `MAY_CHANGE` and
-    `LAYOUT`.
+    """Settings of the finished step in ``config.output_dir`` that differ: those of its result
+    (`of_result`), the size of a step over all processes, the contents of files and models. Ignored
+    are the spelling of paths and moved folders.
     """
     then = _recorded(config, num_processes)
     if then is None:
         return []
     settings = json.loads(json.dumps(asdict(config)))
     now = _Run(settings, contents_of(config), num_processes, os.getcwd())
-    sizes = CHECKED if _same_size(type(config), then, now) else set()
+    counted = of_result(type(config), then.settings, settings) - CHECKED
     changed = []
-    for name, new in settings.items():
-        base = name.removeprefix("actor_").removeprefix("critic_")
+    if compared is None or CHECKED & set(compared):
+        changed = _changed_sizes(type(config), then, now)
+    for f in fields(config):
+        name, old, new = f.name, then.settings[f.name], settings[f.name]
         is_left_out = name == BASE and not new if compared is None else name not in compared
-        if is_left_out or name in MAY_CHANGE or name in sizes or base in LAYOUT:
+        if is_left_out or name not in counted:
             continue
-        old = then.settings[name]
-        if not (name in READ or name.endswith("name_or_path")):
+        if name == "dtype":
+            same = old == new or {old, new} == {"auto", then.auto_dtype}
+        elif not (f.metadata.get("reads") == "files" or reads_model(name)):
             same = old == new
         elif same := _same_files(name, then, now):
             prints = {run.contents[name] for run in (then, now) if name in run.contents}
@@ -151,15 +130,18 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[_Run]:
         record.get("contents", {}),
         record.get("num_processes", num_processes),
         record.get("working_directory", os.getcwd()),
+        record.get("auto_dtype", ""),
     )
 
 
-def _same_size(config_class: type[CommonConfig], then: _Run, now: _Run) -> bool:
-    """Whether the global or the per-process batch sizes are equal."""
-    old, new = config_class(**then.settings), config_class(**now.settings)
-    return step_sizes(old, 1) == step_sizes(new, 1) or (
-        step_sizes(old, then.num_processes) == step_sizes(new, now.num_processes)
-    )
+def _changed_sizes(config_class: type[CommonConfig], then: _Run, now: _Run) -> list[Change]:
+    """The sizes of a step that differ, as `check_step_size` of an unfinished one compares them."""
+    old, new = (step_sizes(config_class(**run.settings), run.num_processes) for run in (then, now))
+    return [
+        (unit, size, new[unit, flags])
+        for (unit, flags), size in old.items()
+        if size != new[unit, flags]
+    ]
 
 
 def _same_files(name: str, then: _Run, now: _Run) -> bool:

@@ -64,7 +64,7 @@ def step_runs(
     The initial models of the last step come from the other steps, unless ``values`` name them.
 
     Raises:
-        UserError: a step lacks its base model, or a finished last step would get other ones.
+        UserError: a step lacks its base model, or a finished step would get another one.
     """
     last, selected = max(steps), set(asked or steps)
     fields = {n: dict(values[n]) for n in steps}
@@ -85,12 +85,7 @@ def step_runs(
     starts_from = fields[2].get(BASE) if 2 in runs | before else None
     bases = {1} if starts_from == folder_of(out, steps[1]) else set()  # a recipe's {step1}
     before |= bases - found.finished
-    if last in selected - runs and needed & (runs | before):
-        raise UserError(
-            f"{folder_of(out, steps[last])} is finished, but its initial model would be trained "
-            "again; choose another --output_dir, or --overwrite_output_dir"
-        )
-
+    trains = {folder_of(out, steps[n]) for n in runs | before}
     made = []
     for n in sorted(selected | needed | bases | trained):
         status: Status = "runs" if n in runs | before else "reused"
@@ -104,6 +99,13 @@ def step_runs(
         elif status == "reused":
             reason = "input" if n in needed and last in runs else "base"
         made.append(StepRun(steps[n], fields[n], status, reason))
+        if status == "reused" and trains & {v for v in fields[n].values() if isinstance(v, str)}:
+            listed = "" if n in selected else f", with {n} in --step,"
+            raise UserError(
+                f"{folder_of(out, steps[n])} is finished, but its initial model would be trained "
+                f"again; --step{n}.overwrite_output_dir{listed} trains it again too, or choose "
+                "another --output_dir"
+            )
     for run in made:
         n = run.step.number
         if run.status == "runs" and n in _BASE_FLAGS and not run.fields.get(BASE):

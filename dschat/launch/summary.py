@@ -1,18 +1,19 @@
 """Summarizes a run in a few numbers from its metrics.jsonl files: ``summary.json`` and a table.
 
-The keys are flat; null where a number is unknown (a step that has not run, data without a gold
+The keys are flat; null where a number is unknown (a step that has not finished, data without a gold
 score).
 """
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+from dschat.checkpoint.manifest import COMPLETE, write_whole
 from dschat.config import UserError
+from dschat.observability.metrics_log import METRICS
 
 Number = Optional[float]
 
@@ -57,7 +58,7 @@ def write_summary(
         UserError: a line of a metrics file is not a JSON object.
     """
     folder = Path(output_dir)
-    rows = {n: _read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
+    rows = {n: _read_rows(folder / name) for n, name in _STEP_FOLDERS.items()}
     previous = _read_previous(folder / "summary.json")
     seconds = {f"step{n}_s": previous.get(f"step{n}_s") for n in _STEP_FOLDERS}
     for n, ran in step_seconds.items():
@@ -66,7 +67,7 @@ def write_summary(
     summary = (_from_pairs if from_pairs else _from_ppo)(rows) | seconds
     titles = _PAIRS_TITLES if from_pairs else _PPO_TITLES
     summary = {name: summary[name] for name in titles}
-    _write(folder / "summary.json", summary)
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -107,9 +108,12 @@ def _shown(key: str, value: Number) -> str:
     return f"{value:.0f}" if key.endswith("_s") else f"{value:.3f}"
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in order; empty without a file."""
-    if not path.is_file():
+def _read_rows(step: Path) -> list[dict[str, Any]]:
+    """The rows of a finished step's metrics file, in order; none of another: its last evaluation is
+    not that of its result.
+    """
+    path = step / METRICS
+    if not (path.is_file() and (step / COMPLETE).is_file()):
         return []
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -147,10 +151,3 @@ def _read_previous(path: Path) -> dict[str, Number]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _write(path: Path, summary: dict[str, Number]) -> None:
-    """Write and rename, so that readers never see a partial file."""
-    scratch = path.with_suffix(".json.part")
-    scratch.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)

@@ -23,8 +23,6 @@ from dschat.launch import watchdog
 from dschat.launch.cluster import Cluster
 from dschat.launch.watchdog import GRACE_S, send
 
-SIGNALS = (*stop_signals.SIGNALS, signal.SIGHUP)  # SIGHUP: the terminal was closed
-
 
 class ProcessSupervisor:
     """Context manager that catches signals and runs commands meanwhile."""
@@ -34,7 +32,7 @@ class ProcessSupervisor:
         self._restore = ExitStack()
 
     def __enter__(self) -> "ProcessSupervisor":
-        for signum in SIGNALS:
+        for signum in stop_signals.SIGNALS:
             handler = signal.getsignal(signum)
             if handler is not signal.SIG_IGN:  # nohup, or a background job
                 signal.signal(signum, lambda number, _frame: self._caught.append(number))

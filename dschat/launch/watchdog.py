@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dschat.distributed.process_registry import ProcessRegistry
+from dschat.distributed.stop_signals import SIGNALS
 
 GRACE_S = 20.0  # for processes to save and exit, and again between SIGTERM and SIGKILL
 LONGEST_S = 2 * GRACE_S + 10.0
@@ -51,7 +52,7 @@ def watched(ranks: ProcessRegistry, environment: Mapping[str, str]) -> Iterator[
 
 
 def main() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # train.py handles them
     ranks = ProcessRegistry(Path(sys.argv[1]))
     group = sys.stdin.read()  # EOF: train.py has exited

@@ -57,6 +57,9 @@ def load_tokenizer(
         tokenizer.chat_template = _read_template(chat_template, tokenizer)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = default_template(tokenizer)
+    if not str(tokenizer.chat_template).strip():
+        origin = f"--chat_template {chat_template}" if chat_template else f"{flag} {name_or_path}"
+        raise UserError(f"{origin}: the chat template is empty; restore it, or name another one")
     tokenizer.generation_config = read_generation_config(name_or_path, flag)  # for `stop_ids`
     return tokenizer
 
@@ -123,6 +126,9 @@ def _damaged_file(folder: str, flag: str) -> str:
         field = culprit(read, fields) if fields else None
         if field is not None:
             return f"{filename}: {field} {json.dumps(fields[field])[:60]}"
+    template = Path(folder) / "chat_template.jinja"
+    if template.exists() and "\ufffd" in template.read_text("utf-8", "replace"):
+        return template.name
     return "tokenizer.json" if read_json(folder, "tokenizer.json", flag) else "tokenizer"
 
 

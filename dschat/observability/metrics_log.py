@@ -98,11 +98,7 @@ class MetricsLog:
         return position | ({"samples": self._samples.position()} if self._samples else {})
 
     def resume_from(self, position: dict[str, Any], step: int) -> None:
-        """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
-
-        Raises:
-            UserError: metrics.jsonl is shorter than that.
-        """
+        """Drop rows after ``position``, the one saved in the checkpoint of ``step``."""
         if self._rows is None:
             return
         self._rows.resume_from(position, step)

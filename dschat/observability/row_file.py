@@ -11,8 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dschat.config import UserError
-
 logger = logging.getLogger("dschat")
 
 
@@ -37,15 +35,13 @@ class RowFile:
     def resume_from(self, position: Mapping[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
 
-        Raises:
-            UserError: the file is shorter than that.
+        A file that is shorter than that is logged as a warning, and keeps its whole rows.
         """
-        if position["bytes"] > self._initial_size:
-            raise UserError(
-                f"{self.path} is shorter than when the checkpoint of step {step} was saved; "
-                "restore it, or restart with --overwrite_output_dir (train.py: --restart)"
-            )
-        self._truncate(position["bytes"], position["rows"].encode())
+        size = position["bytes"]
+        if size > self._initial_size:
+            size = self.path.read_bytes().rfind(b"\n", 0, self._initial_size) + 1
+            logger.warning("%s lacks rows of the first %d steps: they are lost", self.path, step)
+        self._truncate(size, position["rows"].encode())
 
     def begin(self) -> None:
         """Drop the rows of an earlier run, when there is no checkpoint to resume from."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from dschat.checkpoint.atomic_files import sync_file
+from dschat.checkpoint.manifest import sync_file, write_whole
 from dschat.config import UserError
 from dschat.config.errors import require
 
@@ -117,11 +117,7 @@ class AnswerFile:
         return file
 
     def _write_settings(self, settings: dict[str, Any]) -> None:
-        new = self._settings.with_name(f".{self._settings.name}.new")
-        new.write_text(json.dumps(settings, indent=1), "utf-8")
-        sync_file(new)
-        os.replace(new, self._settings)
-        sync_file(self._settings.parent)
+        write_whole(self._settings, json.dumps(settings, indent=1))
 
     def _cut(self) -> int:
         """Remove a last line that a kill has cut short; returns the number of complete lines."""

@@ -8,7 +8,7 @@ from typing import Literal, Optional
 
 from dschat.config.data import DataConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
 from dschat.inference.protocol import SamplingParams
 
@@ -63,7 +63,7 @@ class PromptsConfig(RewardSourcesConfig):
         "answers.",
         ge=1,
     )
-    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
+    trust_remote_code: bool = place_flag(False, "Run Python code that comes with a checkpoint.")
 
     @property
     def has_rewards(self) -> bool:
@@ -114,10 +114,8 @@ class GenerateConfig(PromptsConfig):
     path: str = flag(
         "", "Model: a folder such as output/demo/step3_rlhf/actor, or a hub name.", short=True
     )
-    out: str = flag(
-        "",
-        "File to write (.jsonl). The same command resumes it where it was killed.",
-        short=True,
+    out: str = place_flag(
+        "", "File to write (.jsonl). The same command resumes it where it was killed.", short=True
     )
     n: int = flag(1, "Answers per prompt.", short=True, ge=1)
     best_of: bool = flag(
@@ -132,7 +130,7 @@ class GenerateConfig(PromptsConfig):
         short=True,
     )
     column_prefix: str = flag("", "Start the names of new columns with this text.")
-    overwrite: bool = flag(False, "Replace --out, whatever wrote it.")
+    overwrite: bool = place_flag(False, "Replace --out, whatever wrote it.")
 
     def validate(self) -> None:
         self.validate_prompts()

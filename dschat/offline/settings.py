@@ -8,20 +8,16 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import UserError
+from dschat.config.fields import of_result
 from dschat.models.model_kind import weight_files
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.model import Model
 
-# Flags that may change when a command is resumed.
-_MAY_CHANGE = (
-    *("out", "overwrite", "reward_retries", "reward_timeout_s", "reward_pool", "reward_workers"),
-    *("reward_url_batch_size", "trust_remote_code"),
-)
-
 
 def settings_of(config: GenerateConfig, model: Model) -> dict[str, Any]:
     """JSON values by flag; and what the data, the models and the functions contain."""
-    settings = {f"--{k}": v for k, v in asdict(config).items() if k not in _MAY_CHANGE}
+    counted = of_result(GenerateConfig)
+    settings = {f"--{k}": v for k, v in asdict(config).items() if k in counted}
     settings["command"] = "dschat generate"
     settings["device"] = dist.device().type
     settings["--dtype"] = str(model.dtype).removeprefix("torch.")

@@ -21,4 +21,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entrypoint.run(main)
+    entrypoint.run(main, joins_group=False)

@@ -100,7 +100,10 @@ class RewardPrograms:
         self._config = config
         self._closing: list[Callable[[], None]] = []
         self._stateful = self._stateful_functions()
-        self.state_dict()  # fail now if a state cannot be saved
+        self._states: dict[str, Any] = {}  # the last good ones of this rank
+        self._problem = ""
+        self.state_dict()
+        self._raise_problem()  # now if a state cannot be saved
         self._sources = self._make_sources()
         self.weights = {source.name: source.weight for source in self._sources}
         self.names = list(self.weights)
@@ -133,7 +136,11 @@ class RewardPrograms:
         """Start scoring. With ``reward_pool`` none, functions run before this returns.
 
         ``begun``: what `score_part` has begun, with its rows of ``samples``.
+
+        Raises:
+            RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
+        self._raise_problem()
         # Background sources first: a source that runs in this thread blocks the loop.
         started: dict[str, Parts | Scattered] = {}
         for source in sorted(self._sources, key=lambda source: not source.overlaps):
@@ -165,21 +172,24 @@ class RewardPrograms:
     def state_dict(self) -> dict[str, list[Any]]:
         """Collective if a function has a state. Function name -> the states of all ranks, as JSON.
 
-        Raises:
-            RewardError: a function's ``state_dict()`` raised, or JSON cannot represent its result.
+        Where a function's ``state_dict()`` raises, or JSON cannot represent its result, its last
+        good state: a checkpoint can be saved with that. The next `score` raises the error.
         """
-        local: dict[str, Any] = {}
         problem = ""
         for program in self._stateful:
             try:
-                local[program.name] = json.loads(json.dumps(program.function.state_dict()))
+                self._states[program.name] = json.loads(json.dumps(program.function.state_dict()))
             except Exception as error:
                 problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NOT_JSON}"
-        ranks = dist.gather_objects((local, problem)) if self._stateful else []
-        for _, rank_problem in ranks:
-            if rank_problem:
-                raise RewardError(rank_problem)
-        return {p.name: [states[p.name] for states, _ in ranks] for p in self._stateful}
+        ranks = dist.gather_objects((self._states, problem)) if self._stateful else []
+        self._problem = next((p for _, p in ranks if p), "")
+        if self._problem:
+            logger.warning("a checkpoint has an earlier state: %s", self._problem)
+        return {p.name: [states.get(p.name) for states, _ in ranks] for p in self._stateful}
+
+    def _raise_problem(self) -> None:
+        if self._problem:
+            raise RewardError(self._problem)
 
     def load_state_dict(self, states: dict[str, list[Any]]) -> None:
         """Restore each function's state of this rank; of rank modulo n after n ranks saved it."""

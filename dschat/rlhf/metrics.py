@@ -114,14 +114,14 @@ def experience_metrics(
 def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
     """Collective. Cost of the weight refresh and use of the inference engine, over all ranks.
 
-    Rates are tokens of all ranks per second of generation. A generator without statistics reports
-    the refresh only.
+    Rates are tokens of all ranks per second of the busiest one. A generator without statistics
+    reports the refresh only.
     """
     engine = generator if isinstance(generator, InferenceEngine) else None
     ranks = dist.world_size()
     names = (
-        *("prefill_tokens", "prefill_s", "decode_tokens", "decode_s", "preemptions"),
-        *("cached_tokens", "answer_tokens", "drafted_tokens", "accepted_tokens"),
+        *("prefill_tokens", "decode_tokens", "preemptions", "cached_tokens"),
+        *("answer_tokens", "drafted_tokens", "accepted_tokens"),
     )
     local = [refresh.seconds, float(refresh.num_bytes)]
     if engine is not None:
@@ -133,8 +133,10 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     if engine is None:
         return metrics
     *sums, occupancy, cache_use = rest
-    prefill, prefill_s, decode, decode_s, preemptions, cached, drawn, drafted, accepted = sums
-    groups = ranks / engine.group.size  # the ranks of a group count the same tokens
+    prefill, decode, preemptions, cached, drawn, drafted, accepted = sums
+    busy = dist.gather_objects((engine.stats.prefill_s, engine.stats.decode_s))
+    prefill_s, decode_s = (max(*seconds, 1e-9) for seconds in zip(*busy, strict=True))
+    copies = engine.group.size  # the ranks of a group count the same tokens
     if engine.cache.keeps_prefixes:
         metrics["throughput/cached_prompt_share"] = cached / max(cached + prefill, 1.0)
     if engine.speculation is not None:
@@ -142,9 +144,9 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
         metrics["throughput/accepted_per_step"] = accepted / max(drawn - accepted, 1.0)
         metrics["throughput/accepted_share"] = accepted / max(drafted, 1.0)
     return metrics | {
-        "throughput/prefill_tokens_per_s": prefill / max(prefill_s, 1e-9) * groups,
-        "throughput/decode_tokens_per_s": decode / max(decode_s, 1e-9) * groups,
-        "throughput/preemptions": preemptions / engine.group.size,
+        "throughput/prefill_tokens_per_s": prefill / copies / prefill_s,
+        "throughput/decode_tokens_per_s": decode / copies / decode_s,
+        "throughput/preemptions": preemptions / copies,
         "throughput/occupancy": occupancy / ranks,
         "throughput/cache_use": cache_use / ranks,
     }

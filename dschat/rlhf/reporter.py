@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
+from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig
 from dschat.data.batches import StepBatches, endless
@@ -90,18 +91,22 @@ class Reporter:
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
         self._best = -math.inf
+        self._best_print: str | None = None  # of the actor in `_best_folder`
+        self._best_folder = Path(self._args.output_dir or "") / "actor_best"
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
         """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
         self._checkpointer = checkpointer
-        values = checkpointer.begin(self._state())
+        values = checkpointer.begin(self._state(), self._num_iters, self._trainer.load_run_state)
         if values is None:
             self._log.begin()
             self.evaluate()
             return
-        self._trainer.load_run_state(values)
-        if values["best_metric"] == self._args.best_metric:
+        # After it the folder may have got an actor of a branch that is given up.
+        self._best_print = model_fingerprint(str(self._best_folder))
+        is_kept = values.get("best_print") == self._best_print
+        if is_kept and values["best_metric"] == self._args.best_metric:
             self._best = values["best"]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
@@ -110,6 +115,7 @@ class Reporter:
     def _state(self) -> RunState:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._args.best_metric}
+        state.values["best_print"] = self._best_print
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
@@ -163,15 +169,14 @@ class Reporter:
         require_metric(name, metrics)
         if metrics[name] > self._best:
             self._best = metrics[name]
-            assert self._args.output_dir is not None
-            folder = Path(self._args.output_dir) / "actor_best"
-            self._engine.save_actor(folder)
+            self._engine.save_actor(self._best_folder)
+            self._best_print = model_fingerprint(str(self._best_folder))
             logger.info(
                 "best %s so far: %.4f at iteration %d, saved as %s",
                 name,
                 self._best,
                 self._trainer.iteration,
-                folder,
+                self._best_folder,
             )
 
     def _log_held_out(self, metrics: dict[str, float], label: str) -> None:

@@ -127,6 +127,7 @@ class DeepSpeedPPOTrainer:
             "version": engine.version,
             "kl_coef": self.kl.value,
             "kl_began_at": self.args.kl_coef,
+            "updates": self.args.ppo_epochs * self.args.num_mini_batches,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
             "rollouts": state,
@@ -140,7 +141,8 @@ class DeepSpeedPPOTrainer:
     def load_run_state(self, values: dict[str, Any]) -> None:
         """Restore the values of a `run_state`; its engines and tensors are restored before.
 
-        The KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
+        Where an iteration now takes another number of steps, the schedules move to its place. The
+        KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
         """
         self.iteration = values["iteration"]
         self.engine.version = values["version"]
@@ -148,6 +150,12 @@ class DeepSpeedPPOTrainer:
             self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
+        then = values.get("updates", now := self.args.ppo_epochs * self.args.num_mini_batches)
+        for engine in (self.engine.actor, self.engine.critic) if now != then else ():
+            if engine is not None:
+                schedule = engine.lr_scheduler
+                schedule.last_epoch = round(schedule.last_epoch * now / then) - 1
+                schedule.step()
         seek(self._unsupervised, values["unsupervised"])
         for part in (self.collector.scorer, self._source, self._more):
             part.load_state_dict(values["rollouts"])

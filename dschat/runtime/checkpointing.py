@@ -6,7 +6,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.checkpoint.compatibility import changes, check_step_size, describe, settings_of
+from dschat.checkpoint.compatibility import (
+    changes,
+    check_step_size,
+    check_total,
+    describe,
+    settings_of,
+)
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import step_name
 from dschat.checkpoint.rng_state import read_generators
@@ -31,12 +37,15 @@ class TrainingCheckpointer:
         self._request = request
         self._last: tuple[int, RunState] | None = None  # after the last step
 
-    def begin(self, state: RunState) -> dict[str, Any] | None:
-        """Collective. Restore ``state``'s engines and tensors from the checkpoint of --resume;
-        returns its values. None where the run starts.
+    def begin(
+        self, state: RunState, total: int, restore: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any] | None:
+        """Collective. Restore ``state``'s engines and tensors from the checkpoint of --resume, and
+        the rest by ``restore(values)``; returns its values. None where the run starts.
 
-        ``rows`` among ``state``'s values, the size of the data (None: unknown), must be unchanged.
-        Raises ``UserError`` where ``--resume`` names a checkpoint that is damaged or does not fit.
+        ``total``: steps of the run. ``rows`` among ``state``'s values, the size of the data (None:
+        unknown), must be unchanged. Raises ``UserError`` where ``--resume`` names a checkpoint that
+        is damaged or does not fit, before any later one is removed.
         """
         config, checkpoints = self._config, self._checkpoints
         if checkpoints is None or not config.resume:
@@ -46,6 +55,7 @@ class TrainingCheckpointer:
             logger.info("no checkpoint in %s yet: starting", config.output_dir)
             return None
         check_step_size(checkpoint, config, dist.world_size())
+        check_total(checkpoint, total)
         changed = changes(checkpoint, config)
         if changed:
             logger.warning("resuming with other settings: %s", describe(changed))
@@ -57,6 +67,7 @@ class TrainingCheckpointer:
                 "place in them is lost; put the data back, or restart with "
                 "--overwrite_output_dir (train.py: --restart)"
             )
+        restore(values)
         checkpoints.remove_later(checkpoint)
         logger.info("resuming after step %d, from %s", checkpoint.step, checkpoint.folder)
         return values

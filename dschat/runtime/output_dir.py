@@ -19,15 +19,14 @@ from typing import IO, Any
 
 import dschat.distributed as dist
 from dschat.checkpoint import manifest
-from dschat.checkpoint.compatibility import settings_of
-from dschat.checkpoint.fingerprint import fingerprint
+from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed.disk_space import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
 
-COMPLETE = "COMPLETE"  # the file that marks a finished step
+COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
-_PRODUCTS = ("actor", "actor_best", "actor_ema", "critic")  # subfolders that a step writes
+_PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic")  # subfolders a step writes
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
 _WEIGHT = re.compile(r":[0-9.]+(e[+-]?\d+)?$")  # PATH:WEIGHT
 _claims: dict[str, IO[str]] = {}  # by folder
@@ -146,7 +145,8 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """Collective. Make the folder and remove the mark of an earlier finished run.
 
     Unless the run ``resumes``, removes the earlier checkpoints first: without the mark they would
-    be those of an unfinished run. ``record``: contents of the new mark, by `record_of`.
+    be those of an unfinished run. The models of a finished run go after its mark: the new run may
+    not write all of them. ``record``: contents of the new mark, by `record_of`.
     """
     if dist.is_main_process():
         folder = Path(output_dir)
@@ -157,7 +157,10 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
         _claim(folder)
         if not resumes:
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
-        (folder / COMPLETE).unlink(missing_ok=True)
+        if (folder / COMPLETE).exists():
+            (folder / COMPLETE).unlink()
+            for name in _PRODUCTS:
+                shutil.rmtree(folder / name, ignore_errors=True)
         _records[str(folder)] = record
     dist.barrier()
 
@@ -193,16 +196,10 @@ def record_of(config: CommonConfig) -> str:
         "started": time.time(),  # so a model that is trained again gets another fingerprint
         "num_processes": dist.world_size(),
         "working_directory": os.getcwd(),
+        "auto_dtype": "bf16" if dist.device().type == "cuda" else "fp32",
         "contents": contents_of(config),
     }
     return json.dumps(record) + "\n"
-
-
-def contents_of(config: CommonConfig) -> dict[str, str]:
-    """Fingerprints of data, reward functions, and the COMPLETE files of models from steps."""
-    models = {k: v for k, v in vars(config).items() if v and k.endswith("model_name_or_path")}
-    marks = {key: fingerprint([os.path.join(name, COMPLETE)]) for key, name in models.items()}
-    return settings_of(config)["contents"] | {key: mark for key, mark in marks.items() if mark}
 
 
 def mark_complete(output_dir: str | Path) -> None:
@@ -210,6 +207,6 @@ def mark_complete(output_dir: str | Path) -> None:
     dist.barrier()
     if dist.is_main_process():
         record = _records.pop(str(Path(output_dir)), "")
-        (Path(output_dir) / COMPLETE).write_text(record, encoding="utf-8")
+        manifest.write_whole(Path(output_dir) / COMPLETE, record)
         _release(Path(output_dir))
     dist.barrier()

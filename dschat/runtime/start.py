@@ -5,7 +5,7 @@ from dataclasses import asdict
 from transformers import set_seed
 
 import dschat.distributed as dist
-from dschat.checkpoint.compatibility import check_start
+from dschat.checkpoint.compatibility import check_start, contents_of
 from dschat.config import CommonConfig
 from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
@@ -18,12 +18,16 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
     `console.release`, so that a mistake found until then stands alone on the screen.
 
-    Raises ``UserError`` where the step cannot write or resume there, or a metrics sink is missing.
+    Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
+    there, or a metrics sink is missing.
     """
     console.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or default_output_dir
+    settings = {f"--{k}": v for k, v in asdict(config).items() if k != "local_rank"}
+    # With a disk of its own a machine may have other files under the same names.
+    dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
-    check_start(config)
+    check_start(config, dist.world_size())
     check_sinks(config)

@@ -78,4 +78,4 @@ def _in_url(host: str) -> str:
 
 
 if __name__ == "__main__":
-    entrypoint.run(main)
+    entrypoint.run(main, joins_group=False)

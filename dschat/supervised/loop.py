@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def train(
     train_batches: StepBatches,
     eval_batches: StepBatches,
     metrics_log: MetricsLog,
+    save: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Collective. Evaluate, train, evaluate; returns the last evaluation's metrics.
+    """Collective. Evaluate, train, ``save``, evaluate; returns the last evaluation's metrics.
 
     With ``--resume`` it continues from a checkpoint with the same results as without a break.
 
@@ -113,13 +115,15 @@ def train(
         logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
         return metrics
 
+    def restore(values: dict[str, Any]) -> None:
+        steps.position, skipped.in_a_row = values["step"], values["bad"]
+
     with training_checkpointer(config) as checkpointer:
-        values = checkpointer.begin(state())
+        values = checkpointer.begin(state(), total, restore)
         if values is None:
             metrics_log.begin()
             evaluated(0)
         else:
-            steps.position, skipped.in_a_row = values["step"], values["bad"]
             metrics_log.resume_from(values["log"], values["step"])
         engine.train()
         bar = progress(total, "training", config.disable_tqdm, steps.position)
@@ -148,4 +152,5 @@ def train(
             checkpointer.after(done, state, is_last=done == total)
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
+        save()  # before an evaluation that may fail, or run out of memory
         return evaluated(total)

@@ -14,7 +14,7 @@ from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
-from dschat.data.batches import RowStream, RowTable, StepBatches
+from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_rows
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
@@ -29,7 +29,7 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
-from dschat.runtime.output_dir import check_room, claim_output_dir, mark_complete, record_of
+from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
 
@@ -129,7 +129,9 @@ def step_batches(
     train: RowTable | RowStream,
     held_out: RowTable | RowStream,
 ) -> tuple[StepBatches, StepBatches]:
-    """This rank's share of the shuffled training rows, and of the held-out rows in order."""
+    """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
+    order. ``UserError`` where ranks have other rows.
+    """
     world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
 
     def batches(
@@ -138,6 +140,7 @@ def step_batches(
         micro_batch = MicroBatchSize(per_device, tokens)
         return StepBatches(rows, size, micro_batch, dist.rank(), world, config.seed, shuffle)
 
+    check_same_rows(train, held_out)
     train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size
     return (
         batches(train, config.global_batch_size(world), train_size, True),
@@ -181,13 +184,13 @@ def claim_output(config: SupervisedConfig) -> MetricsLog:
 def save(
     engine: TrainingEngine, config: SupervisedConfig, companions: Companions, subfolder: str = ""
 ) -> None:
-    """Collective. Export ``engine``'s model as a Hugging Face folder and mark the step as finished.
+    """Collective. Export ``engine``'s model as a Hugging Face folder.
 
     An adapter is exported too where the base was frozen: it fits no other weights. A stop signal
     waits until all is saved; a second one does not.
 
     Args:
-        subfolder: of the output folder, which itself gets the mark.
+        subfolder: of the output folder.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir) / subfolder
@@ -198,4 +201,4 @@ def save(
         export_hf(folder, stream, module, *companions, values)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
-        mark_complete(config.output_dir)
+    logger.info("saved %s", config.output_dir)

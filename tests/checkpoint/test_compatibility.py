@@ -17,9 +17,14 @@ def found(settings: dict) -> CheckpointInfo:
     return CheckpointInfo(Path("out/checkpoints/step_000012"), 12, 1, settings, {})
 
 
-def test_what_is_free_exists():
-    names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
-    assert set(compatibility.MAY_CHANGE) <= names
+def test_what_flags_declare_is_known():
+    """A misspelt word would count as a result's, or never."""
+    for config_class in CONFIGS:
+        flags = {f.name: f.metadata for f in dataclasses.fields(config_class)}
+        for metadata in flags.values():
+            assert metadata.get("affects", "result") in ("result", "speed", "log", "place")
+            assert metadata.get("reads", "files") == "files"
+            assert metadata.get("needs", "seed") in flags
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
@@ -53,8 +58,8 @@ def test_a_knob_that_came_later_changes_nothing_by_its_default():
     assert compatibility.changes(found(saved), SFTConfig()) == [gone]
     linear = SFTConfig(lr_scheduler_type="linear")
     assert compatibility.changes(found(saved), linear) == [
+        ("lr_scheduler_type", "cosine", "linear"),
         gone,
-        ("lr_scheduler_type", None, "linear"),
     ]
 
 
@@ -138,19 +143,19 @@ def test_other_weights_than_were_trained_are_refused(before, now, message, tmp_p
         config = dataclasses.replace(now, output_dir=str(tmp_path), resume=name)
         if message:
             with pytest.raises(UserError, match=message):
-                compatibility.check_start(config)
+                compatibility.check_start(config, 1)
         else:
-            compatibility.check_start(config)
+            compatibility.check_start(config, 1)
 
 
 def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
     config = SFTConfig(output_dir=str(tmp_path))
-    compatibility.check_start(config)
+    compatibility.check_start(config, 1)
     (tmp_path / "checkpoints" / "step_000012").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoints/step_000012; resume it with --resume"):
-        compatibility.check_start(config)
-    compatibility.check_start(dataclasses.replace(config, resume="latest"))
-    compatibility.check_start(dataclasses.replace(config, overwrite_output_dir=True))
+        compatibility.check_start(config, 1)
+    compatibility.check_start(dataclasses.replace(config, resume="latest"), 1)
+    compatibility.check_start(dataclasses.replace(config, overwrite_output_dir=True), 1)
 
 
 def test_an_edited_file_is_another_setting(tmp_path):
@@ -167,10 +172,10 @@ def test_an_edited_file_is_another_setting(tmp_path):
     assert compatibility.changes(saved, given) == []
     for path in (rows, score, settings):
         path.write_text("edited")
-    assert compatibility.describe(compatibility.changes(saved, given)) == (
-        f"actor_deepspeed_config: {settings} -> {settings}, edited since; "
-        f"data_path: {rows}:2 builtin/chat -> {rows}:2 builtin/chat, edited since; "
-        f"reward_fn: {score}:score -> {score}:score, edited since"
+    assert compatibility.describe(sorted(compatibility.changes(saved, given))) == (
+        f"actor_deepspeed_config: {settings} -> {settings}, changed since; "
+        f"data_path: {rows}:2 builtin/chat -> {rows}:2 builtin/chat, changed since; "
+        f"reward_fn: {score}:score -> {score}:score, changed since"
     )
     # another file is named once, and checkpoints from before this was recorded say nothing
     other = dataclasses.replace(given, data_path=["builtin/chat"])
@@ -179,7 +184,77 @@ def test_an_edited_file_is_another_setting(tmp_path):
     assert compatibility.changes(saved, given) == []
 
 
-def test_what_names_files_exists():
-    names = {f.name for config_class in CONFIGS for f in dataclasses.fields(config_class)}
-    assert names >= compatibility.READ
-    assert compatibility.READ.isdisjoint(compatibility.MAY_CHANGE)
+def test_another_base_model_in_the_same_folder_is_another_setting(tmp_path):
+    (tmp_path / "model.safetensors").write_text("as it was")
+    given = SFTConfig(model_name_or_path=str(tmp_path), lora_dim=4)
+    saved = found(json.loads(json.dumps(compatibility.settings_of(given))))
+    assert compatibility.changes(saved, given) == []
+    (tmp_path / "model.safetensors").write_text("replaced")
+    changed = ("model_name_or_path", str(tmp_path), f"{tmp_path}, changed since")
+    assert compatibility.changes(saved, given) == [changed]
+
+
+UNDER_WAY = {"partial_rollout": True, "num_samples_per_prompt": 2, "max_answer_seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_samples_per_prompt": 4}, "^--num_samples_per_prompt 4: .*_per_prompt 2; resume"),
+        ({"max_answer_seq_len": 32}, "^--max_answer_seq_len 32: .*--max_answer_seq_len 64; resume"),
+        ({"max_answer_seq_len": 128}, ""),
+        ({"num_samples_per_prompt": 4, "partial_rollout": False}, ""),
+    ],
+    ids=str,
+)
+def test_answers_under_way_keep_their_number_and_length(changed, message):
+    saved = found(compatibility.settings_of(RLHFConfig(**UNDER_WAY)))
+    now = RLHFConfig(**UNDER_WAY | changed)
+    if not message:
+        compatibility.check_state(saved, now)
+        return
+    with pytest.raises(UserError, match=message):
+        compatibility.check_state(saved, now)
+
+
+def checkpoint_in(folder, step=12, log_bytes=0):
+    """A checkpoint of a run whose metrics.jsonl had ``log_bytes``."""
+    path = folder / f"checkpoints/step_{step:06d}"
+    path.mkdir(parents=True)
+    text = manifest_bytes(step, 1, compatibility.settings_of(SFTConfig()), {})
+    (path / "manifest.json").write_bytes(text)
+    (path / "values.json").write_text(json.dumps({"log": {"bytes": log_bytes, "rows": ""}}))
+    return path
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
+    checkpoint_in(tmp_path)
+    given = {"output_dir": str(tmp_path), "resume": "latest"}
+    for enough in (0, 12):
+        compatibility.check_start(SFTConfig(max_steps=enough, **given), 1)
+    with pytest.raises(UserError, match="taken 12 steps, and this one ends after 11; raise --max"):
+        compatibility.check_start(SFTConfig(max_steps=11, **given), 1)
+
+
+def test_a_resume_without_the_rows_of_its_metrics_is_refused(tmp_path):
+    """In the folder of another run too."""
+    path = checkpoint_in(tmp_path / "a", log_bytes=10)
+    (tmp_path / "a/metrics.jsonl").write_text("{}" * 5)
+    named = SFTConfig(resume=str(path), output_dir=str(tmp_path / "a"))
+    compatibility.check_start(named, 1)
+    elsewhere = dataclasses.replace(named, output_dir=str(tmp_path / "b"))
+    with pytest.raises(UserError, match="b/metrics.jsonl is shorter than .*--output_dir of that"):
+        compatibility.check_start(elsewhere, 1)
+    (tmp_path / "a/metrics.jsonl").write_text("{}" * 4)
+    with pytest.raises(UserError, match="a/metrics.jsonl is shorter than when .*step_000012 was"):
+        compatibility.check_start(named, 1)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    path = checkpoint_in(tmp_path)
+    path.rename(path.with_name("step_000020"))
+    config = SFTConfig(output_dir=str(tmp_path), resume="latest")
+    with pytest.raises(UserError, match="step_000020 holds the checkpoint of step 12; name it"):
+        compatibility.check_start(config, 1)
+    moved = path.with_name("step_000020").rename(tmp_path / "kept")  # any other name will do
+    compatibility.check_start(dataclasses.replace(config, resume=str(moved)), 1)

@@ -8,7 +8,7 @@ import torch
 from fakes import names, save, step_loaded
 
 from dschat.checkpoint.manager import CheckpointManager
-from dschat.checkpoint.manifest import MANIFEST, changed_settings, manifest_bytes, newest, sha256_of
+from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, newest, sha256_of
 from dschat.config import UserError
 
 
@@ -124,16 +124,3 @@ def test_pickles_of_others_are_not_run(tmp_path):
     with pytest.raises(UserError, match=rf"--resume .*{name} asks for posix.mkdir"):
         step_loaded(checkpoints)
     assert not (tmp_path / "evil").exists()
-
-
-def test_changed_settings(tmp_path):
-    old = {"lr": 1e-5, "betas": (0.9, 0.95), "gone": 1, "same": None}
-    save(CheckpointManager(tmp_path, old), 1)
-    found = newest(tmp_path)
-    assert changed_settings(found, old) == []
-    new = {"lr": 2e-5, "betas": [0.9, 0.95], "new": "x", "same": None}
-    assert changed_settings(found, new) == [
-        ("lr", 1e-5, 2e-5),
-        ("gone", 1, None),
-        ("new", None, "x"),
-    ]

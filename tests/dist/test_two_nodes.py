@@ -170,7 +170,7 @@ def test_machines_with_different_flags_say_so(tmp_path, data):
     codes = wait(two_nodes(out, *flags, other=("--learning_rate", "1")), out)
     assert codes == [2, 2]
     assert (
-        "process 1 was started with other flags than process 0"
+        "process 1 was started with another --learning_rate than process 0"
         in (tmp_path / "node0.log").read_text()
     )
     assert not out.exists()

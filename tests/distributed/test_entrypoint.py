@@ -11,16 +11,16 @@ import pytest
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.distributed import entrypoint, stop_signals
+from dschat.distributed import entrypoint, host_checks, stop_signals
 from dschat.distributed.failure_detector import RankFailure
 
 
-def exits_with(main, capsys) -> tuple[int, str]:
+def exits_with(main, capsys, joins_group=True) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         # An earlier test may have joined a process group: the real one would then end this process.
         patch.setattr(dist, "exit_process", sys.exit)
         with pytest.raises(SystemExit) as stop:
-            entrypoint.run(main)
+            entrypoint.run(main, joins_group)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -40,6 +40,17 @@ def test_exit_codes(capsys):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl")
     line = "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "
     assert exits_with(raises(full), capsys) == (2, f"{line}command again\n")
+
+
+@pytest.mark.parametrize("joins_group", [True, False])
+def test_a_command_that_joins_no_group_prints_whatever_its_rank(joins_group, capsys, monkeypatch):
+    """As train.py under a launcher that sets RANK."""
+    monkeypatch.setattr(entrypoint, "SAME_ERROR_S", 0.0)
+    monkeypatch.setattr(host_checks, "check", lambda: None)
+    for name, value in {"MASTER_ADDR": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, printed = exits_with(raises(UserError("--x is wrong")), capsys, joins_group)
+    assert (code, printed) == (2, "" if joins_group else "error: --x is wrong\n")
 
 
 def test_stopped_training_says_how_to_resume(capsys, monkeypatch):

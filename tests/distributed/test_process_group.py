@@ -1,6 +1,7 @@
 """Ranks from the variables of different launchers; processes that do not meet or do not match."""
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import dschat.distributed as dist
-from dschat.distributed import env
+from dschat.config import UserError
+from dschat.distributed import env, process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -168,10 +170,19 @@ def test_processes_with_different_flags_refuse_each_other(tmp_path):
     done = join(tmp_path, {0: ("1", "--seed", "1"), 1: ("1", "--seed", "2")}, job=os.getpid() + 1)
     assert [code for code, _ in done] == [2, 2]
     assert done[0][1] == (
-        "error: process 1 was started with other flags than process 0 (--seed 2, where process 0 "
-        "has --seed 1); start every machine with the same command\n"
+        "error: process 1 was started with another --seed than process 0 (2, where process 0 has "
+        "1); start every machine with the same command, on the same files\n"
     )
     assert done[1][1] == ""  # nor is an interpreter torn down while threads of gloo may need it
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in {**place, "RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=r"--master_port: 127.0.0.1:\d+ is in use; choose"):
+            process_group._meet()
 
 
 @pytest.mark.slow

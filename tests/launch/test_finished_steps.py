@@ -1,16 +1,15 @@
 """Finished steps: which settings differ, and when a step is reused or refused."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dschat.checkpoint.compatibility import MAY_CHANGE, describe
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.launch import finished_steps
-from dschat.launch.finished_steps import LAYOUT, SETTINGS, check_finished, differences
+from dschat.checkpoint.compatibility import describe
+from dschat.config import RLHFConfig, SFTConfig, UserError
+from dschat.launch.finished_steps import SETTINGS, check_finished, differences
 from dschat.launch.recipe import STEPS
 from dschat.runtime.output_dir import COMPLETE, record_of
 
@@ -46,7 +45,13 @@ def finish(config, num_processes=1):
         ({"data_path": ["rows.jsonl"]}, {"data_path": ["rows.jsonl:0.5"]}, "data_path: "),
         ({"data_path": ["rows.jsonl"]}, {"data_path": ["rows.jsonl", "hub/x"]}, "data_path: "),
         ({"data_path": ["a/rows.jsonl"]}, {"data_path": ["rows.jsonl"]}, "data_path: a/rows"),
-        ({"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 2}, "per_device_"),
+        (
+            {"per_device_train_batch_size": 4},
+            {"per_device_train_batch_size": 2},
+            "rows a step: 4 -> 2",
+        ),
+        ({}, {"dtype": "bf16"}, "dtype: auto -> bf16"),
+        ({"add_eot_token": True}, {"add_eot_token": True, "eot_token": "<|x|>"}, "eot_token: "),
         # no difference
         ({}, {}, ""),
         ({}, {"model_name_or_path": None}, ""),  # not given
@@ -54,6 +59,9 @@ def finish(config, num_processes=1):
         ({"data_path": ["rows.jsonl:2"]}, {"data_path": ["../work/rows.jsonl:2"]}, ""),
         ({"zero_stage": 3, "offload": True}, {"logging_steps": 5, "save_steps": 0}, ""),
         ({"adam_betas": [0.9, 0.95]}, {"adam_betas": [0.9, 0.95]}, ""),
+        ({"packing": "auto"}, {"packing": "off"}, ""),
+        ({}, {"dtype": "fp32"}, ""),  # what auto is on a CPU
+        ({}, {"eot_token": "<|x|>"}, ""),  # has no effect
     ],
 )
 def test_what_counts_as_a_difference(then, now, expected):
@@ -63,14 +71,17 @@ def test_what_counts_as_a_difference(then, now, expected):
     assert bool(difference) == bool(expected)
 
 
-def test_the_number_of_processes_is_no_difference():
+def test_the_number_of_processes_counts_by_the_size_of_a_step():
+    """As it does for a step that was interrupted."""
     rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     finish(sft(**rows), num_processes=2)
-    assert not differences(sft(**rows), None, num_processes=8)  # equal per process
+    larger = describe(differences(sft(**rows), None, num_processes=8))
+    assert larger == "rows a step: 16 -> 64"
+    assert not differences(sft(**rows), ["seed"], num_processes=8)  # outside of --step
     alone = {"per_device_train_batch_size": 16}
-    assert not differences(sft(**alone), None, num_processes=1)  # equal in total
-    both = describe(differences(sft(**alone), None, num_processes=4))
-    assert both == "gradient_accumulation_steps: 2 -> 1; per_device_train_batch_size: 4 -> 16"
+    assert not differences(sft(**alone), None, num_processes=1)
+    given = describe(differences(sft(**alone), ["per_device_train_batch_size"], num_processes=4))
+    assert given == "rows a step: 16 -> 64"
 
 
 def test_edited_data_differs_and_moved_data_does_not(tmp_path):
@@ -140,8 +151,50 @@ def test_the_error_names_both_remedies():
     assert check_finished(STEPS[1], sft(), None, 1, reuse=False) == []
 
 
-def test_layout_names_flags():
-    known = {f.name for config in (SFTConfig, RewardConfig, RLHFConfig) for f in fields(config)}
-    bare = {name.removeprefix("actor_").removeprefix("critic_") for name in known}
-    assert bare >= finished_steps.LAYOUT
-    assert not LAYOUT & MAY_CHANGE.keys()
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"environment_workers": 8},
+        {"environment_pool": "process"},
+        {"kl_horizon": 5},
+        {"inference_tp_size": 2, "critic_zero_stage": 3},
+    ],
+    ids=str,
+)
+def test_flags_that_change_no_result_are_no_difference(changed):
+    finish(rlhf())
+    assert not differences(rlhf(**changed), None, 1)
+    finish(rlhf(kl_target=1.0))
+    horizon = describe(differences(rlhf(kl_target=1.0, **changed), None, 1))
+    assert horizon == ("kl_horizon: 10000 -> 5" if "kl_horizon" in changed else "")
+
+
+FILES = {"environment": "game.py:Game", "tools": ["game.py:look,ask"], "chat_template": "game.py"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_edited_file_is_a_difference(name):
+    Path("game.py").write_text("as it was")
+    finish(rlhf(**{name: FILES[name]}))
+    assert not differences(rlhf(**{name: FILES[name]}), None, 1)
+    Path("game.py").write_text("edited")
+    assert describe(differences(rlhf(**{name: FILES[name]}), None, 1)).endswith("changed since")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_base_model_that_was_edited_in_place_is_a_difference(file):
+    """A download has no mark."""
+    Path("base").mkdir()
+    for name in ("config.json", "README.md", file):
+        Path("base", name).write_text("as it was")
+    given = {"model_name_or_path": "base"}
+    finish(sft(**given))
+    Path("base/README.md").write_text("edited")
+    assert not differences(sft(**given), None, 1)
+    Path("base", file).write_text("edited")
+    changed = describe(differences(sft(**given), None, 1))
+    assert changed == "model_name_or_path: base -> base, changed since"
+    Path("base").rename("elsewhere")  # as it is now
+    finish(sft(**given | {"model_name_or_path": "elsewhere"}))
+    Path("elsewhere").rename("base")
+    assert not differences(sft(model_name_or_path="elsewhere"), None, 1)

@@ -88,6 +88,26 @@ def test_what_cannot_run():
         step_runs(STEPS, BASES, (), Found(finished=frozenset({3})), OUT)
 
 
+@pytest.mark.parametrize(
+    ("asked", "remedy"), [((), "dir trains"), ((1, 3), "dir, with 2 in --step, trains")]
+)
+def test_a_reward_model_does_not_outlive_the_model_that_it_started_from(asked, remedy):
+    """The demo with --step1.overwrite_output_dir."""
+    found = Found(finished=frozenset({1, 2}))
+
+    def made(*numbers):
+        overwritten = again(*numbers)
+        fields = {**overwritten, 2: overwritten[2] | {BASE: SFT}}
+        return step_runs(STEPS, fields, asked, found, OUT)
+
+    line = f"^out/step2_reward is finished, but .*; --step2.overwrite_output_{remedy} it again"
+    with pytest.raises(UserError, match=line):
+        made(1)
+    if not asked:
+        assert [run.status for run in made(1, 2)] == ["runs"] * 3
+    assert made(3)[1].status == "reused"
+
+
 def test_notes():
     made = step_runs(STEPS, BASES, (3,), Found(frozenset({1}), frozenset()), OUT)
     assert [run.note(3, OUT) for run in made] == [

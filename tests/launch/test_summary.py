@@ -37,6 +37,7 @@ def log(folder, **steps):
         (folder / name).mkdir(exist_ok=True)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name / "metrics.jsonl").write_text(lines)
+        (folder / name / "COMPLETE").write_text("")
 
 
 def test_whole_run(tmp_path):
@@ -74,6 +75,15 @@ def test_a_policy_trained_on_pairs(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     values = [line.split()[-1] for line in format_summary(summary).splitlines()]
     assert values == ["0.970", "0.010", "0.400", "0.850", "10", "20"]
+
+
+def test_a_step_that_was_stopped_has_no_result_yet(tmp_path):
+    """Its last evaluation is the one before training."""
+    log(tmp_path, step1_sft=STEP_1, step3_rlhf=STEP_3[:2])
+    (tmp_path / "step3_rlhf/COMPLETE").unlink()
+    summary = write_summary(tmp_path, {3: 5.0})
+    assert (summary["gold_base"], summary["step3_s"]) == (0.01, 5.0)
+    assert {summary[name] for name in ("gold_sft", "gold_ppo", "kl_per_sequence")} == {None}
 
 
 def test_seconds_of_steps_that_did_not_run_are_kept(tmp_path):

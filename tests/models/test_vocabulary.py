@@ -11,6 +11,7 @@ from tiny_models import EOS, VOCAB, causal_lm, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat.checkpoint.hf_export import export_hf
+from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
@@ -246,8 +247,6 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path):
 
 
 def test_a_template_from_a_file(tmp_path):
-    from dschat.config import UserError
-
     path, file = saved_tokenizer(tmp_path / "a"), tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
     loaded = load_tokenizer(path, FLAG, chat_template=str(file))
@@ -258,6 +257,24 @@ def test_a_template_from_a_file(tmp_path):
         load_tokenizer(path, FLAG, chat_template=str(file))
     with pytest.raises(UserError, match="^--chat_template nowhere cannot be read"):
         load_tokenizer(path, FLAG, chat_template="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\0junk", "its chat_template.jinja cannot be read .*; copy or download it again"),
+        (b" \n", "the chat template is empty; restore it"),
+    ],
+)
+def test_a_damaged_template_is_named(content, message, tmp_path):
+    path = saved_tokenizer(tmp_path / "a")
+    (tmp_path / "a/chat_template.jinja").write_bytes(content)
+    with pytest.raises(UserError, match=f"^{FLAG} .*/a: {message}"):
+        load_tokenizer(path, FLAG)
+    own = tmp_path / "own.jinja"
+    own.write_text("")
+    with pytest.raises(UserError, match="^--chat_template .*own.jinja: the chat template is empty"):
+        load_tokenizer(saved_tokenizer(tmp_path / "b"), FLAG, chat_template=str(own))
 
 
 def test_tokenizers_are_compared_by_their_output(tmp_path):

@@ -175,14 +175,14 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
     monkeypatch.setattr(trainer.engine, "save_actor", lambda folder: None)
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": 0.5})
     first = Reporter(trainer, held_out(), 3)
-    first.begin(SimpleNamespace(begin=lambda state: None))
+    first.begin(SimpleNamespace(begin=lambda *_: None))
     values = json.loads(json.dumps(first._state().values))
     first.close()
     trainer.args.resume = "latest"
     for metric, best in (("eval/score", 0.5), ("eval/kl", -math.inf)):
         trainer.args.best_metric = metric
         second = Reporter(trainer, held_out(), 3)
-        second.begin(SimpleNamespace(begin=lambda state: values))
+        second.begin(SimpleNamespace(begin=lambda *_: values))
         second.close()
         assert second._best == best
 

@@ -11,6 +11,7 @@ import torch
 from program_cases import parity, trainer_of
 from step_rows import PROMPTS
 
+from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.reward_functions import RewardError
@@ -18,10 +19,13 @@ from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import training_checkpointer
-from dschat.runtime.output_dir import COMPLETE
 from dschat.supervised import setup
 
 ITERATIONS = 4
+
+
+def nothing(values):
+    """Restores nothing."""
 
 
 NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
@@ -101,10 +105,13 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, 
 
 
 class Habit:
-    """Its scores depend on how many answers it has seen; ``fails_at`` a call of its own."""
+    """Its scores depend on how many answers it has seen. It fails at the call ``fails_at``, its
+    state cannot be saved after ``unsaved_at``, or restored where it ``refuses``.
+    """
 
-    def __init__(self, fails_at=100):
+    def __init__(self, fails_at=100, unsaved_at=100, refuses=False):
         self.calls, self.fails_at, self.seen = 0, fails_at, 0
+        self.unsaved_at, self.refuses = unsaved_at, refuses
 
     def __call__(self, answer_ids):
         self.calls += 1
@@ -114,10 +121,92 @@ class Habit:
         return [score * self.seen for score in parity(answer_ids)]
 
     def state_dict(self):
+        if self.calls == self.unsaved_at:
+            raise OSError("its file is gone")
         return {"seen": self.seen}
 
     def load_state_dict(self, state):
+        if self.refuses:
+            raise ValueError("of another version")
         self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("save_steps", [1, 10])
+def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_folder, tmp_path):
+    """The model and the last good state are saved, then the run stops."""
+    with pytest.raises(RewardError, match=r"state_dict\(\) raised OSError: its file is gone"):
+        loop(models_folder, tmp_path, Habit(unsaved_at=3), save_steps=save_steps)
+    last = max((tmp_path / "checkpoints").iterdir())
+    assert last.name == "step_000003"
+    states = json.loads((last / "values.json").read_text())["rollouts"]["programs"]
+    assert [list(ranks) for ranks in states.values()] == [
+        [{"seen": 16}]
+    ]  # two iterations of 4 x 2 answers
+    assert list(loop(models_folder, tmp_path, Habit(), "latest")) == [4]
+
+
+def test_a_refused_resume_has_removed_nothing(models_folder, tmp_path):
+    options = {"save_steps": 1, "save_total_limit": 0}
+    loop(models_folder, tmp_path, Habit(), **options)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    named = str(tmp_path / "checkpoints/step_000001")
+    with pytest.raises(UserError, match="load_state_dict.. raised ValueError: of another version"):
+        loop(models_folder, tmp_path, Habit(refuses=True), named, **options)
+    names = [f"step_00000{n}" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+    with training_checkpointer(trainer.args) as checkpointer:
+        checkpointer.begin(trainer.run_state(), 4, nothing)
+        checkpointer.after(2, trainer.run_state)
+    trainer.args.resume = "latest"
+    with training_checkpointer(trainer.args) as checkpointer:
+        with pytest.raises(UserError, match="step_000002 is of a run that had taken 2 steps"):
+            checkpointer.begin(trainer.run_state(), 1, nothing)
+        checkpointer.begin(trainer.run_state(), 2, nothing)
+
+
+def test_the_schedule_ends_with_a_run_whose_iterations_take_more_steps(models_folder, tmp_path):
+    options = {"lr_scheduler_type": "linear", "actor_learning_rate": 3e-3}
+    with pytest.raises(RewardError):
+        loop(models_folder, tmp_path, fails_at(3), ppo_epochs=1, **options)
+    loop(models_folder, tmp_path, parity, "latest", ppo_epochs=3, **options)
+    rates = [row["policy/learning_rate"] for row in rows(tmp_path)]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3, 0.0])  # the schedule is of 3 iterations
+
+
+def evaluated(*levels):
+    """Evaluations score ``levels``, iterations (None) by `parity`."""
+    calls = iter(levels)
+
+    @wraps(parity)
+    def score(answer_ids):
+        level = next(calls)
+        return parity(answer_ids) if level is None else [level] * len(answer_ids)
+
+    return score
+
+
+def test_the_best_actor_of_a_branch_that_is_given_up_is_replaced(models_folder, tmp_path):
+    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": True}
+    best = str(tmp_path / "actor_best")
+
+    def run(*levels, resume=None):
+        loop(models_folder, tmp_path, evaluated(*levels), resume, **options)
+        return model_fingerprint(best)
+
+    with pytest.raises(RewardError):
+        run(1.0, None, None, 0.5)  # no score is left for the third iteration
+    first = model_fingerprint(best)
+    second = str(tmp_path / "checkpoints/step_000002")
+    assert run(0.5, None, None, 0.2, resume=second) == first  # still the best
+    later = run(0.5, None, None, 5.0, resume=second)
+    assert later != first
+    assert run(0.5, None, None, 0.2, resume=second) not in (first, later)
 
 
 @pytest.mark.slow
@@ -136,7 +225,7 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(1, trainer.run_state)
             checkpointer.leave()
             trainer.engine.version = 7
@@ -155,7 +244,7 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(1, trainer.run_state)
             states.append(random.getstate())
             random.random()
@@ -166,7 +255,7 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     config = trainer.args
     config.resume = "latest"
     with training_checkpointer(config) as checkpointer:
-        checkpointer.begin(trainer.run_state())
+        checkpointer.begin(trainer.run_state(), 4, nothing)
         assert [random.getstate()] == states
 
 
@@ -175,7 +264,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state())
+            checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(2, trainer.run_state)
             checkpointer._checkpoints.wait()
             (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
@@ -200,24 +289,24 @@ def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
         return found
 
     with training_checkpointer(trainer.args) as checkpointer:
-        checkpointer.begin(state(512))
+        checkpointer.begin(state(512), 4, nothing)
         for step in (1, 2):
             checkpointer.after(step, lambda: state(512))
     folder = tmp_path / "checkpoints"
     trainer.args.resume = str(folder / "step_000001")
     with training_checkpointer(trainer.args) as checkpointer:
         if fits:
-            assert checkpointer.begin(state(now))["rows"] == 512
+            assert checkpointer.begin(state(now), 4, nothing)["rows"] == 512
         else:
             with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
-                checkpointer.begin(state(now))
+                checkpointer.begin(state(now), 4, nothing)
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
 
 
 def three_steps(trainer, error):
     with training_checkpointer(trainer.args) as checkpointer:
-        assert checkpointer.begin(trainer.run_state()) is None
+        assert checkpointer.begin(trainer.run_state(), 4, nothing) is None
         for step in (1, 2, 3):
             checkpointer.after(step, trainer.run_state)
         raise error
@@ -240,12 +329,15 @@ def test_a_mistake_that_one_process_may_have_met_alone_is_not_waited_for(models_
 
 
 def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
+    saved = []
+
     def export(*_):
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
+        saved.append(1)
 
     monkeypatch.setattr(setup, "export_hf", export)
     monkeypatch.setattr(setup, "probe_values", lambda *_: None)
     companions = setup.Companions(None, None)
     setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)), companions)
-    assert (tmp_path / COMPLETE).exists()
+    assert saved == [1]

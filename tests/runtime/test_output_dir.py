@@ -1,5 +1,6 @@
 """A step's folder: refused before anything loads, unchanged; claimed; marked."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -125,6 +126,30 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path):
     claim_output_dir(tmp_path / "out")
     mark_complete(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [COMPLETE]
+
+
+def test_a_model_that_the_new_run_does_not_write_goes(tmp_path):
+    for name in ("actor", "actor_best", "actor_ema", "adapter", "critic", "mine"):
+        (tmp_path / name).mkdir()
+    claim_output_dir(tmp_path)  # of an unfinished run: kept until it is written again
+    assert (tmp_path / "actor").exists()
+    mark_complete(tmp_path)
+    claim_output_dir(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["mine"]
+
+
+def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
+    """An empty one would be that of an older version, whose data nobody compares."""
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    claim_output_dir(tmp_path, record="how")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            mark_complete(tmp_path)
+    assert not (tmp_path / COMPLETE).exists()
 
 
 def test_what_another_machine_made_meanwhile_stays(tmp_path, monkeypatch):

@@ -21,7 +21,16 @@ from dschat.supervised.tasks import RewardTask, SFTTask
 SFT = Case("sft", micro=4)
 
 
-def train(models_folder, tmp_path, case=SFT, rows=None, held_out=None, task=None, **options):
+def train(
+    models_folder,
+    tmp_path,
+    case=SFT,
+    rows=None,
+    held_out=None,
+    task=None,
+    save=lambda: None,
+    **options,
+):
     """Run the loop; returns the result and the lines of metrics.jsonl."""
     options = tuple({**dict(case.options), **options}.items())
     case = Case(case.step, case.zero, case.micro, case.model, options=options)
@@ -30,7 +39,8 @@ def train(models_folder, tmp_path, case=SFT, rows=None, held_out=None, task=None
     batches = setup.step_batches(config, rows, held_out if held_out is not None else rows[:5])
     log = MetricsLog(config.output_dir, config)
     try:
-        result = loop.train(engine, task(own_task) if task else own_task, config, *batches, log)
+        task = task(own_task) if task else own_task
+        result = loop.train(engine, task, config, *batches, log, save)
     finally:
         log.close()
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -186,3 +196,34 @@ def test_a_lora_run_that_trains_a_score_head(models_folder, tmp_path):
     )
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
+
+
+class _EndsOutOfMemory:
+    """Its second evaluation, after training, fails as a CUDA device without memory does."""
+
+    evaluations = 0
+
+    def __init__(self, task):
+        self._task = task
+
+    def __getattr__(self, name):
+        return getattr(self._task, name)
+
+    def summarize(self, sums):
+        self.evaluations += not torch.is_grad_enabled()
+        if self.evaluations == 2:
+            raise torch.OutOfMemoryError("in the evaluation")
+        return self._task.summarize(sums)
+
+
+def test_a_last_evaluation_that_fails_does_not_lose_the_model(models_folder, tmp_path):
+    saved = []
+    with pytest.raises(torch.OutOfMemoryError):
+        train(
+            models_folder,
+            tmp_path,
+            task=_EndsOutOfMemory,
+            save=lambda: saved.append("model"),
+            max_steps=2,
+        )
+    assert saved == ["model"]

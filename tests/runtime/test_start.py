@@ -1,0 +1,69 @@
+"""Ranks that start a step with other settings, files or rows refuse each other."""
+
+import re
+
+import pytest
+
+import dschat.distributed as dist
+from dschat.config import SFTConfig, UserError
+from dschat.data.batches import RowStream, check_same_rows
+from dschat.distributed import process_group
+from dschat.runtime.start import start_step
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """Makes another rank give ``values`` where this one gives its own, once for each."""
+
+    def gives(*values):
+        given = iter(values)
+        monkeypatch.setattr(process_group, "gather_objects", lambda mine: [mine, next(given)])
+
+    return gives
+
+
+def settings_at(folder, monkeypatch, **changed):
+    """What `start_step` compares, on a machine whose files are in ``folder``."""
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dist, "check_same", seen.append)
+        given = {"data_path": ["rows.jsonl"], "chat_template": "chat.jinja", "output_dir": "out"}
+        start_step(SFTConfig(**given | changed), "out")
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "named"),
+    [
+        ("rows.jsonl", {}, "content of --data_path"),
+        ("chat.jinja", {}, "content of --chat_template"),
+        (None, {"learning_rate": 1e-3}, "--learning_rate than process 0 (0.001, where process 0"),
+    ],
+)
+def test_machines_with_other_settings_or_files(file, changed, named, tmp_path, monkeypatch, other):
+    """The same command with a --config or data on each machine's own disk."""
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+        for name in ("rows.jsonl", "chat.jinja"):
+            (tmp_path / node / name).write_text(node if name == file else "same")
+    here = settings_at(tmp_path / "a", monkeypatch)
+    other(here)
+    dist.check_same(here)
+    other(settings_at(tmp_path / "b", monkeypatch, **changed))
+    with pytest.raises(UserError, match=re.escape(named)):
+        dist.check_same(here)
+
+
+@pytest.mark.parametrize("theirs", [[1, 2, 3], [1, 2, 3, 5], [0, 2, 3, 4]], ids=str)
+def test_ranks_with_other_rows(theirs, monkeypatch, other):
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "check_same", seen.append)
+        check_same_rows([1, 2, 3, 4], theirs, RowStream(lambda: iter([]), list))
+    ours, others = seen  # a stream is not compared
+    other(ours)
+    check_same_rows([1, 2, 3, 4])
+    other(others)
+    with pytest.raises(UserError, match=f"another set of rows .*{len(theirs)} rows, digest"):
+        check_same_rows([1, 2, 3, 4])
