@@ -6,13 +6,13 @@ score).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
 from dschat.config import UserError
+from dschat.startup.files import replace_file
 
 Number = Optional[float]
 
@@ -66,7 +66,7 @@ def write_summary(
     summary = (_from_pairs if from_pairs else _from_ppo)(rows) | seconds
     titles = _PAIRS_TITLES if from_pairs else _PPO_TITLES
     summary = {name: summary[name] for name in titles}
-    _write(folder / "summary.json", summary)
+    replace_file(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -146,10 +146,3 @@ def _read_previous(path: Path) -> dict[str, Number]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _write(path: Path, summary: dict[str, Number]) -> None:
-    """Write and rename, so that readers never see a partial file."""
-    scratch = path.with_suffix(".json.part")
-    scratch.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)

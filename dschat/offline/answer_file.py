@@ -15,6 +15,7 @@ from typing import IO, Any
 from dschat.checkpoint.atomic_files import sync_file
 from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.startup.files import no_link, replace_file
 
 FLAG = "--out"
 
@@ -106,7 +107,7 @@ class AnswerFile:
                 )
 
     def _locked(self, path: str) -> IO[bytes]:
-        file = open(self._partial, "ab+")  # noqa: SIM115  closed by close
+        file = open(self._partial, "ab+", opener=no_link)  # noqa: SIM115  closed by close
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,10 +118,7 @@ class AnswerFile:
         return file
 
     def _write_settings(self, settings: dict[str, Any]) -> None:
-        new = self._settings.with_name(f".{self._settings.name}.new")
-        new.write_text(json.dumps(settings, indent=1), "utf-8")
-        sync_file(new)
-        os.replace(new, self._settings)
+        replace_file(self._settings, json.dumps(settings, indent=1))
         sync_file(self._settings.parent)
 
     def _cut(self) -> int:
