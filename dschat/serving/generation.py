@@ -1,21 +1,19 @@
 """Follows the answers of one HTTP request, from the engine's tokens to pieces of text."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
+from dschat.serving.patience import TimedOut
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import EngineWorker, Handle, Token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class TimedOut(Exception):
-    """A request took longer than the server allows."""
 
 
 class EngineFailure(Exception):
@@ -64,6 +62,8 @@ def joined(events: list[Event]) -> list[Event]:
 class Generation:
     """The answers to ``prompts``, ``sampling.n`` each: choice ``p * n + sample`` for prompt p.
 
+    ``began``: when the request did, on the clock of `time.perf_counter`.
+
     Raises:
         UserError: a prompt that the model cannot answer.
         Overloaded: too many answers wait.
@@ -76,8 +76,9 @@ class Generation:
         sampling: SamplingParams,
         stops: list[str],
         num_top: int,
+        began: float,
     ) -> None:
-        self.model, engine = model, model.worker.engine
+        self.model, self.began, engine = model, began, model.worker.engine
         problem = engine.problem([(ids, 0, sampling.max_new_tokens) for ids in prompts])
         if problem is not None:
             raise UserError(problem)
@@ -119,11 +120,12 @@ class Generation:
         """The events since the last ones, until all choices have ended.
 
         Raises:
-            TimedOut: after ``timeout_s``.
+            TimedOut: ``timeout_s`` after the request began.
             EngineFailure: the engine failed.
         """
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(timeout_s, self._tokens.put_nowait, TimedOut())
+        left_s = timeout_s - (time.perf_counter() - self.began)
+        timer = loop.call_later(left_s, self._tokens.put_nowait, TimedOut())
         try:
             while self._open:
                 items = [await self._tokens.get()]

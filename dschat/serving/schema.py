@@ -108,10 +108,14 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
+# Each earlier answer is rendered as a turn of its own, so the work grows with the square.
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=256)]
+
+
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -154,14 +158,14 @@ class CompletionRequest(GenerationRequest):
 class ScoreRequest(BaseModel):
     """Body of ``/api/score``: a conversation and answers to it."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     answers: list[Text] = Field(min_length=1, max_length=64)
 
 
 class Preference(BaseModel):
     """Body of ``/api/preference``: a conversation, and which of two answers is better."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     chosen: Text = Field(min_length=1)
     rejected: Text = Field(min_length=1)
     chosen_model: Text = ""
