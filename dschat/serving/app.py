@@ -19,7 +19,6 @@ from dschat.serving.chat_routes import WebChat
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import (
-    EngineFailure,
     Event,
     Generation,
     ServedModel,
@@ -27,7 +26,7 @@ from dschat.serving.generation import (
 )
 from dschat.serving.limits import Guard
 from dschat.serving.metrics import Counted, ServerMetrics
-from dschat.serving.patience import PatientThread, TimedOut, while_connected
+from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
 from dschat.serving.reward import RewardModel
@@ -50,6 +49,8 @@ class Server:
     def __post_init__(self) -> None:
         # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
         self._encoders = self.thread()
+        self._running: set[Generation] = set()
+        self._is_stopping = False
 
     def thread(self) -> PatientThread:
         """A thread with the limits of the server."""
@@ -65,6 +66,12 @@ class Server:
         for model in self.models.values():
             model.worker.close()
         self._encoders.close()
+
+    def end_answers(self) -> None:
+        """End those that run, and those that would begin."""
+        self._is_stopping = True
+        for generation in self._running:
+            generation.stop()
 
     def model(self, name: str | None) -> ServedModel:
         """The model called ``name``; the first one without a name."""
@@ -106,8 +113,12 @@ class Server:
     def _generation(
         self, model: ServedModel, body: Body, prompts: list[list[int]], limit: int, began: float
     ) -> Generation:
+        if self._is_stopping:
+            raise Stopping
         sampling = body.sampling(limit)
-        return Generation(model, prompts, sampling, body.stops, body.num_top, began)
+        generation = Generation(model, prompts, sampling, body.stops, body.num_top, began)
+        self._running.add(generation)
+        return generation
 
     async def _respond(self, request: Request, body: Body, answers: Format) -> Response:
         if body.stream:
@@ -134,7 +145,7 @@ class Server:
                     shown = events if has_logprobs else joined(events)
                     shown = [e for e in shown if e.text or e.finish_reason or has_logprobs]
                     yield "".join(server_sent(answers.chunk(event)) for event in shown)
-        except (TimedOut, EngineFailure) as error:
+        except Ended as error:
             _, problem, _ = describe(error)
             yield server_sent(problem)
         else:
@@ -155,10 +166,11 @@ class Server:
                         is_first = False
                     yield events
             is_left = False
-        except (TimedOut, EngineFailure):
+        except Ended:
             is_left = False
             raise
         finally:
+            self._running.discard(generation)
             metrics.cancelled.labels(name).inc(is_left)
             metrics.answer_tokens.labels(name).inc(generation.completion_tokens)
             metrics.request_s.labels(name).observe(time.perf_counter() - started)
@@ -208,7 +220,8 @@ def create_app(
     WebChat(server, preferences, reward_model).add_to(app)
     handle_errors(app)
     app.add_middleware(Counted, counter=server.metrics.requests)
-    app.add_middleware(Guard, keys=keys, max_bytes=int(config.max_request_mib * 2**20))
+    max_bytes, origins = int(config.max_request_mib * 2**20), config.allow_origin or []
+    app.add_middleware(Guard, keys=keys, max_bytes=max_bytes, origins=origins)
     if config.allow_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -217,7 +230,7 @@ def create_app(
             allow_headers=["authorization", "content-type"],
         )
     if config.is_local:  # a page of another origin could otherwise give this address its own name
-        local = ["localhost", "127.0.0.1", "[::1]", "testserver", config.host]
+        local = ["localhost", "127.0.0.1", "[::1]", config.host]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=local)
     return app
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from dschat.config import UserError
 from dschat.serving.generation import EngineFailure
-from dschat.serving.patience import ClientLeft, Overloaded, TimedOut
+from dschat.serving.patience import ClientLeft, Ended, Overloaded, Stopping, TimedOut
 from dschat.serving.responses import error_body
 
 _RETRY_AFTER_S = 2
@@ -29,6 +29,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
         return 429, body, {"Retry-After": str(_RETRY_AFTER_S)}
     if isinstance(error, TimedOut):
         return 504, error_body("the request took too long", "timeout_error"), {}
+    if isinstance(error, Stopping):
+        return 503, error_body("the server stops; ask again later", "server_error"), {}
     if isinstance(error, EngineFailure):
         return 500, error_body("the engine failed; see the server's log", "server_error"), {}
     if isinstance(error, ClientLeft):
@@ -45,7 +47,7 @@ def handle_errors(app: FastAPI) -> None:
         status, body, headers = describe(error)
         return JSONResponse(body, status, dict(headers))
 
-    known = RequestValidationError, UserError, Overloaded, TimedOut, ClientLeft, EngineFailure
+    known = RequestValidationError, UserError, Overloaded, Ended, ClientLeft
     for kind in known:
         app.add_exception_handler(kind, respond)
     app.add_exception_handler(HTTPException, respond)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
-from dschat.serving.patience import TimedOut
+from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import EngineWorker, Handle, Token
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class EngineFailure(Exception):
+class EngineFailure(Ended):
     """A step of the engine failed; the server's log has the cause."""
 
 
@@ -116,11 +116,16 @@ class Generation:
         for handle in self._first:
             self.model.worker.cancel(handle)
 
+    def stop(self) -> None:
+        """End the answers with `Stopping`."""
+        self._tokens.put_nowait(Stopping())
+
     async def events(self, timeout_s: float) -> AsyncGenerator[list[Event], None]:
         """The events since the last ones, until all choices have ended.
 
         Raises:
             TimedOut: ``timeout_s`` after the request began.
+            Stopping: after `stop`.
             EngineFailure: the engine failed.
         """
         loop = asyncio.get_running_loop()
@@ -138,7 +143,7 @@ class Generation:
             self.close()
 
     def _follow(self, item: Token | Exception) -> list[Event]:
-        if isinstance(item, TimedOut):
+        if isinstance(item, Ended):
             raise item
         if isinstance(item, Exception):
             raise EngineFailure(str(item)) from item

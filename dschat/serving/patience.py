@@ -14,8 +14,16 @@ class Overloaded(Exception):
     """As many answers wait as the server allows."""
 
 
-class TimedOut(Exception):
+class Ended(Exception):
+    """The server ends a request that has begun."""
+
+
+class TimedOut(Ended):
     """A request took longer than the server allows."""
+
+
+class Stopping(Ended):
+    """The server stops."""
 
 
 class ClientLeft(Exception):
