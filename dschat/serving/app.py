@@ -115,8 +115,8 @@ class Server:
     ) -> Generation:
         if self._is_stopping:
             raise Stopping
-        sampling = body.sampling(limit)
-        generation = Generation(model, prompts, sampling, body.stops, body.num_top, began)
+        samplings = [body.sampling(limit) for _ in prompts]  # without a seed each has its own
+        generation = Generation(model, prompts, samplings, body.stops, body.num_top, began)
         self._running.add(generation)
         return generation
 

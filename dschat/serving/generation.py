@@ -60,9 +60,10 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 class Generation:
-    """The answers to ``prompts``, ``sampling.n`` each: choice ``p * n + sample`` for prompt p.
+    """The answers to ``prompts``, n each: choice ``p * n + sample`` for prompt p.
 
-    ``began``: when the request did, on the clock of `time.perf_counter`.
+    ``samplings``: of each prompt; they differ in the seed alone. ``began``: when the request did,
+    on the clock of `time.perf_counter`.
 
     Raises:
         UserError: a prompt that the model cannot answer.
@@ -73,12 +74,13 @@ class Generation:
         self,
         model: ServedModel,
         prompts: list[list[int]],
-        sampling: SamplingParams,
+        samplings: list[SamplingParams],
         stops: list[str],
         num_top: int,
         began: float,
     ) -> None:
         self.model, self.began, engine = model, began, model.worker.engine
+        sampling = samplings[0]
         problem = engine.problem([(ids, 0, sampling.max_new_tokens) for ids in prompts])
         if problem is not None:
             raise UserError(problem)
@@ -91,7 +93,7 @@ class Generation:
         self.prompt_tokens = sum(map(len, prompts))
         try:
             for i, ids in enumerate(prompts):
-                handle = model.worker.submit(self._tokens, ids, sampling, num_top)
+                handle = model.worker.submit(self._tokens, ids, samplings[i], num_top)
                 self._first[handle] = i * sampling.n
         except BaseException:
             self.close()

@@ -45,6 +45,47 @@ def is_idle(served):
         ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "there is tiny"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages: "),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
+        *(
+            ("/v1/completions", {"prompt": "a", name: value}, 400, f"{name} ")
+            for name, value in (
+                ("repetition_penalty", 1.2),
+                ("guided_json", {}),
+                ("structured_outputs", {"choice": ["a"]}),
+                ("bad_words", ["a"]),
+                ("allowed_token_ids", [3]),
+                ("prompt_logprobs", 1),
+                ("something_new", False),
+            )
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "a"}], name: value},
+                400,
+                f"{name} ",
+            )
+            for name, value in (
+                ("chat_template_kwargs", {"enable_thinking": False}),
+                ("add_generation_prompt", False),
+                ("continue_final_message", True),
+                ("functions", [{}]),
+            )
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "assistant", "content": c, "tool_calls": [{}]}]},
+                400,
+                "messages.0: tool_calls ",
+            )
+            for c in ("a", None)
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            400,
+            "messages.0.content: Field required",
+        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
@@ -65,6 +106,35 @@ def test_wrong_requests(path, body, status, said, served):
     error = json.loads(text)["error"]
     assert (got, said in error["message"]) == (status, True), text
     assert "\n" not in error["message"]
+
+
+def test_fields_that_ask_for_nothing(served):
+    """Null for each of the server's fields, and what clients send besides."""
+    nothing = dict.fromkeys(
+        ("n", "stream", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "guided_json")
+    )
+    nothing |= {"user": "a", "store": True, "metadata": {"a": "b"}, "repetition_penalty": 1.0}
+    status, _, text = ask(served, "/v1/completions", {"prompt": "a", **nothing})
+    assert (status, len(json.loads(text)["choices"])) == (200, 1), text
+    message = {"role": "user", "content": "a", "name": "b", "tool_calls": None}
+    assert ask(served, "/v1/chat/completions", {"messages": [message], **nothing})[0] == 200
+
+
+def test_equal_prompts_without_a_seed_have_answers_of_their_own(served):
+    body = {"prompt": ["sun"] * 4, "max_tokens": 20, "ignore_eos": True}
+    for seed in (None, 7):
+        status, _, text = ask(served, "/v1/completions", body | {"seed": seed})
+        assert status == 200, text
+        texts = {choice["text"] for choice in json.loads(text)["choices"]}
+        assert len(texts) == (4 if seed is None else 1)
+
+
+def test_the_drawn_token_has_one_log_prob(served):
+    body = {"prompt": "sun", "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    (choice,) = json.loads(ask(served, "/v1/completions", body)[2])["choices"]
+    found = choice["logprobs"]
+    for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert value in top.values()
 
 
 @pytest.mark.parametrize(
