@@ -5,13 +5,12 @@ score).
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from dschat.config import UserError
+from dschat.reporting.run_files import is_finite, read_rows
 from dschat.startup.files import replace_file
 
 Number = Optional[float]
@@ -57,7 +56,7 @@ def write_summary(
         UserError: a line of a metrics file is not a JSON object.
     """
     folder = Path(output_dir)
-    rows = {n: _read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
+    rows = {n: read_rows(folder / name / "metrics.jsonl") for n, name in _STEP_FOLDERS.items()}
     previous = _read_previous(folder / "summary.json")
     seconds = {f"step{n}_s": previous.get(f"step{n}_s") for n in _STEP_FOLDERS}
     for n, ran in step_seconds.items():
@@ -107,25 +106,9 @@ def _shown(key: str, value: Number) -> str:
     return f"{value:.0f}" if key.endswith("_s") else f"{value:.3f}"
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in order; empty without a file."""
-    if not path.is_file():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is not a JSON object; run that step again")
-        rows.append(row)
-    return rows
-
-
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
     """The finite values of a metric, in order. NaN is the mean of no values."""
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+    return [row[name] for row in rows if is_finite(row.get(name))]
 
 
 def _last(rows: list[dict[str, Any]], name: str) -> Number:
