@@ -246,3 +246,11 @@ def test_what_steps_use_is_not_taken_away_within_one(change, module_of):
         own._lock.release()
         changing.result(30)
         own._lock.acquire()
+
+
+def test_a_least_length_where_every_token_ends_an_answer(made):
+    ends = {"stop_token_ids": tuple(range(VOCAB)), "ignore_eos": False}
+    with pytest.raises(UserError, match="min_new_tokens: every token ends an answer"):
+        made.generate(PROMPTS[:1], with_options(min_new_tokens=2, **ends))
+    rollout = made.generate(PROMPTS[:1], with_options(**ends))
+    assert [len(answer) for answer in rollout.token_ids] == [1, 1]
