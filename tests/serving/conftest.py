@@ -23,6 +23,13 @@ def small(tmp_path_factory):
     yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], **sizes)
 
 
+@pytest.fixture
+def open_to_a_page(tmp_path_factory):
+    """A server that takes requests of one other origin."""
+    allowed = ["http://page.example"]
+    yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], allow_origin=allowed)
+
+
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
     """A server of two models, with a reward model of random weights."""

@@ -31,13 +31,10 @@ def test_preferences_of_other_pages(headers, status, served):
     assert len(after[len(before) :].splitlines()) == (status == 204)
 
 
-def test_pages_that_are_allowed(tmp_path_factory):
-    from conftest import _serve
-
-    page = "http://page.example"
-    for served in _serve(tmp_path_factory, path=["tiny=builtin/tiny"], allow_origin=[page]):
-        body = {"prompt": "a", "max_tokens": 1}
-        status, headers, text = ask(served, "/v1/completions", body, Origin=page)
-        assert (status, headers["Access-Control-Allow-Origin"]) == (200, page), text
-        status, _, text = ask(served, "/v1/completions", body, Origin="http://other.example")
-        assert (status, "--allow_origin" in json.loads(text)["error"]["message"]) == (403, True)
+def test_pages_that_are_allowed(open_to_a_page):
+    served, page = open_to_a_page, "http://page.example"
+    body = {"prompt": "a", "max_tokens": 1}
+    status, headers, text = ask(served, "/v1/completions", body, Origin=page)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (200, page), text
+    status, _, text = ask(served, "/v1/completions", body, Origin="http://other.example")
+    assert (status, "--allow_origin" in json.loads(text)["error"]["message"]) == (403, True)
