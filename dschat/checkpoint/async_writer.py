@@ -7,7 +7,6 @@ waits for all of these, writes the manifest and renames the folder.
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -26,6 +25,7 @@ from dschat.checkpoint.manifest import (
     read_manifest,
     step_folders,
 )
+from dschat.startup.files import replace_file
 
 logger = logging.getLogger("dschat")
 
@@ -117,7 +117,7 @@ class Writing:
             self._staging.mkdir(parents=True, exist_ok=True)
             for name, content in contents.items():
                 written[name] = atomic_files.write_file(self._staging / name, content)
-            self._write_note(f".done_{self._rank:05d}.json", json.dumps(written))
+            replace_file(self._staging / f".done_{self._rank:05d}.json", json.dumps(written))
         except OSError as error:
             self._drop(list(contents), _reason(error))
             raise
@@ -128,15 +128,9 @@ class Writing:
         try:
             for name in names:
                 (self._staging / name).unlink(missing_ok=True)
-            self._write_note(f".failed_{self._rank:05d}.json", json.dumps(problem))
+            replace_file(self._staging / f".failed_{self._rank:05d}.json", json.dumps(problem))
         except OSError:
             logger.debug("process %d cannot write that it failed", self._rank)
-
-    def _write_note(self, name: str, text: str) -> None:
-        """Write a file that is complete or absent."""
-        path = self._staging / f"{name}.new"
-        path.write_text(text, encoding="utf-8")
-        os.rename(path, self._staging / name)
 
     def _complete(self) -> CheckpointInfo | None:
         """Rank 0: complete the checkpoint from all ranks' files, or remove it."""

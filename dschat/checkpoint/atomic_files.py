@@ -13,7 +13,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from dschat.checkpoint.manifest import MANIFEST, sha256_of, sync_file
+from dschat.checkpoint.manifest import MANIFEST, sha256_of
+from dschat.startup.files import no_link, sync_file
 
 logger = logging.getLogger("dschat")
 
@@ -40,7 +41,7 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open(path, "wb")  # noqa: SIM115  closed by __exit__
+        self._file = open(path, "wb", opener=no_link)  # noqa: SIM115  closed by __exit__
         self._sha = hashlib.sha256()
         self.size = 0
         self.error: OSError | None = None  # a library that writes here may raise another error
@@ -178,8 +179,16 @@ def tidy(folder: Path) -> None:
     for suffix in (SAVING, REMOVED, REPLACED):
         for path in folder.glob(f".step_*{suffix}"):
             target = path.with_name(path.name[1:].removesuffix(suffix))
-            if suffix == REPLACED and not target.exists():
+            if suffix == REPLACED and not (path.is_symlink() or target.exists()):
                 with suppress(OSError):  # the disk cannot be written
                     os.rename(path, target)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder of an interrupted operation, or the link in its place."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 import dschat.distributed as dist
-from dschat.checkpoint.atomic_files import sync_file
+from dschat.checkpoint.atomic_files import discard
 from dschat.checkpoint.hub_format import hub_tensors
 from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
@@ -34,6 +35,7 @@ from dschat.models.config_files import CONFIG, read_json
 from dschat.models.model_kind import IS_MADE
 from dschat.models.row_length import restore_rotary
 from dschat.models.text_part import FIELD, Rest
+from dschat.startup.files import sync_file
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -80,7 +82,7 @@ def export_hf(
     staging = folder.parent / f".{folder.name}.saving"
     main = dist.is_main_process()
     if main:
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
         staging.mkdir(parents=True)
     files: list[dict[str, int]] = []
     try:
@@ -255,17 +257,17 @@ def export_adapter(
     if dist.is_main_process():
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / ".adapter_model.safetensors.new"
+        settings = copy.copy(wrapped.peft_config["default"])
+        is_score = hasattr(wrapped.get_base_model(), "score")
+        settings.task_type = TaskType.SEQ_CLS if is_score else TaskType.CAUSAL_LM
         try:
-            save_file(state, fresh, metadata={"format": "pt"})
-            sync_file(fresh)
-            settings = copy.copy(wrapped.peft_config["default"])
-            is_score = hasattr(wrapped.get_base_model(), "score")
-            settings.task_type = TaskType.SEQ_CLS if is_score else TaskType.CAUSAL_LM
-            settings.save_pretrained(str(folder))
-            os.replace(fresh, folder / "adapter_model.safetensors")
+            with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as staging:
+                save_file(state, f"{staging}/adapter_model.safetensors", metadata={"format": "pt"})
+                settings.save_pretrained(staging)
+                for path in sorted(Path(staging).iterdir()):  # the weights go last
+                    sync_file(path)
+                    os.replace(path, folder / path.name)
         except Exception as error:
-            fresh.unlink(missing_ok=True)
             if is_full(error):
                 raise _no_space(folder, sum(t.nbytes for t in state.values())) from None
             raise

@@ -11,7 +11,6 @@ No torch: ``train.py`` looks for checkpoints before it loads.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -147,27 +146,6 @@ def sha256_of(path: Path) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, also after a power cut or on a full disk."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with open(new, "x", encoding="utf-8") as file:  # follows no link
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    sync_file(path.parent)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file, or a folder's directory entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def newest(output_dir: str | Path) -> CheckpointInfo | None:

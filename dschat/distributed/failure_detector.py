@@ -28,6 +28,8 @@ CONNECT_S = 20.0
 LATE_CONNECT_S = 2.0  # a failing rank 0 waits for ranks that have just started to connect
 # A machine without power closes no connection: seconds before the first probe, seconds between
 # probes, and the number of probes without an answer.
+_MAX_STRANGERS = 64  # connections that have not said hello; the oldest are closed
+_LONGEST_HELLO = 256
 _KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 
 
@@ -54,6 +56,7 @@ class FailureDetector:
         # On rank 0 to all others, else to rank 0.
         self._connections: dict[socket.socket, _Peer] = {}
         self._all_connected = threading.Event()  # to rank 0, as far as it knows
+        self._silent = set(range(1, size))  # ranks that have not said hello to it
         server = _listen(address) if rank == 0 else None
         if server is None or size == 1:
             self._all_connected.set()
@@ -100,25 +103,28 @@ class FailureDetector:
 
     def _serve(self, server: socket.socket, size: int) -> None:
         """Rank 0: listen to all ranks, and report the first failure to all."""
-        connected = 1
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while self._failure is None:
                 for key, _ in selector.select():
+                    left = []
                     if key.fileobj is server:
-                        connection, _ = server.accept()
+                        try:
+                            connection, _ = server.accept()
+                        except OSError:  # no file left, or the other end has gone
+                            time.sleep(0.1)
+                            continue
                         _keep_alive(connection)
                         self._connections[connection] = _Peer()
                         selector.register(connection, selectors.EVENT_READ)
-                        connected += 1
-                        if connected == size:
-                            self._all_connected.set()
-                        continue
-                    peer = key.fileobj
-                    assert isinstance(peer, socket.socket)
-                    if not self._read(peer):
-                        selector.unregister(peer)
-                        del self._connections[peer]
+                        strangers = [c for c, p in self._connections.items() if p.rank is None]
+                        left = strangers[: -size - _MAX_STRANGERS]
+                    elif key.fileobj in self._connections and not self._read(key.fileobj):
+                        left = [key.fileobj]
+                    for connection in left:
+                        selector.unregister(connection)
+                        del self._connections[connection]
+                        connection.close()
         for connection in self._connections:
             _send(connection, f"failed {self._failure.rank} {self._failure.code}")
         self._exit()
@@ -130,13 +136,16 @@ class FailureDetector:
         for words in peer.words(data):
             if words[:2] == ["hello", self._token] and len(words) == 3:
                 peer.rank = int(words[2])
+                self._silent.discard(peer.rank)
+                if not self._silent:
+                    self._all_connected.set()
             elif words == ["done"]:
                 return False
             elif words[:1] == ["failed"] and peer.rank is not None:
                 self._failure = RankFailure(peer.rank, _code(words[2]))
         if not data and peer.rank is not None and self._failure is None:
             self._failure = RankFailure(peer.rank, None)
-        return bool(data)
+        return bool(data) and (peer.rank is not None or len(peer.rest) <= _LONGEST_HELLO)
 
     def _follow(self, address: str, port: int) -> None:
         """Other ranks: listen to rank 0."""

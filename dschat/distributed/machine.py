@@ -3,6 +3,7 @@
 import os
 import platform
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -30,4 +31,10 @@ def writable_cache() -> Path:
         with tempfile.TemporaryFile(dir=cache):
             return cache
     except OSError:
-        return Path(tempfile.gettempdir()) / f"dschat-{os.getuid()}"
+        shared = Path(tempfile.gettempdir()) / f"dschat-{os.getuid()}"
+        with suppress(OSError):
+            shared.mkdir(mode=0o700)
+        is_mine = not shared.exists() or shared.stat().st_uid == os.getuid()
+        if shared.is_symlink() or not is_mine:
+            return Path(tempfile.mkdtemp(prefix="dschat-"))
+        return shared

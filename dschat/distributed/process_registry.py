@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, Optional
 
+from dschat.startup.files import no_link, replace_file
+
 FOLDER = ".ranks"
 _STOPPED = "stopped"  # the mark of a step that stopped on request
 _LOCK = "train"  # and the machine's number
@@ -59,7 +61,7 @@ def _locked(folder: Path, machine: int) -> IO[str]:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its previous holder has just removed the folder
-            file = (folder / f"{_LOCK}{machine}").open("a")
+            file = open(folder / f"{_LOCK}{machine}", "a", opener=no_link)  # noqa: SIM115
             if try_lock(file) and os.fstat(file.fileno()).st_nlink == 0:
                 continue
             file.truncate(0)
@@ -127,7 +129,7 @@ class ProcessRegistry:
                 path.unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
-        return [path for path in self.folder.glob("*@*") if path.suffix != ".new"]
+        return [path for path in self.folder.glob("*@*") if not path.name.startswith(".")]
 
     def _lives(self, pid: int) -> bool:
         """Whether it is still the process that registered: process ids are reused."""
@@ -144,9 +146,7 @@ def registered(output_dir: str | Path) -> Iterator[None]:
     folder = Path(output_dir) / FOLDER
     path = folder / f"{socket.gethostname()}@{os.getpid()}"
     with suppress(OSError):  # no registry, or it cannot be written
-        fresh = path.with_name(f"{path.name}.new")
-        fresh.write_text(_start_time(os.getpid()))
-        fresh.rename(path)
+        replace_file(path, _start_time(os.getpid()))
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def registered(output_dir: str | Path) -> Iterator[None]:
 def mark_stopped(output_dir: str | Path) -> None:
     """Mark in the registry, if there is one, that the step stops on request."""
     with suppress(OSError):
-        (Path(output_dir) / FOLDER / _STOPPED).write_text("")
+        replace_file(Path(output_dir) / FOLDER / _STOPPED, "")
 
 
 def _alive(pid: int) -> bool:

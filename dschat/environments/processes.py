@@ -61,7 +61,7 @@ class EnvironmentProcesses:
         """Kill the processes."""
         for lane in self._lanes:
             lane.pool.close()
-            lane.worker.close()
+            lane.worker.stop()
 
     __del__ = close
 

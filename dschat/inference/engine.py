@@ -220,8 +220,9 @@ class InferenceEngine:
 
     def forget_prefixes(self) -> None:
         """Reuse no keys and values of earlier calls: the weights have changed in place."""
-        if self._cache is not None:
-            self._cache.forget()
+        with self._lock:
+            if self._cache is not None:
+                self._cache.forget()
 
     def _free_bytes(self) -> int:
         return free_bytes(self.device) if self._sizes.kv_cache_gib is None else 0
@@ -242,12 +243,14 @@ class InferenceEngine:
 
     def release_cache(self) -> None:
         """Free the KV cache and the graphs that read it; the next `generate` allocates both."""
-        self._cache = self._runner = None
+        with self._lock:
+            self._cache = self._runner = None
 
     def release_weights(self) -> None:
         """Free the weights unless they are borrowed; `weights.load` must be called again."""
-        self.weights.drop()
-        self._decoder = self._runner = None
+        with self._lock:
+            self.weights.drop()
+            self._decoder = self._runner = None
 
     # -- generation --------------------------------------------------------------------------------
 

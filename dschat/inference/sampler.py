@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dschat.config import UserError
 from dschat.distributed import Group
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
@@ -41,6 +42,8 @@ class Sampler:
         self.sampling, self._device, self._group = sampling, device, group
         self.num_tokens = num_tokens
         self.stops = [t for t in sorted(stops) if 0 <= t < num_tokens]  # that can be drawn
+        if sampling.min_new_tokens and len(self.stops) == num_tokens:
+            raise UserError("min_new_tokens: every token ends an answer, so none may be drawn")
         self._stops = torch.tensor(self.stops, dtype=torch.int64, device=device)
 
     def draw(

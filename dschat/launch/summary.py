@@ -5,15 +5,15 @@ score).
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from dschat.checkpoint.manifest import COMPLETE, write_whole
-from dschat.config import UserError
+from dschat.checkpoint.manifest import COMPLETE
 from dschat.observability.metrics_log import METRICS
+from dschat.reporting.run_files import is_finite, read_rows
+from dschat.startup.files import replace_file
 
 Number = Optional[float]
 
@@ -67,7 +67,7 @@ def write_summary(
     summary = (_from_pairs if from_pairs else _from_ppo)(rows) | seconds
     titles = _PAIRS_TITLES if from_pairs else _PPO_TITLES
     summary = {name: summary[name] for name in titles}
-    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    replace_file(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -112,25 +112,12 @@ def _read_rows(step: Path) -> list[dict[str, Any]]:
     """The rows of a finished step's metrics file, in order; none of another: its last evaluation is
     not that of its result.
     """
-    path = step / METRICS
-    if not (path.is_file() and (step / COMPLETE).is_file()):
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is not a JSON object; run that step again")
-        rows.append(row)
-    return rows
+    return read_rows(step / METRICS) if (step / COMPLETE).is_file() else []
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
     """The finite values of a metric, in order; null is the mean of no values."""
-    values = (row.get(name) for row in rows)  # NaN in files of older versions
-    return [value for value in values if value is not None and math.isfinite(value)]
+    return [row[name] for row in rows if is_finite(row.get(name))]
 
 
 def _last(rows: list[dict[str, Any]], name: str) -> Number:

@@ -47,6 +47,8 @@ from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 Kind = Literal["lm", "score"]
+# Families whose row of the pad id transformers zeroes at every load: saved without one.
+_ZEROES_PAD_ROW = ("youtu",)
 # Prefixes of what a score model that starts from a causal LM may lack, and may leave.
 _OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
@@ -110,7 +112,7 @@ def load_causal_lm(
     model.rest = info["rest"]
     grow_embeddings(model, num_tokens)
     known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
-    if known and config.model_type != "youtu":  # transformers would zero the row at every load
+    if known and config.model_type not in _ZEROES_PAD_ROW:
         model.config.pad_token_id = pad_token_id
     return model
 

@@ -15,6 +15,7 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, UserError
 from dschat.observability.row_file import RowFile
 from dschat.observability.starts import record_start
+from dschat.startup.files import replace_file
 
 logger = logging.getLogger("dschat")
 
@@ -50,7 +51,7 @@ class MetricsLog:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-        (folder / SETTINGS).write_text(settings, encoding="utf-8")
+        replace_file(folder / SETTINGS, settings)
         self._folder = folder
         # A resumed run keeps the rows up to the position passed to `resume_from`.
         keeps_rows = bool(config.resume)
@@ -74,7 +75,7 @@ class MetricsLog:
         self._wandb = wandb.init(
             project="dschat", dir=str(self._folder), config=dataclasses.asdict(config), **options
         )
-        mark.write_text(self._wandb.id)
+        replace_file(mark, self._wandb.id)
 
     def _start_tensorboard(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter

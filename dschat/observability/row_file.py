@@ -11,6 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from dschat.startup.files import no_link
+
 logger = logging.getLogger("dschat")
 
 
@@ -22,7 +24,8 @@ class RowFile:
 
     def __init__(self, path: Path, keeps_rows: bool) -> None:
         self.path = path
-        self._file: FileIO = path.open("ab" if keeps_rows else "wb", buffering=0)
+        mode = "ab" if keeps_rows else "wb"
+        self._file = FileIO(path, mode, opener=no_link)
         self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
         self._unwritten = b""
         self._failing = False  # the last write failed; logged once

@@ -13,6 +13,7 @@ from typing import Literal
 
 import dschat.distributed as dist
 from dschat import __version__
+from dschat.startup.files import no_link
 
 logger = logging.getLogger("dschat")
 
@@ -36,7 +37,7 @@ def record_start(folder: Path, event: Event, step: int) -> None:
         "versions": versions(),
     }
     try:
-        with open(folder / STARTS, "a", encoding="utf-8") as file:
+        with open(folder / STARTS, "a", encoding="utf-8", opener=no_link) as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / STARTS, error.strerror)

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from dschat.checkpoint.manifest import sync_file, write_whole
 from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.startup.files import no_link, replace_file, sync_file
 
 FLAG = "--out"
 
@@ -106,7 +106,7 @@ class AnswerFile:
                 )
 
     def _locked(self, path: str) -> IO[bytes]:
-        file = open(self._partial, "ab+")  # noqa: SIM115  closed by close
+        file = open(self._partial, "ab+", opener=no_link)  # noqa: SIM115  closed by close
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,7 +117,7 @@ class AnswerFile:
         return file
 
     def _write_settings(self, settings: dict[str, Any]) -> None:
-        write_whole(self._settings, json.dumps(settings, indent=1))
+        replace_file(self._settings, json.dumps(settings, indent=1))
 
     def _cut(self) -> int:
         """Remove a last line that a kill has cut short; returns the number of complete lines."""

@@ -12,6 +12,7 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.offline.flags import EvalConfig
 from dschat.offline.statistics import Values, paired_difference
+from dschat.startup.files import replace_file
 
 _WIDTH = 160  # characters of the table where standard output is not a terminal
 FLAG = "--out"
@@ -81,11 +82,10 @@ class Results:
 
     def write(self, path: str) -> None:
         """Write all of it as JSON to ``path``, which is complete or unchanged."""
-        new = Path(f"{os.path.expanduser(path)}.new")
+        out = Path(os.path.expanduser(path))
         try:
-            new.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
-            os.replace(new, os.path.expanduser(path))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(out, json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"{FLAG} {path}: {error.strerror}; name another file") from None
 

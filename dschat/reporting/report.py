@@ -1,15 +1,14 @@
 """Writes a report: OUT/report.html."""
 
 import importlib.util
-import os
 import time
-from pathlib import Path
 
 from dschat.config import UserError
 from dschat.config.report import PAGE, ReportConfig
 from dschat.reporting.figures import sections_of
 from dschat.reporting.page import render
 from dschat.reporting.run_files import read_runs
+from dschat.startup.files import replace_file
 
 
 def write_report(config: ReportConfig) -> str:
@@ -29,15 +28,7 @@ def write_report(config: ReportConfig) -> str:
     page = runs[0].folder / PAGE
     try:
         # As old as what it shows: train.py asks whether there is a current one.
-        _write(page, render(runs, sections_of(runs, config.max_points)), began)
+        replace_file(page, render(runs, sections_of(runs, config.max_points)), began)
     except OSError as error:
         raise UserError(f"{error.filename or page} cannot be written: {error.strerror}") from None
     return f"report: {page}"
-
-
-def _write(path: Path, text: str, modified: float) -> None:
-    """Write and rename: a browser that reloads never sees a partial page."""
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(text, encoding="utf-8")
-    os.utime(scratch, (modified, modified))
-    os.replace(scratch, path)

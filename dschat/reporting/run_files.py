@@ -4,8 +4,8 @@ Settings and versions are shown, never loaded, so folders of older versions work
 """
 
 import json
-import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import yaml
 from dschat.config import UserError
 from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
 from dschat.observability.starts import STARTS
+from dschat.startup.files import no_link
 
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
 Row = dict[str, Any]
@@ -55,7 +56,7 @@ class Run:
 
 def is_finite(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -110,15 +111,15 @@ def read_step(folder: Path) -> Step:
     """The files of a step's output folder."""
     return Step(
         folder,
-        _read_rows(folder / METRICS),
-        [_checked_sample(row, folder / SAMPLES) for row in _read_rows(folder / SAMPLES)],
-        _read_rows(folder / STARTS),
+        read_rows(folder / METRICS),
+        [_checked_sample(row, folder / SAMPLES) for row in read_rows(folder / SAMPLES)],
+        read_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
         (folder / "COMPLETE").exists(),
     )
 
 
-def _read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """The JSON objects in ``path``, in order; without a partial last line, which is being written.
 
     Raises:
@@ -127,7 +128,7 @@ def _read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
@@ -135,7 +136,7 @@ def _read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(
@@ -170,12 +171,18 @@ def _is_sample(sample: Row) -> bool:
     )
 
 
+def _text(path: Path) -> str:
+    """The text of a run's own file, not of one that a link in its place names."""
+    with open(path, encoding="utf-8", opener=no_link) as file:
+        return file.read()
+
+
 def _read_mapping(path: Path) -> dict[str, Any]:
     """A YAML mapping; empty where there is none."""
     if not path.is_file():
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = yaml.safe_load(_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         raise UserError(f"{path} cannot be read; remove it, or run that step again") from None
     return content if isinstance(content, dict) else {}

@@ -20,6 +20,13 @@ _CHUNK_BYTES = 1 << 16
 _DETAIL_BYTES = 1000  # of the body of an error
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key to another host, and drop the body."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class _TransientFailure(Fault):
     """A failure that a retry may fix, ``wait_s`` from now at the earliest."""
 
@@ -83,7 +90,8 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
     """
     end, chunks = time.monotonic() + timeout_s, []
     try:
-        reply = urllib.request.urlopen(request, timeout=timeout_s)
+        opener = urllib.request.build_opener(_NoRedirect)
+        reply = opener.open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         with contextlib.suppress(OSError, http.client.HTTPException):
             error.detail = error.read(_DETAIL_BYTES)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,16 +173,19 @@ class Length:
 
 @dataclass
 class JsonSchema:
-    """Whether the answer is JSON that fits ``schema``: a file, or the schema itself.
+    """Whether the answer is JSON that fits ``schema``: a file, or the schema itself, without
+    references to other files or hosts.
 
     The answer may wrap the JSON in a fence of three backticks, with nothing around it.
     """
 
     schema: Any = None
+    limit_per_answer_s = _PATTERN_S
 
     def __post_init__(self) -> None:
         try:
             from jsonschema import SchemaError, validators
+            from jsonschema_specifications import REGISTRY
             from referencing.exceptions import Unresolvable
         except ImportError:
             raise UserError(
@@ -197,7 +200,8 @@ class JsonSchema:
             raise UserError(
                 f"--reward_args json_schema.schema is not a JSON schema: {problem}"
             ) from None
-        self._validator = validator(schema)
+        timed = {"pattern": _pattern, "patternProperties": _pattern_properties}
+        self._validator = validators.extend(validator, timed)(schema, registry=REGISTRY)
         self._unresolvable = Unresolvable
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -219,18 +223,34 @@ class JsonSchema:
         require(isinstance(content, (dict, bool)), f"{flag}={path}: a schema is a JSON object")
         return content
 
-    def __call__(self, answers: list[str]) -> list[float]:
-        return [float(self._fits(answer)) for answer in answers]
+    def __call__(self, answers: list[str]) -> list[float | None]:
+        return _in_time(self._fits, answers)
 
-    def _fits(self, answer: str) -> bool:
+    def _fits(self, answer: str) -> float:
         fenced = _FENCE.fullmatch(answer.strip())
         try:
             content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
-            return self._validator.is_valid(content)
+            return float(self._validator.is_valid(content))
         except self._unresolvable:
             raise  # a dangling $ref is an error in the schema, not in the answer
+        except TimeoutError:
+            return _too_slow("json_schema") or 0.0
         except Exception:  # 1e999 with multipleOf, arrays nested beyond the recursion limit
-            return False
+            return 0.0
+
+
+def _pattern(validator: Any, pattern: str, value: Any, _: Any) -> Iterator[Exception]:
+    """JSON schema's keyword, with a time limit."""
+    if isinstance(value, str) and not regex.search(pattern, value, timeout=_PATTERN_S):
+        yield from validator.descend(value, False)
+
+
+def _pattern_properties(validator: Any, given: Any, value: Any, _: Any) -> Iterator[Exception]:
+    """JSON schema's keyword, with a time limit."""
+    for key, content in value.items() if isinstance(value, dict) else ():
+        for pattern, schema in given.items():
+            if regex.search(pattern, key, timeout=_PATTERN_S):
+                yield from validator.descend(content, schema)
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Processes:
 
     def close(self) -> None:
         for worker in self._all:
-            worker.close()
+            worker.stop()
 
 
 class Worker:
@@ -81,6 +81,8 @@ class Worker:
         self.num_starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
+        self._lock = threading.RLock()  # of both: `stop` comes from another thread
+        self._is_stopped = False
 
     def start(self) -> None:
         """Start the process unless it runs.
@@ -88,11 +90,20 @@ class Worker:
         Raises:
             Fault: what it serves cannot be rebuilt there.
         """
-        if self._process is not None:
+        with self._lock:
+            if self._is_stopped:
+                raise Fault("was stopped")
             # NOTE WNOWAIT: reaping the process would free its group's id for reuse.
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if os.waitid(os.P_PID, self._process.pid, options) is None:
+            if self._process and os.waitid(os.P_PID, self._process.pid, options) is None:
                 return
+            self._launch()
+        problem = self._reply_to(self._served, START_S)
+        if problem is not None:
+            self.close()
+            raise Fault(problem)
+
+    def _launch(self) -> None:
         self.close()
         self._pipe, child_end = Pipe()
         descriptor = child_end.fileno()
@@ -108,10 +119,6 @@ class Worker:
         )
         child_end.close()
         self.num_starts += 1
-        problem = self._reply_to(self._served, START_S)
-        if problem is not None:
-            self.close()
-            raise Fault(problem)
 
     def call(
         self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
@@ -145,16 +152,22 @@ class Worker:
         self.close()
         raise timed_out(limit_s)
 
+    def stop(self) -> None:
+        """Kill the process for good, also beside a call in another thread, which then fails."""
+        self._is_stopped = True
+        self.close()
+
     def close(self) -> int:
         """Kill the process group; the exit code of the process."""
-        if self._process is None:
-            return 0
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
-        self._process = None
-        self._pipe.close()
-        return code
+        with self._lock:
+            if self._process is None:
+                return 0
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._process.wait()
+            self._process = None
+            self._pipe.close()
+            return code
 
 
 def serve(descriptor: int) -> NoReturn:

@@ -23,6 +23,7 @@ from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed.disk_space import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
+from dschat.startup.files import no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
@@ -172,7 +173,10 @@ def _claim(folder: Path) -> None:
     """
     if held := _claims.pop(str(folder), None):
         held.close()
-    file = (folder / _LOCK).open("w")
+    try:
+        file = open(folder / _LOCK, "w", opener=no_link)  # noqa: SIM115  held until `_release`
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: {_LOCK}: {error.strerror}; remove it") from None
     try:
         # NOTE: lockf, not flock: held by this process, not by its forks.
         try_lock(file, fcntl.lockf)
@@ -207,6 +211,6 @@ def mark_complete(output_dir: str | Path) -> None:
     dist.barrier()
     if dist.is_main_process():
         record = _records.pop(str(Path(output_dir)), "")
-        manifest.write_whole(Path(output_dir) / COMPLETE, record)
+        replace_file(Path(output_dir) / COMPLETE, record)
         _release(Path(output_dir))
     dist.barrier()

@@ -5,7 +5,10 @@ if __name__ == "__main__":  # before the other imports, which take a second
 
     exit_on_interrupt()
 
+import asyncio
+import math
 import os
+import signal
 import socket
 import sys
 
@@ -13,7 +16,7 @@ from dschat.config import UserError, parser
 from dschat.distributed import entrypoint
 from dschat.serving.flags import KEYS_VARIABLE, ServeConfig, api_keys
 
-_SHUTDOWN_S = 5  # for requests that run when the server is stopped
+_LAST_EVENTS_S = 5  # for the last events of answers, after --drain_s
 # Seconds that a Python thread may keep the interpreter while others wait. With the default of 5 ms,
 # an engine's thread that has left it for a moment waits as long as a decode step takes.
 _SWITCH_S = 2e-4
@@ -27,6 +30,7 @@ def main() -> None:
         import uvicorn
 
         from dschat.serving.app import Server, create_app
+        from dschat.serving.limits import BoundedConnection
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("dschat"):
             raise
@@ -53,10 +57,20 @@ def main() -> None:
         app,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        http=BoundedConnection,
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(config.drain_s) + _LAST_EVENTS_S,
         server_header=False,
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+
+    class DrainingServer(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(config.drain_s, server.end_answers)
+            await super().shutdown(sockets)
+
+    # NOTE: uvicorn raises the signal again when all answers have ended: exit code 0.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    DrainingServer(settings).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

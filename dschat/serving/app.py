@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,21 +19,19 @@ from dschat.serving.chat_routes import WebChat
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import (
-    EngineFailure,
     Event,
     Generation,
     ServedModel,
-    TimedOut,
     joined,
 )
 from dschat.serving.limits import Guard
 from dschat.serving.metrics import Counted, ServerMetrics
+from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
 from dschat.serving.reward import RewardModel
 from dschat.serving.schema import ChatRequest, CompletionRequest
 
-_CLIENT_LEFT = 499  # nginx's status; nobody reads it
 _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
 
 Format = ChatFormat | CompletionFormat
@@ -48,8 +45,16 @@ class Server:
     config: ServeConfig
     models: dict[str, ServedModel]
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
-    _encoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def __post_init__(self) -> None:
+        # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
+        self._encoders = self.thread()
+        self._running: set[Generation] = set()
+        self._is_stopping = False
+
+    def thread(self) -> PatientThread:
+        """A thread with the limits of the server."""
+        return PatientThread(self.config.max_waiting, self.config.request_timeout_s)
 
     def start(self) -> None:
         """Start the engines, in the event loop."""
@@ -60,7 +65,13 @@ class Server:
     def stop(self) -> None:
         for model in self.models.values():
             model.worker.close()
-        self._encoders.shutdown()
+        self._encoders.close()
+
+    def end_answers(self) -> None:
+        """End those that run, and those that would begin."""
+        self._is_stopping = True
+        for generation in self._running:
+            generation.stop()
 
     def model(self, name: str | None) -> ServedModel:
         """The model called ``name``; the first one without a name."""
@@ -71,41 +82,43 @@ class Server:
             raise HTTPException(404, f"the model {name[:100]} does not exist; there is {known}")
         return self.models[name]
 
-    async def encode(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function`` of a model's encoder, in their thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *args)
-
     # -- answers -----------------------------------------------------------------------------------
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        model = self.model(body.model)
+        began, model = time.perf_counter(), self.model(body.model)
+        self._require_room(1, body.n)
         messages = [message.as_dict() for message in body.messages]
-        ids = await self.encode(prompt_text_ids, model.encoder, messages)
+        ids = await self._encoders.run(request, prompt_text_ids, model.encoder, messages)
         room = model.worker.engine.max_positions - len(ids)
-        generation = self._generation(model, body, [ids], body.max_new_tokens or max(1, room))
+        limit = body.max_new_tokens or max(1, room)
+        generation = self._generation(model, body, [ids], limit, began)
         return await self._respond(request, body, ChatFormat(generation, body.logprobs))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        model = self.model(body.model)
-        prompts = []
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                prompt = await self.encode(model.encoder.encode, prompt)
-            prompts.append(prompt)
+        began, model = time.perf_counter(), self.model(body.model)
+        self._require_room(len(body.prompts), body.n)
+        prompts = await self._encoders.run(request, _encoded, model.encoder, body.prompts)
         room = min((model.worker.engine.max_positions - len(ids) for ids in prompts), default=1)
-        generation = self._generation(model, body, prompts, body.max_new_tokens or max(1, room))
+        limit = body.max_new_tokens or max(1, room)
+        generation = self._generation(model, body, prompts, limit, began)
         has_logprobs = body.logprobs is not None
         return await self._respond(request, body, CompletionFormat(generation, has_logprobs))
 
-    def _generation(
-        self, model: ServedModel, body: Body, prompts: list[list[int]], max_new_tokens: int
-    ) -> Generation:
-        if not prompts:
+    def _require_room(self, num_prompts: int, n: int) -> None:
+        if not num_prompts:
             raise UserError("prompt: is empty; write at least one")
-        if len(prompts) * body.n > self.config.max_num_seqs + self.config.max_waiting:
-            raise UserError(f"{len(prompts)} prompts with n {body.n} are more than the queue holds")
-        sampling = body.sampling(max_new_tokens)
-        return Generation(model, prompts, sampling, body.stops, body.num_top)
+        if num_prompts * n > self.config.max_num_seqs + self.config.max_waiting:
+            raise UserError(f"{num_prompts} prompts with n {n} are more than the queue holds")
+
+    def _generation(
+        self, model: ServedModel, body: Body, prompts: list[list[int]], limit: int, began: float
+    ) -> Generation:
+        if self._is_stopping:
+            raise Stopping
+        samplings = [body.sampling(limit) for _ in prompts]  # without a seed each has its own
+        generation = Generation(model, prompts, samplings, body.stops, body.num_top, began)
+        self._running.add(generation)
+        return generation
 
     async def _respond(self, request: Request, body: Body, answers: Format) -> Response:
         if body.stream:
@@ -119,16 +132,7 @@ class Server:
                     for event in events:
                         choices[event.choice].append(event)
 
-        collecting = asyncio.create_task(collect())
-        leaving = asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                return Response(status_code=_CLIENT_LEFT)
-            collecting.result()
-        finally:
-            leaving.cancel()
-            collecting.cancel()
+        await while_connected(request, collect())
         return JSONResponse(answers.whole(choices))
 
     async def _chunks(self, body: Body, answers: Format) -> AsyncIterator[str]:
@@ -141,7 +145,7 @@ class Server:
                     shown = events if has_logprobs else joined(events)
                     shown = [e for e in shown if e.text or e.finish_reason or has_logprobs]
                     yield "".join(server_sent(answers.chunk(event)) for event in shown)
-        except (TimedOut, EngineFailure) as error:
+        except Ended as error:
             _, problem, _ = describe(error)
             yield server_sent(problem)
         else:
@@ -151,7 +155,7 @@ class Server:
 
     async def _events(self, generation: Generation) -> AsyncGenerator[list[Event], None]:
         """The events of ``generation``, counted."""
-        name, metrics, started = generation.model.name, self.metrics, time.perf_counter()
+        name, metrics, started = generation.model.name, self.metrics, generation.began
         metrics.prompt_tokens.labels(name).inc(generation.prompt_tokens)
         is_first = is_left = True
         try:
@@ -162,10 +166,11 @@ class Server:
                         is_first = False
                     yield events
             is_left = False
-        except (TimedOut, EngineFailure):
+        except Ended:
             is_left = False
             raise
         finally:
+            self._running.discard(generation)
             metrics.cancelled.labels(name).inc(is_left)
             metrics.answer_tokens.labels(name).inc(generation.completion_tokens)
             metrics.request_s.labels(name).observe(time.perf_counter() - started)
@@ -215,7 +220,8 @@ def create_app(
     WebChat(server, preferences, reward_model).add_to(app)
     handle_errors(app)
     app.add_middleware(Counted, counter=server.metrics.requests)
-    app.add_middleware(Guard, keys=keys, max_bytes=int(config.max_request_mib * 2**20))
+    max_bytes, origins = int(config.max_request_mib * 2**20), config.allow_origin or []
+    app.add_middleware(Guard, keys=keys, max_bytes=max_bytes, origins=origins)
     if config.allow_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -224,7 +230,7 @@ def create_app(
             allow_headers=["authorization", "content-type"],
         )
     if config.is_local:  # a page of another origin could otherwise give this address its own name
-        local = ["localhost", "127.0.0.1", "[::1]", "testserver", config.host]
+        local = ["localhost", "127.0.0.1", "[::1]", config.host]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=local)
     return app
 
@@ -247,6 +253,5 @@ class _Stream(StreamingResponse):
             self._generation.close()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _encoded(encoder: Any, prompts: list[str | list[int]]) -> list[list[int]]:
+    return [encoder.encode(p) if isinstance(p, str) else p for p in prompts]

@@ -1,12 +1,9 @@
 """The web chat: its page, scores of a reward model, and preferences."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 
@@ -32,7 +29,7 @@ class WebChat:
         self, server: "Server", preferences: PreferenceFile, reward_model: "RewardModel | None"
     ) -> None:
         self._server, self._preferences, self._reward_model = server, preferences, reward_model
-        self._thread = ThreadPoolExecutor(1)  # one, as the reward model's tokenizer demands
+        self._thread = server.thread()  # one, as the reward model's tokenizer demands
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes."""
@@ -52,18 +49,15 @@ class WebChat:
             "preferences": str(self._preferences.path),
         }
 
-    async def score(self, body: ScoreRequest) -> dict[str, list[float]]:
+    async def score(self, request: Request, body: ScoreRequest) -> dict[str, list[float]]:
         """Scores of answers to one conversation."""
         if self._reward_model is None:
             raise HTTPException(404, "the server has no reward model; start it with --reward_model")
         messages = [message.as_dict() for message in body.messages]
-        scores = await self._run(self._reward_model.score, messages, body.answers)
+        scores = await self._thread.run(request, self._reward_model.score, messages, body.answers)
         return {"scores": scores}
 
-    async def prefer(self, body: Preference) -> Response:
+    async def prefer(self, request: Request, body: Preference) -> Response:
         """Record that one answer is better than another."""
-        await self._run(self._preferences.append, body)
+        await self._thread.run(request, self._preferences.append, body)
         return Response(status_code=204)
-
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

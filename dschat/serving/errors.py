@@ -9,11 +9,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from dschat.config import UserError
-from dschat.serving.generation import EngineFailure, TimedOut
+from dschat.serving.generation import EngineFailure
+from dschat.serving.patience import ClientLeft, Ended, Overloaded, Stopping, TimedOut
 from dschat.serving.responses import error_body
-from dschat.serving.worker import Overloaded
 
 _RETRY_AFTER_S = 2
+_CLIENT_LEFT = 499  # nginx's status; nobody reads it
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
@@ -28,8 +29,12 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
         return 429, body, {"Retry-After": str(_RETRY_AFTER_S)}
     if isinstance(error, TimedOut):
         return 504, error_body("the request took too long", "timeout_error"), {}
+    if isinstance(error, Stopping):
+        return 503, error_body("the server stops; ask again later", "server_error"), {}
     if isinstance(error, EngineFailure):
         return 500, error_body("the engine failed; see the server's log", "server_error"), {}
+    if isinstance(error, ClientLeft):
+        return _CLIENT_LEFT, {}, {}
     assert isinstance(error, HTTPException)
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
     return error.status_code, error_body(error.detail, "invalid_request_error", code), {}
@@ -42,7 +47,8 @@ def handle_errors(app: FastAPI) -> None:
         status, body, headers = describe(error)
         return JSONResponse(body, status, dict(headers))
 
-    for kind in (RequestValidationError, UserError, Overloaded, TimedOut, EngineFailure):
+    known = RequestValidationError, UserError, Overloaded, Ended, ClientLeft
+    for kind in known:
         app.add_exception_handler(kind, respond)
     app.add_exception_handler(HTTPException, respond)
 

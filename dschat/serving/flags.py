@@ -60,6 +60,9 @@ class ServeConfig:
     request_timeout_s: float = flag(
         600.0, "Longest time for a request in seconds, waiting included.", gt=0
     )
+    drain_s: float = flag(
+        20.0, "Time for answers that run when the server is stopped, in seconds.", ge=0
+    )
     max_request_mib: float = flag(1.0, "Largest request body in MiB.", gt=0)
     trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
 
@@ -101,6 +104,8 @@ def _named(path: str) -> tuple[str, str]:
 def api_keys(config: ServeConfig, variable: str | None) -> list[str]:
     """Keys of ``--api_key_file`` and of the environment ``variable`` (separated by commas)."""
     keys = (variable or "").split(",")
+    if variable is not None and not any(map(str.strip, keys)):
+        raise UserError(f"{KEYS_VARIABLE} is set and has no key; write one, or unset it")
     if config.api_key_file is not None:
         try:
             keys += Path(config.api_key_file).read_text().splitlines()

@@ -1,12 +1,14 @@
 """Follows the answers of one HTTP request, from the engine's tokens to pieces of text."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
+from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import EngineWorker, Handle, Token
 
@@ -14,11 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TimedOut(Exception):
-    """A request took longer than the server allows."""
-
-
-class EngineFailure(Exception):
+class EngineFailure(Ended):
     """A step of the engine failed; the server's log has the cause."""
 
 
@@ -62,7 +60,10 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 class Generation:
-    """The answers to ``prompts``, ``sampling.n`` each: choice ``p * n + sample`` for prompt p.
+    """The answers to ``prompts``, n each: choice ``p * n + sample`` for prompt p.
+
+    ``samplings``: of each prompt; they differ in the seed alone. ``began``: when the request did,
+    on the clock of `time.perf_counter`.
 
     Raises:
         UserError: a prompt that the model cannot answer.
@@ -73,11 +74,13 @@ class Generation:
         self,
         model: ServedModel,
         prompts: list[list[int]],
-        sampling: SamplingParams,
+        samplings: list[SamplingParams],
         stops: list[str],
         num_top: int,
+        began: float,
     ) -> None:
-        self.model, engine = model, model.worker.engine
+        self.model, self.began, engine = model, began, model.worker.engine
+        sampling = samplings[0]
         problem = engine.problem([(ids, 0, sampling.max_new_tokens) for ids in prompts])
         if problem is not None:
             raise UserError(problem)
@@ -90,7 +93,7 @@ class Generation:
         self.prompt_tokens = sum(map(len, prompts))
         try:
             for i, ids in enumerate(prompts):
-                handle = model.worker.submit(self._tokens, ids, sampling, num_top)
+                handle = model.worker.submit(self._tokens, ids, samplings[i], num_top)
                 self._first[handle] = i * sampling.n
         except BaseException:
             self.close()
@@ -115,15 +118,21 @@ class Generation:
         for handle in self._first:
             self.model.worker.cancel(handle)
 
+    def stop(self) -> None:
+        """End the answers with `Stopping`."""
+        self._tokens.put_nowait(Stopping())
+
     async def events(self, timeout_s: float) -> AsyncGenerator[list[Event], None]:
         """The events since the last ones, until all choices have ended.
 
         Raises:
-            TimedOut: after ``timeout_s``.
+            TimedOut: ``timeout_s`` after the request began.
+            Stopping: after `stop`.
             EngineFailure: the engine failed.
         """
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(timeout_s, self._tokens.put_nowait, TimedOut())
+        left_s = timeout_s - (time.perf_counter() - self.began)
+        timer = loop.call_later(left_s, self._tokens.put_nowait, TimedOut())
         try:
             while self._open:
                 items = [await self._tokens.get()]
@@ -136,7 +145,7 @@ class Generation:
             self.close()
 
     def _follow(self, item: Token | Exception) -> list[Event]:
-        if isinstance(item, TimedOut):
+        if isinstance(item, Ended):
             raise item
         if isinstance(item, Exception):
             raise EngineFailure(str(item)) from item

@@ -1,45 +1,52 @@
-"""Guards the server: API keys, size and time of request bodies."""
+"""Guards the server: API keys, origins, size and time of requests, number of connections."""
 
 import asyncio
+import resource
 import secrets
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dschat.serving.responses import error_body
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")
-_BODY_TIMEOUT_S = 30.0
+_HEADER_TIMEOUT_S, _BODY_TIMEOUT_S = 10.0, 30.0
+_HEADER_BYTES = 64 * 2**10
+_MAX_CONNECTIONS = 4096
 _DISCARDED_BYTES = 64 * 2**20  # of a body too large
 
 
 class Guard:
-    """ASGI middleware. Refuses requests without a key, and bodies too large or too slow."""
+    """ASGI middleware. Refuses requests without a key, of pages of other origins, and bodies that
+    are no JSON, too large or too slow.
+    """
 
-    def __init__(self, app: ASGIApp, keys: list[str], max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(
+        self, app: ASGIApp, keys: list[str], max_bytes: int, origins: Sequence[str] = ()
+    ) -> None:
+        self._app, self._max_bytes, self._origins = app, max_bytes, origins
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if not self._may_enter(scope, headers.get(b"authorization", b"")):
-            body = error_body("the API key is missing or wrong", "authentication_error")
-            response = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        if (response := self._refusal(scope)) is None:
+            try:
+                whole = await asyncio.wait_for(_read(receive, self._max_bytes), _BODY_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                late = f"the request's body did not arrive in {_BODY_TIMEOUT_S:.0f} s"
+                response = _refuse(408, late)
+            else:
+                large = f"the request's body exceeds {self._max_bytes} bytes (--max_request_mib)"
+                response = _refuse(413, large) if whole is None else None
+        if response is not None:
             await response(scope, receive, send)
-            return
-        try:
-            whole = await asyncio.wait_for(_read(receive, self._max_bytes), _BODY_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            problem = f"the request's body did not arrive in {_BODY_TIMEOUT_S:.0f} s"
-            await _refuse(408, problem)(scope, receive, send)
-            return
-        if whole is None:
-            problem = f"the request's body exceeds {self._max_bytes} bytes (--max_request_mib)"
-            await _refuse(413, problem)(scope, receive, send)
             return
         messages = [{"type": "http.request", "body": whole, "more_body": False}]
 
@@ -48,12 +55,54 @@ class Guard:
 
         await self._app(scope, replay, send)
 
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = dict(scope["headers"])
+        if not self._may_enter(scope, headers.get(b"authorization", b"")):
+            body = error_body("the API key is missing or wrong", "authentication_error")
+            return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        # What a browser sends for a page of another origin without asking the server first.
+        kind, origin = headers.get(b"content-type", b""), headers.get(b"origin", b"").decode()
+        if scope["method"] == "POST" and kind.partition(b";")[0].strip() != b"application/json":
+            return _refuse(415, "the request's Content-Type is not application/json")
+        is_own = urlsplit(origin).netloc == headers.get(b"host", b"").decode()
+        if origin and not is_own and not {origin, "*"} & set(self._origins):
+            return _refuse(403, f"pages of {origin:.100} may not send requests (--allow_origin)")
+        return None
+
     def _may_enter(self, scope: Scope, authorization: bytes) -> bool:
         if not self._keys or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         kind, _, key = authorization.partition(b" ")
         is_known = [secrets.compare_digest(key.strip(), known) for known in self._keys]
         return kind.lower() == b"bearer" and any(is_known)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Ends connections whose headers do not arrive, and those beyond what the process may open."""
+
+    _deadline: asyncio.TimerHandle | None = None  # of the next headers
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self.connections) > min(_MAX_CONNECTIONS, num_files * 3 // 4):
+            transport.abort()
+        self.data_received(b"")
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self.transport.abort)
+            self._num_bytes = 0
+        super().data_received(data)
+        self._num_bytes += len(data)
+        if self._deadline is not None and self._num_bytes > _HEADER_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        super().on_headers_complete()
 
 
 def _refuse(status: int, message: str) -> JSONResponse:

@@ -21,7 +21,9 @@ class PreferenceFile:
         self.path = Path(path)
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         problem = None
-        if self.path.is_dir():
+        if self.path.is_symlink():
+            problem = errno.ELOOP
+        elif self.path.is_dir():
             problem = errno.EISDIR
         elif not parent.is_dir():
             problem = errno.ENOTDIR
@@ -42,7 +44,7 @@ class PreferenceFile:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             os.write(file, line)
             os.fsync(file)

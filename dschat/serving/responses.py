@@ -68,7 +68,7 @@ class ChatFormat:
         entries = []
         for event in events:
             entry = _entry(tokenizer, event.token.id, event.token.logprob)
-            top = [_entry(tokenizer, token, value) for token, value in event.token.top]
+            top = [_entry(tokenizer, token, value) for token, value in _top(event)]
             entries.append(entry | {"top_logprobs": top})
         return {"content": entries}
 
@@ -110,7 +110,7 @@ class CompletionFormat:
         for event in events:
             found["tokens"] += continued_texts(tokenizer, [[event.token.id]], with_special=True)
             found["token_logprobs"].append(event.token.logprob)
-            top = {continued_texts(tokenizer, [[i]], True)[0]: v for i, v in event.token.top}
+            top = {continued_texts(tokenizer, [[i]], True)[0]: v for i, v in _top(event)}
             found["top_logprobs"].append(top)
             offset = self._offsets.get(event.choice, 0)
             found["text_offset"].append(offset)
@@ -126,6 +126,12 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 def _head(prefix: str, generation: Generation) -> Json:
     name = generation.model.name
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+
+def _top(event: Event) -> list[tuple[int, float]]:
+    """The likeliest tokens; the drawn one with its own log-prob, which has fewer digits."""
+    drawn = event.token
+    return [(i, drawn.logprob if i == drawn.id else value) for i, value in drawn.top]
 
 
 def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> Json:

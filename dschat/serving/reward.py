@@ -7,7 +7,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import resolve_dtype
 from dschat.config import UserError
 from dschat.data.segments import encode_examples
-from dschat.data.sources.adapters import Example
+from dschat.data.sources.adapters import Content, Example
 from dschat.models.fit import check_fit
 from dschat.models.load import load_score_backbone, not_a_reward_model
 from dschat.models.model_kind import load_config, reward_form
@@ -55,17 +55,15 @@ class RewardModel:
         Raises:
             UserError: the chat template refuses the messages, or they are longer than the model.
         """
-        turns = [[{"role": "assistant", "content": answer}] for answer in answers]
-        examples = [Example(messages, turn) for turn in turns]
-        rows = []
-        for encoded in encode_examples(self._tokenizer, examples, ("chosen",)):
-            if encoded.problem:
-                raise UserError(encoded.problem)
-            row = encoded.prompt_ids + encoded.answers[0]
-            if self._positions is not None and len(row) > self._positions:
-                raise UserError(
-                    f"{len(row)} tokens, and the reward model has {self._positions} positions"
-                )
-            rows.append(row)
+        turns: list[Content] = [[{"role": "assistant", "content": text}] for text in answers]
+        example = Example(messages, others=turns)
+        (encoded,) = encode_examples(self._tokenizer, [example], ("others",))
+        if encoded.problem:
+            raise UserError(encoded.problem)
+        rows = [encoded.prompt_ids + answer for answer in encoded.answers]
+        if self._positions is not None and (longest := max(map(len, rows))) > self._positions:
+            raise UserError(
+                f"{longest} tokens, and the reward model has {self._positions} positions"
+            )
         packed = pack(rows, [[len(row) - 1] for row in rows])
         return self._model(packed.to(dist.device())).tolist()

@@ -3,23 +3,39 @@
 import secrets
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from dschat.data.sources.turns import storable
 from dschat.inference.protocol import SamplingParams
 
-# Fields that would change the answer and that the engine does not implement, with the values that
-# ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
+# Fields that change no answer, and values of others that ask for nothing, as null does.
+_HARMLESS = (
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id", "name"),
+)
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "annotations": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
 }
 
 # Clients that cut text within an emoji send half of it: as data sets are read, it becomes a "?".
@@ -33,10 +49,24 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationRequest(BaseModel):
-    """What both kinds of requests have. Fields after ``stream_options`` are not OpenAI's."""
+class Known(BaseModel):
+    """Refuses fields that may change the answer and are not declared; leaves out those of null."""
 
-    model_config = ConfigDict(extra="allow")  # clients send fields that change nothing: user, store
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, value in given.items():
+            known = name in cls.model_fields or name in _HARMLESS
+            if not known and value not in _ASKS_NOTHING.get(name, ()):
+                raise ValueError(f"{name:.60} {value!r:.60} is not supported")
+        return given
+
+
+class GenerationRequest(Known):
+    """What both kinds of requests have. Fields after ``stream_options`` are not OpenAI's."""
 
     model: Text | None = None
     n: int = Field(1, ge=1, le=128)
@@ -51,14 +81,6 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: list[int] = Field([], max_length=64)
     ignore_eos: bool = False
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> "GenerationRequest":
-        for name, nothing in _UNSUPPORTED.items():
-            value = (self.model_extra or {}).get(name)
-            if value not in nothing:
-                raise ValueError(f"{name} {value!r:.60} is not supported")
-        return self
 
     @property
     def stops(self) -> list[str]:
@@ -94,7 +116,7 @@ class TextPart(BaseModel):
     text: Text
 
 
-class Message(BaseModel):
+class Message(Known):
     """One turn of a conversation."""
 
     role: Text = Field(max_length=64)
@@ -108,10 +130,14 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
+# Each earlier answer is rendered as a turn of its own, so the work grows with the square.
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=256)]
+
+
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -154,14 +180,14 @@ class CompletionRequest(GenerationRequest):
 class ScoreRequest(BaseModel):
     """Body of ``/api/score``: a conversation and answers to it."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     answers: list[Text] = Field(min_length=1, max_length=64)
 
 
 class Preference(BaseModel):
     """Body of ``/api/preference``: a conversation, and which of two answers is better."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Conversation
     chosen: Text = Field(min_length=1)
     rejected: Text = Field(min_length=1)
     chosen_model: Text = ""

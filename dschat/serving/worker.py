@@ -12,6 +12,7 @@ from typing import NamedTuple
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.open_batch import OpenBatch, Request
 from dschat.inference.protocol import FinishReason, SamplingParams
+from dschat.serving.patience import Overloaded
 
 logger = logging.getLogger("dschat")
 
@@ -19,10 +20,6 @@ logger = logging.getLogger("dschat")
 # they are. So under load the tokens of several steps reach it together, after this time per
 # request, and never later than the second one.
 _GATHER_S, _LONGEST_GATHER_S = 1e-3, 0.1
-
-
-class Overloaded(Exception):
-    """As many answers wait as the server allows."""
 
 
 class Token(NamedTuple):

@@ -10,6 +10,7 @@ from dschat.checkpoint import async_writer as writer_module
 from dschat.checkpoint import atomic_files
 from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import MANIFEST, read_manifest
+from dschat.startup.files import replace_file
 
 
 class TwoWriters:
@@ -58,7 +59,7 @@ def test_one_cannot_write(can_tell, tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic_files, "write_file", failing)
     if not can_tell:
-        monkeypatch.setattr(two.pair[1], "_write_note", failing_tell)
+        monkeypatch.setattr(writer_module, "replace_file", failing_tell)
     two.start(0, a=b"1")
     two.start(1, b=b"2")
     if can_tell:
@@ -67,8 +68,10 @@ def test_one_cannot_write(can_tell, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def failing_tell(*_):
-    raise OSError(errno.EROFS, "Read-only file system")
+def failing_tell(path, content):
+    if path.name.startswith(".failed"):
+        raise OSError(errno.EROFS, "Read-only file system")
+    replace_file(path, content)
 
 
 def test_the_main_process_cannot_write(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -116,7 +117,7 @@ def test_an_adapter_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
     model = prepare_for_training(causal_lm("llama"), False, 2, 8.0, ["all-linear"], True, "")
 
     def full(tensors, path, **_):
-        path.write_bytes(b"half")
+        Path(path).write_bytes(b"half")
         raise SafetensorError(RUST)
 
     monkeypatch.setattr(hf_export, "save_file", full)

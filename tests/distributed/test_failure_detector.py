@@ -1,12 +1,18 @@
 """Ranks that end in different ways, and what the others do. No torch: files are the collective."""
 
+import contextlib
 import re
+import resource
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from dschat.distributed import failure_detector
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,3 +149,49 @@ def test_an_exit_with_0_does_not_end_the_others(tmp_path, how):
     assert codes == [0, 0, 0]
     assert [printed[r] for r in others] == ["None\n", "None\n"]
     assert stderr == ["", "", ""]
+
+
+@pytest.mark.parametrize("how", ["more than there are files", "a line without end"])
+def test_strangers_do_not_deafen_rank_0(how, monkeypatch):
+    """Connections that never say hello; then a rank connects and dies."""
+    shared, exits = {}, threading.Event()
+    monkeypatch.setattr(failure_detector.FailureDetector, "_exit", lambda self: exits.set())
+    monkeypatch.setattr(failure_detector.atexit, "register", lambda _: None)
+
+    def gather(value):
+        shared["port"], shared["token"] = value[0]
+        return [value, (None, "the other")]
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detector = failure_detector.FailureDetector(0, 2, "127.0.0.1", gather)
+    address = "127.0.0.1", shared["port"]
+    with contextlib.ExitStack() as stack:
+
+        def stranger():
+            return stack.enter_context(socket.create_connection(address, timeout=30))
+
+        if how == "a line without end":
+            client = stranger()
+            with contextlib.suppress(OSError):  # closed
+                for _ in range(10_000):
+                    client.sendall(b"x" * 4096)
+                raise AssertionError("40 MB were taken")
+        else:
+            clients = [stranger() for _ in range(3 * failure_detector._MAX_STRANGERS)]
+            for client in clients[: failure_detector._MAX_STRANGERS]:
+                assert client.recv(1) == b""  # closed
+            # No file is left for a while: accept fails.
+            used = max(map(int, (path.name for path in Path("/proc/self/fd").iterdir())))
+            waiting = socket.socket()
+            stack.enter_context(waiting)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+            waiting.connect(address)
+            time.sleep(0.3)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not detector._all_connected.is_set()
+        rank = stranger()
+        rank.sendall(f"hello {shared['token']} 1\n".encode())
+        assert detector._all_connected.wait(30)
+        rank.close()
+        assert exits.wait(30)
+        assert detector._failure == failure_detector.RankFailure(1, None)

@@ -1,7 +1,7 @@
 """Streamed tokens, and the ways an answer can end."""
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 from families import EOS, POSITIONS, PROMPTS, VOCAB, cache_gib, engine, logprob_gap
@@ -215,3 +215,42 @@ def test_a_prompt_may_be_extended_while_its_answer_streams(module_of):
     for token in made.stream(history, sampling):
         history.append(token)
     assert history[3:] == expected
+
+
+def test_as_many_streams_as_the_cache_has_pages(module_of, made):
+    """Pages of whole sequences: none is free to move another one to the front."""
+    own = engine(module_of("llama"), max_num_seqs=2)
+    sampling = [with_options(n=1, seed=seed) for seed in (1, 2)]
+    expected = [list(made.stream(PROMPTS[i], s)) for i, s in enumerate(sampling)]
+    assert own.cache.num_pages == 2
+    streams = [own.stream(PROMPTS[i], s) for i, s in enumerate(sampling)]
+    got = [[next(stream)] for stream in streams]
+    for _ in range(19):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens.append(next(stream))
+    assert got == expected
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("change", ["release_cache", "release_weights", "forget_prefixes"])
+def test_what_steps_use_is_not_taken_away_within_one(change, module_of):
+    own = engine(module_of("llama"), page_size=4)
+    own.generate(PROMPTS[:1], with_options())
+    with own._lock, ThreadPoolExecutor(1) as thread:
+        changing = thread.submit(getattr(own, change))
+        with pytest.raises(TimeoutError):
+            changing.result(0.3)
+        assert own._cache is not None
+        assert own._runner is not None
+        own._lock.release()
+        changing.result(30)
+        own._lock.acquire()
+
+
+def test_a_least_length_where_every_token_ends_an_answer(made):
+    ends = {"stop_token_ids": tuple(range(VOCAB)), "ignore_eos": False}
+    with pytest.raises(UserError, match="min_new_tokens: every token ends an answer"):
+        made.generate(PROMPTS[:1], with_options(min_new_tokens=2, **ends))
+    rollout = made.generate(PROMPTS[:1], with_options(**ends))
+    assert [len(answer) for answer in rollout.token_ids] == [1, 1]

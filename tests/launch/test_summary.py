@@ -123,7 +123,7 @@ def test_unknown_numbers_are_null_and_shown_as_a_dash(tmp_path):
 def test_broken_metrics_are_one_line(tmp_path):
     log(tmp_path, step2_reward=STEP_2)
     with (tmp_path / "step2_reward" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "eval/acc')
+        file.write('{"step": 3, "eval/acc\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl: line 4 is not a JSON object"):
         write_summary(tmp_path, {})
     assert not (tmp_path / "summary.json").exists()

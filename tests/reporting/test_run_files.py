@@ -80,3 +80,35 @@ def test_history_tells_starts_resumes_and_the_end(tmp_path):
     assert rows[3] == ["step3_rlhf", "1970-01-01 00:01:00 UTC", "resumed after step 2", where]
     assert rows[4][2] == "not finished; last row is of step 3"
     assert rows[5][2] == "checkpoints kept: after step 2"
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("metrics.jsonl", '{"step": ' + "[" * DEEP + "]" * DEEP + "}\n", "line 1 is not"),
+        ("training_config.yaml", "[" * DEEP, "cannot be read"),
+    ],
+)
+def test_files_nested_without_end(name, text, said, tmp_path):
+    (write_run(tmp_path) / "step1_sft" / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_runs([str(tmp_path)])
+
+
+def test_numbers_larger_than_floats_are_not_finite(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1}])
+    (run,) = read_runs([str(tmp_path)])
+    assert run.steps["step1_sft"].series("loss") == [(2, 1)]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "training_config.yaml"])
+def test_a_link_to_a_file_outside_the_run_is_not_read(name, tmp_path):
+    file = write_run(tmp_path / "out") / "step1_sft" / name
+    file.unlink(missing_ok=True)
+    file.symlink_to(tmp_path / "theirs")
+    (tmp_path / "theirs").write_text('{"step": 1, "secret": 1}\n')
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        read_runs([str(tmp_path / "out")])

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dschat.rewards import http_post
+from dschat.rewards.call import Fault
 from dschat.rewards.reward_functions import RewardError
 
 
@@ -210,3 +211,41 @@ def test_skip_drops_the_failed_batch(server, ask, caplog):
     assert source.scores.isnan().tolist() == [True, True, False, False]
     (record,) = caplog.records
     assert record.getMessage().startswith("2 of 4 samples have no score: --reward_url http")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_does_not_follow_a_redirect(status, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    asked = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(dict(self.headers))
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    class Redirects(Elsewhere):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Location", f"http://127.0.0.1:{elsewhere.server_port}/")
+            self.end_headers()
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as elsewhere,
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as judge,
+    ):
+        for server in (elsewhere, judge):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{judge.server_port}/"
+        with pytest.raises(Fault) as fault:
+            http_post.post(url, b"{}", 10, 0, {"Authorization": "Bearer secret"})
+        assert fault.value.problem.startswith(f"answered {status}")
+        for server in (elsewhere, judge):
+            server.shutdown()
+    assert asked == []

@@ -1,7 +1,10 @@
 """No answer, however hostile, makes a ready-made function raise or score out of its range."""
 
+import contextlib
 import json
+import socket
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +133,36 @@ def test_no_answer_makes_math_equal_fail(answer):
     """In worker processes; slow answers cost a second each."""
     (score,) = ready.MathEqual(limit_s=1.0)([answer], ["7"])
     assert score in (0, 1)
+
+
+def test_a_schema_reads_no_other_files_or_hosts(tmp_path):
+    (tmp_path / "other.json").write_text("true")
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        server.settimeout(0.2)
+        for reference in (f"file://{tmp_path}/other.json", f"http://127.0.0.1:{port}/other.json"):
+            schema = ready.JsonSchema({"$ref": reference})
+            with pytest.raises(schema._unresolvable):
+                schema(["1"])
+        with contextlib.suppress(TimeoutError):
+            asked.append(server.accept())
+    assert asked == []
+    draft = ready.JsonSchema({"$ref": "https://json-schema.org/draft/2020-12/schema"})
+    assert draft(['{"type": "object"}', '{"type": 1}']) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"pattern": "^(a|a)*$"}, '"{}"'),
+        ({"patternProperties": {"^(a|a)*$": False}}, '{{"{}": 1}}'),
+    ],
+)
+def test_a_schemas_patterns_have_a_time_limit(schema, answer, monkeypatch):
+    monkeypatch.setattr(ready, "_PATTERN_S", 0.2)
+    started = time.monotonic()
+    answers = [answer.format(text) for text in ("a" * 32 + "!", "aa", "b")]
+    scores = ready.JsonSchema(schema)(answers)
+    assert time.monotonic() - started < 30
+    assert scores == ([0, 1, 0] if "pattern" in schema else [0, 0, 1])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -116,3 +117,31 @@ def test_an_orphaned_worker_exits_though_its_function_holds_the_gil():
         assert process.wait(timeout=60) == 1
     finally:
         process.kill()
+
+
+def fault_of(worker):
+    """How a call that never ends does end."""
+    try:
+        return worker.call(0, {"prompts": ["p2"]}, [1], 60)
+    except BaseException as error:
+        return error
+
+
+def test_a_worker_that_is_stopped_beside_a_call():
+    """The call fails, both close the pipe once, and no call after it starts a process."""
+    for _ in range(5):
+        worker, outcome = Worker([("spec", f"{BAD}:hangs", {})]), []
+        worker.start()
+        close, closed = worker._pipe.close, []
+        worker._pipe.close = lambda close=close, closed=closed: (closed.append(1), close())
+
+        thread = threading.Thread(target=lambda w, o: o.append(fault_of(w)), args=(worker, outcome))
+        thread.start()
+        time.sleep(0.05)
+        worker.stop()
+        thread.join(30)
+        assert [type(error) for error in outcome] == [Fault]
+        assert closed == [1]
+    with pytest.raises(Fault, match="was stopped"):
+        worker.call(0, {"prompts": ["p1"]}, [1], 10)
+    assert (worker._process, worker.num_starts) == (None, 1)

@@ -23,6 +23,13 @@ def small(tmp_path_factory):
     yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], **sizes)
 
 
+@pytest.fixture
+def open_to_a_page(tmp_path_factory):
+    """A server that takes requests of one other origin."""
+    allowed = ["http://page.example"]
+    yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], allow_origin=allowed)
+
+
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
     """A server of two models, with a reward model of random weights."""
@@ -46,6 +53,7 @@ def _serve(tmp_path_factory, **options):
     from dschat.serving.__main__ import _listen
     from dschat.serving.app import Server, create_app
     from dschat.serving.flags import ServeConfig
+    from dschat.serving.limits import BoundedConnection
     from dschat.serving.load import load_models
     from dschat.serving.preferences import PreferenceFile
     from dschat.serving.reward import RewardModel
@@ -58,7 +66,7 @@ def _serve(tmp_path_factory, **options):
         scorer = RewardModel(config.reward_model, config.dtype)
     app = create_app(server, [], PreferenceFile(config.preferences), scorer)
     listener = _listen("127.0.0.1", 0)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="on")
+    settings = uvicorn.Config(app, log_level="warning", lifespan="on", http=BoundedConnection)
     running = uvicorn.Server(settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -45,6 +45,47 @@ def is_idle(served):
         ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "there is tiny"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages: "),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
+        *(
+            ("/v1/completions", {"prompt": "a", name: value}, 400, f"{name} ")
+            for name, value in (
+                ("repetition_penalty", 1.2),
+                ("guided_json", {}),
+                ("structured_outputs", {"choice": ["a"]}),
+                ("bad_words", ["a"]),
+                ("allowed_token_ids", [3]),
+                ("prompt_logprobs", 1),
+                ("something_new", False),
+            )
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "a"}], name: value},
+                400,
+                f"{name} ",
+            )
+            for name, value in (
+                ("chat_template_kwargs", {"enable_thinking": False}),
+                ("add_generation_prompt", False),
+                ("continue_final_message", True),
+                ("functions", [{}]),
+            )
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "assistant", "content": c, "tool_calls": [{}]}]},
+                400,
+                "messages.0: tool_calls ",
+            )
+            for c in ("a", None)
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            400,
+            "messages.0.content: Field required",
+        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
@@ -65,6 +106,35 @@ def test_wrong_requests(path, body, status, said, served):
     error = json.loads(text)["error"]
     assert (got, said in error["message"]) == (status, True), text
     assert "\n" not in error["message"]
+
+
+def test_fields_that_ask_for_nothing(served):
+    """Null for each of the server's fields, and what clients send besides."""
+    nothing = dict.fromkeys(
+        ("n", "stream", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "guided_json")
+    )
+    nothing |= {"user": "a", "store": True, "metadata": {"a": "b"}, "repetition_penalty": 1.0}
+    status, _, text = ask(served, "/v1/completions", {"prompt": "a", **nothing})
+    assert (status, len(json.loads(text)["choices"])) == (200, 1), text
+    message = {"role": "user", "content": "a", "name": "b", "tool_calls": None}
+    assert ask(served, "/v1/chat/completions", {"messages": [message], **nothing})[0] == 200
+
+
+def test_equal_prompts_without_a_seed_have_answers_of_their_own(served):
+    body = {"prompt": ["sun"] * 4, "max_tokens": 20, "ignore_eos": True}
+    for seed in (None, 7):
+        status, _, text = ask(served, "/v1/completions", body | {"seed": seed})
+        assert status == 200, text
+        texts = {choice["text"] for choice in json.loads(text)["choices"]}
+        assert len(texts) == (4 if seed is None else 1)
+
+
+def test_the_drawn_token_has_one_log_prob(served):
+    body = {"prompt": "sun", "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    (choice,) = json.loads(ask(served, "/v1/completions", body)[2])["choices"]
+    found = choice["logprobs"]
+    for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert value in top.values()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +177,8 @@ def test_a_large_body_without_its_size(served):
     """In chunks, so that the server learns of the size as it reads."""
     chunks = iter([b"a" * 2**16] * 160)
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    connection.request("POST", "/v1/completions", chunks, encode_chunked=True)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
 
@@ -209,7 +280,8 @@ def test_metrics(served):
     assert float(lines['dschat_running{model="tiny"}']) == 0
 
 
-def test_another_name_for_this_address(served):
+@pytest.mark.parametrize("name", ["evil.example", "testserver"])
+def test_another_name_for_this_address(name, served):
     """A page of another site cannot reach the server by a name of its own."""
-    status, _, _ = ask(served, "/v1/models", b"", "GET", Host="evil.example")
+    status, _, _ = ask(served, "/v1/models", b"", "GET", Host=name)
     assert status == 400

@@ -44,6 +44,9 @@ def test_keys(tmp_path):
     config = ServeConfig(path=["a"], api_key_file=str(file))
     assert api_keys(config, "three, four") == ["three", "four", "one", "two"]
     assert api_keys(ServeConfig(path=["a"]), None) == []
+    for variable in ("", " , "):
+        with pytest.raises(UserError, match="DSCHAT_API_KEYS is set and has no key"):
+            api_keys(ServeConfig(path=["a"]), variable)
     file.write_text("\n")
     with pytest.raises(UserError, match="has no key"):
         api_keys(config, None)
@@ -73,6 +76,7 @@ def guarded(path, *, key=None, body=(b"",), keys=("right",), max_bytes=10):
         sent.append(message)
 
     headers = [(b"authorization", key)] if key else []
+    headers.append((b"content-type", b"application/json; charset=utf-8"))
     scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
     asyncio.run(Guard(app, list(keys), max_bytes)(scope, receive, send))
     return sent[0]["status"], b"".join(read)

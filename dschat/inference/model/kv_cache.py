@@ -130,7 +130,9 @@ class KVCache:
         self.pairs[:, target, :num_tokens].copy_(self.pairs[:, source, :num_tokens])
 
     def swap_out(self, page: int, num_tokens: int) -> int:
-        """Move a page with one user to the lowest free page; returns the new page's number."""
+        """Move a page with one user to the lowest free page if that is lower; its new number."""
+        if not self._free or self._free[0] > page:
+            return page
         (target,) = self.allocate(1)
         self.copy_page(page, target, num_tokens)
         self.release([page])

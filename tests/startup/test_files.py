@@ -1,0 +1,39 @@
+"""Files under known names: whole, with the usual permissions, never through somebody's link."""
+
+import os
+import stat
+
+import pytest
+
+from dschat.startup.files import no_link, replace_file
+
+
+def test_a_link_is_replaced_not_followed(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    (tmp_path / "page").symlink_to(theirs)
+    replace_file(tmp_path / "page", "new", modified=1e9)
+    assert theirs.read_text() == "kept"
+    page = tmp_path / "page"
+    assert (page.is_symlink(), page.read_text(), page.stat().st_mtime) == (False, "new", 1e9)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~umask
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page", "theirs"]
+
+
+def test_what_fails_leaves_the_old_file_and_names_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as problem:
+        replace_file(tmp_path / "folder", b"new")
+    assert problem.value.filename == str(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_files_that_grow_are_opened_through_no_link(mode, tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        open(tmp_path / "link", mode, opener=no_link)  # noqa: SIM115
+    assert (tmp_path / "theirs").read_text() == "kept"

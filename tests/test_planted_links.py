@@ -1,0 +1,116 @@
+"""A stranger's folder has links under the names that commands write: none is followed."""
+
+from contextlib import suppress
+
+import pytest
+
+from dschat.checkpoint import atomic_files
+from dschat.config import UserError
+from dschat.distributed import machine, process_registry
+from dschat.launch.summary import write_summary
+from dschat.observability.row_file import RowFile
+from dschat.observability.starts import record_start
+from dschat.offline.answer_file import AnswerFile
+from dschat.offline.results import Results
+from dschat.runtime import output_dir
+from dschat.serving.preferences import PreferenceFile
+from dschat.serving.schema import Preference
+
+
+def write_report(folder):
+    import dschat.reporting.report as report
+    from dschat.config.report import ReportConfig
+
+    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    report.write_report(ReportConfig(runs=[str(folder)]))
+
+
+def lock(folder):
+    output_dir._claim(folder)
+
+
+def mark_complete(folder):
+    output_dir._records[str(folder)] = "{}\n"
+    output_dir.mark_complete(folder)
+
+
+def register(folder):
+    with process_registry.registered(folder):
+        pass
+
+
+def prefer(folder):
+    """The link is made after the start, which refuses it too."""
+    file = PreferenceFile(str(folder / "other.jsonl"))
+    with pytest.raises(UserError, match="symbolic links"):
+        PreferenceFile(str(folder / "p.jsonl"))
+    file.path = folder / "p.jsonl"
+    messages = [{"role": "user", "content": "a"}]
+    file.append(Preference(messages=messages, chosen="b", rejected="c"))
+
+
+WRITERS = {
+    "report": (write_report, ["report.html", "report.html.part"]),
+    "summary": (lambda f: write_summary(f, {}), ["summary.json", "summary.json.part"]),
+    "eval": (
+        lambda f: Results({}, 0, [], []).write(str(f / "out.json")),
+        ["out.json", "out.json.new"],
+    ),
+    "generate": (
+        lambda f: AnswerFile(str(f / "out"), {"a": 1}, overwrite=True),
+        ["out.partial"],
+    ),
+    "its settings": (
+        lambda f: AnswerFile(str(f / "out"), {"a": 1}, overwrite=True),
+        ["out.settings.json", ".out.settings.json.new"],
+    ),
+    "metrics": (lambda f: RowFile(f / "metrics.jsonl", keeps_rows=False), ["metrics.jsonl"]),
+    "starts": (lambda f: record_start(f, "start", 0), ["starts.jsonl"]),
+    "lock": (lock, [output_dir._LOCK]),
+    "complete": (mark_complete, ["COMPLETE"]),
+    "stopped": (process_registry.mark_stopped, [".ranks/stopped"]),
+    "tensors": (lambda f: atomic_files.write_file(f / "a.json", {}), ["a.json"]),
+    "preferences": (prefer, ["p.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_link_is_followed(writer, tmp_path):
+    theirs, folder = tmp_path / "theirs", tmp_path / "run"
+    theirs.write_text("kept")
+    write, names = WRITERS[writer]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(theirs)
+    with suppress(OSError, UserError):
+        write(folder)
+    assert theirs.read_text() == "kept"
+
+
+@pytest.mark.parametrize("suffix", [".saving", ".removed", ".replaced"])
+def test_a_link_to_a_folder_beside_the_checkpoints(suffix, tmp_path):
+    theirs, folder = tmp_path / "theirs", tmp_path / "checkpoints"
+    theirs.mkdir()
+    (theirs / "kept").write_text("kept")
+    folder.mkdir()
+    (folder / f".step_4{suffix}").symlink_to(theirs)
+    atomic_files.tidy(folder)
+    assert [path.name for path in theirs.iterdir()] == ["kept"]
+    assert list(folder.iterdir()) == []
+
+
+def test_another_users_cache_folder_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    first = machine.writable_cache()
+    assert machine.writable_cache() == first
+    first.rmdir()
+    first.symlink_to(tmp_path / "theirs")
+    assert machine.writable_cache().resolve() != (tmp_path / "theirs")
+    first.unlink()
+    first.mkdir()
+    monkeypatch.setattr(machine.os, "getuid", lambda: first.stat().st_uid + 1)
+    theirs = tmp_path / f"dschat-{first.stat().st_uid + 1}"
+    theirs.mkdir()
+    assert machine.writable_cache() not in (first, theirs)
