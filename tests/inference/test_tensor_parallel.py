@@ -26,6 +26,7 @@ from families import (
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import Rollout
 from dschat.models.lora import adapters, add_lora
 
@@ -136,6 +137,32 @@ def test_ranks_decode_alike_on_the_device(tokens, module_of):
     results = shared_rollout(module, 2, shares, prepare, **knobs)
     assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
     assert all((made.stats.preemptions > 0) == (tokens == POSITIONS) for _, made in results)
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_a_step_that_one_rank_cannot_capture_is_none_on_all(with_kernels, module_of):
+    """It would be captured again, and so run, on that rank alone."""
+    module = module_of("llama")
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+
+    def prepare(made):
+        def capture(step):
+            step()  # the warm-up, on all ranks
+            attempts.append(step)
+            if made.group.rank == 1 and len(attempts) == 1:
+                raise RuntimeError("out of memory")
+            return step
+
+        attempts = []
+        made._capture = capture
+        made._kernels = StepKernels(torch.device("cpu"), frozenset()) if with_kernels else None
+
+    shares = [range(0, 6), range(6, 8)]
+    results = shared_rollout(module, 2, shares, prepare, page_size=4)
+    assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
+    graphs = [made.step_runner().graphs(made.num_tokens) for _, made in results]
+    assert [each.failed for each in graphs] == [not with_kernels] * 2
+    assert [each.num_captured > 0 for each in graphs] == [with_kernels] * 2
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox"])
