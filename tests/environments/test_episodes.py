@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from episode_runs import (
@@ -105,6 +106,29 @@ def test_a_single_turn_is_an_answer_of_generate(made):
     expected = made.generate(PROMPTS, SAMPLING)
     assert [e.tokens for e in episodes] == expected.token_ids
     assert all(e.rewards[-1] == 1.0 and sum(e.rewards) == 1.0 for e in episodes)
+
+
+def test_the_reward_of_the_end_adds_to_that_of_the_last_step(made):
+    class Both:
+        def step(self, answer):
+            return None, 0.5, True
+
+        def get_reward(self):
+            return 2.0
+
+    for episode in run(made, Both):
+        assert episode.rewards == [0.0] * (len(episode.tokens) - 1) + [2.5]
+
+
+def test_every_answer_of_an_episode_has_the_least_length(made):
+    """As far as the episode has room for it."""
+    lengths = set()
+    for episode in run(made, sampling=replace(SAMPLING, min_new_tokens=6)):
+        answers = [len([*group]) for drawn, group in groupby(episode.drawn) if drawn]
+        assert min(answers[:-1], default=6) >= 6
+        assert answers[-1] >= 6 or len(episode.tokens) == SAMPLING.max_new_tokens
+        lengths |= {*answers}
+    assert lengths & {6, 7}
 
 
 def test_turns_find_their_pages(module_of):

@@ -119,7 +119,11 @@ class Run:
         limits = case.max_num_seqs, case.max_num_batched_tokens
         apart = case.separate_prefill, case.samples_apart
         self.scheduler = Scheduler(self.cache, *limits, *apart)
-        answers = case.answer_lengths
+        self.ask(prompts)
+
+    def ask(self, prompts):
+        """Queue these prompts, while the scheduler has no others."""
+        self.texts, answers = prompts, self.case.answer_lengths
         self.prompts = [
             Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)
         ]
@@ -278,15 +282,17 @@ def test_the_same_prompts_make_the_same_plans(case):
     assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(0, 12))
-def test_giving_up_frees_every_page(case, steps):
+def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run = Run(case)
     while run.scheduler.has_work and run.steps < steps:
         run.step()
     run.scheduler.clear()
     assert run.cache.num_free == case.num_pages
     assert not run.scheduler.has_work
+    run.ask(run.texts)
+    assert sorted(run.to_the_end().finished) == expected(case)
 
 
 @settings(max_examples=150, deadline=None)

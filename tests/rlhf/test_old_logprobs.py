@@ -91,6 +91,14 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     assert e.recomputed.all()
 
 
-def test_importance_weights_need_all(iteration):
-    e, _ = iteration(old_logprobs="auto", rollout_is="tis")
+@pytest.mark.parametrize("option", [{"rollout_is": "tis"}, {"partial_rollout": True}], ids=str)
+def test_weights_and_tokens_of_older_policies_need_all(option, iteration):
+    e, _ = iteration(old_logprobs="auto", **option)
+    assert e.recomputed.all()
+
+
+def test_a_teacher_is_compared_with_the_actors_own(iteration, models_folder):
+    """Also in a single step without a KL in the reward: its advantages read the log-probs."""
+    teacher = {"teacher_model_name_or_path": str(models_folder / "gpt2")}
+    e, _ = iteration(gap=0.3, old_logprobs="auto", kl_coef=0.0, **ONE_STEP, **teacher)
     assert e.recomputed.all()
