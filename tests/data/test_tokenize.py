@@ -283,6 +283,8 @@ def test_long_rows_lose_the_start_of_the_prompt_then_the_end_of_the_answer(knobs
     assert [LLAMA_LIKE.decode(row["input_ids"]) for row in made][0] == "<s>789abc</s>"
     assert LLAMA_LIKE.decode(made[1]["input_ids"]) == "<s>9abcdef"
     assert trained(LLAMA_LIKE, made[1]) == ["abcdef"]
+    shortest = sft_dataset(SFTConfig(**knobs(rows), max_seq_len=4), LLAMA_LIKE)
+    assert LLAMA_LIKE.decode(shortest[1]["input_ids"]) == "9abc"  # of one token BOS tells nothing
     assert all(len(row["input_ids"]) == len(row["loss_mask"]) <= 8 for row in made)
 
 

@@ -145,6 +145,27 @@ def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path):
     assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
 
 
+def test_bad_steps_in_a_row_are_counted_on_after_a_break(models_folder, tmp_path):
+    for resume in (None, "latest"):
+        with pytest.raises(FloatingPointError, match="3 steps in a row"):
+            train(
+                models_folder,
+                tmp_path,
+                task=_AlwaysBad,
+                max_bad_steps=3,
+                save_steps=1,
+                resume=resume,
+            )
+    lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
+
+
+def test_after_the_last_step_the_model_is_saved_and_no_checkpoint(models_folder, tmp_path):
+    train(models_folder, tmp_path, save_steps=2, max_steps=4, held_out=[])
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step_*")]
+    assert saved == ["step_000002"]
+
+
 @pytest.mark.parametrize(
     ("zero", "options"),
     [

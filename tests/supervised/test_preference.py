@@ -142,6 +142,29 @@ def test_prepare_leaves_mode_and_weights_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def with_dropout(seed: int = 0) -> LanguageModel:
+    """In training mode."""
+    model = causal_lm("gpt2", seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    return LanguageModel(model).train()
+
+
+def test_what_is_no_gradient_is_computed_without_dropout():
+    """The reference's log-probs, its own policy's too, and KTO's reference point."""
+    policy, reference = with_dropout(seed=5), with_dropout()
+    task = PreferenceTask(RewardConfig(loss="kto"), reference)
+    batch = task.collate([Pairs(ROWS, 20)[i] for i in range(3)])
+    (found,) = task.prepare(policy, [batch])
+    assert policy.training
+    assert reference.training
+    reference.eval()
+    (expected,) = task.prepare(policy.eval(), [batch])
+    assert torch.equal(found.ref_logps, expected.ref_logps)
+    assert found.kl == expected.kl > 0
+
+
 def test_missing_reference_log_probs_are_nan():
     """Without reference log-probs the loss is NaN, not wrong."""
     task, _, _ = reference_task("dpo")
