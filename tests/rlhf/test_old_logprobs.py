@@ -5,6 +5,7 @@ import torch
 from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
+import dschat.distributed as dist
 from dschat.rlhf import scoring
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.rollout_collector import RolloutCollector
@@ -88,6 +89,19 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     monkeypatch.setattr(RolloutCollector, "generate", collect)
     e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
     assert not (e.numbers % 8 == 0).any()
+    assert e.recomputed.all()
+
+
+def test_all_are_recomputed_where_they_disagree_on_another_rank(iteration, monkeypatch):
+    filled = scoring.fill_in
+
+    def fill_in(*args):
+        with monkeypatch.context() as of_ranks:
+            of_ranks.setattr(dist, "sum_floats", lambda mine: [mine[0] + 1.0, mine[1] + 8.0])
+            return filled(*args)
+
+    monkeypatch.setattr(scoring, "fill_in", fill_in)
+    e, _ = iteration(old_logprobs="auto")
     assert e.recomputed.all()
 
 

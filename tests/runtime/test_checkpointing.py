@@ -5,19 +5,22 @@ import random
 import signal
 import time
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
 from program_cases import parity, trainer_of
 from step_rows import PROMPTS
 
+import dschat.distributed as dist
+from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.reward_functions import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.reporter import Reporter
-from dschat.runtime.checkpointing import training_checkpointer
+from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.runtime.output_dir import COMPLETE
 from dschat.supervised import setup
 
@@ -168,6 +171,20 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     with training_checkpointer(config) as checkpointer:
         checkpointer.begin(trainer.run_state())
         assert [random.getstate()] == states
+
+
+def test_what_rank_0_has_saved_no_rank_saves_again(monkeypatch):
+    """It alone knows; saving is a collective."""
+    saved = []
+    manager = SimpleNamespace(
+        last=None, wait=lambda: None, poll=lambda: None, save=lambda step, _: saved.append(step)
+    )
+    checkpointer = TrainingCheckpointer(SFTConfig(save_steps=3), manager, None)
+    checkpointer.after(2, RunState)
+    for on_rank_0, steps in ((1, []), (0, [2])):
+        monkeypatch.setattr(dist, "max_int", lambda value, theirs=on_rank_0: max(value, theirs))
+        checkpointer.save_last()
+        assert saved == steps
 
 
 def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog):
