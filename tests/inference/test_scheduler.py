@@ -438,6 +438,16 @@ def test_prompts_wait_for_the_prefix_that_one_of_them_computes(separate):
     assert run.scheduler.cached_tokens == 12 + 8 + 4
 
 
+def test_prompts_wait_for_a_row_that_goes_on_without_its_first_sample():
+    """8 of 13 tokens are computed when that is dropped; then the others wait for the third page."""
+    case = prefix_case([13, 13])
+    case.answer_lengths, case.max_num_batched_tokens = [[2, 2], [2]], 8
+    run = Run(case)
+    run.step()
+    run.scheduler.drop(run.prompts[0], 0)
+    assert run.to_the_end().prefilled == 13 + 1
+
+
 def test_a_later_call_finds_the_pages_of_an_earlier_one():
     """A conversation: the second prompt is the first with its answer, and three tokens more."""
     case = prefix_case([9])

@@ -123,6 +123,12 @@ def test_sft_weighs_targets_that_are_predicted():
     assert task.weight(task.collate([])) == 0
 
 
+def test_a_loss_that_has_run_away_is_still_a_number():
+    metrics = SFTTask().summarize({"loss": 1e4, "tokens": 2.0})
+    assert metrics["loss"] == 5000
+    assert metrics["perplexity"] == math.exp(100)
+
+
 class _AlwaysBad:
     def __init__(self, task):
         self._task = task
