@@ -366,6 +366,13 @@ def test_long_prompts_come_in_pieces_beside_those_that_decode():
     assert all(sum(count for _, count in step) <= 5 for step in counts)
 
 
+def test_prompts_take_no_pages_before_a_step_has_room_for_them():
+    """Four tokens a step, each time those of the next prompt; its page is the last one's."""
+    run = Run(Case([4, 4, 4], [[1]] * 3, 8, 9, 3, 4)).to_the_end()
+    assert [len(step) for step in run.trace] == [1, 1, 1]
+    assert run.scheduler.peak_pages == 1
+
+
 def test_samples_share_the_whole_pages_of_their_prompt():
     case = Case(
         [9], [[4, 4, 4]], page_size=4, num_pages=18, max_num_seqs=3, max_num_batched_tokens=99
@@ -446,6 +453,16 @@ def test_prompts_wait_for_a_row_that_goes_on_without_its_first_sample():
     run.step()
     run.scheduler.drop(run.prompts[0], 0)
     assert run.to_the_end().prefilled == 13 + 1
+
+
+def test_a_prompt_that_was_dropped_leaves_what_it_had_computed():
+    """8 of its 13 tokens: the others compute the rest, and do not find it."""
+    case = prefix_case([13, 13])
+    case.max_num_batched_tokens = 8
+    run = Run(case)
+    run.step()
+    run.scheduler.drop(run.prompts[0])
+    assert run.to_the_end().prefilled == 8 + 5
 
 
 def test_a_later_call_finds_the_pages_of_an_earlier_one():
