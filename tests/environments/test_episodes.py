@@ -156,6 +156,17 @@ def test_an_environment_that_never_ends(made):
         assert episode.drawn[-1]  # nothing of the environment's is left at the end
 
 
+def test_an_observation_that_leaves_no_token_for_an_answer_is_left_out(made):
+    class Fills:
+        def step(self, answer):
+            rest = SAMPLING.max_new_tokens - len(answer.split()) - 1
+            return "9 " * rest, 0.0, False
+
+    for episode in run(made, Fills):
+        assert all(episode.drawn)
+        assert (episode.num_turns, episode.finish_reason) == (1, "length")
+
+
 class Hangs:
     def step(self, answer):
         time.sleep(60)
