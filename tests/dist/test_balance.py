@@ -53,6 +53,14 @@ def test_no_rank_gets_the_larger_share_of_every_mini_batch(monkeypatch):
     assert [len(rows) for rows in moves.sent] == [3, 3]
 
 
+def test_answers_to_a_prompt_stay_together(monkeypatch):
+    rollout = Rollout([[5]] * 4, [[0.0]] * 4, ["stop"] * 4)
+    e = from_rollout([[1, 2], [1, 2], [3, 4], [3, 4]], rollout, pad_id=0)
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
+    moves = plan_moves(e, np.zeros(4, dtype=np.int64), samples=2, budget=100)
+    assert sorted(moves.sent) == [[0, 1], [2, 3]]
+
+
 def packed(rows) -> int:
     """Tokens of a rank's sequences, each prompt once."""
     prompts = {number // 2: length for _, length, number, _ in rows}

@@ -122,7 +122,7 @@ COUNTS = ("time/generate_s", "rollout/unscored", "throughput/preemptions")
 
 def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
-    differ = [[1] * 6 + [0] * 2, [1, 0, 0], [0, 1]]
+    differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
 
     def generate(prompts, sampling, before):
@@ -139,7 +139,7 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     assert asked == [8, 3, 2]
     assert rollout.num_prompts == 8
     assert rollout.experience.numbers.tolist() == list(range(16))
-    assert rollout.experience.scores.tolist() == [0, 1] * 8
+    assert rollout.experience.scores.tolist() == [x for k in range(1, 9) for x in (0, k)]
     assert rollout.metrics["sampling/kept_prompts"] == 8
     assert rollout.metrics["sampling/waste"] == pytest.approx(5 / 13)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
