@@ -149,6 +149,14 @@ def test_an_answer_that_begins_with_eos_has_no_tokens(knobs, caplog):
     assert "1 dropped (an answer without tokens)" in caplog.text
 
 
+def test_a_prompt_that_ends_with_eos_keeps_it():
+    """Of the EOS that a tokenizer appends to a prompt, there is none."""
+    appends = byte_tokenizer("</s>", frame="$A </s>")
+    for tokenizer in (PLAIN, appends):
+        assert tokenizer.decode(prompt_text_ids(tokenizer, "ab")) == "ab"
+    assert PLAIN.decode(prompt_text_ids(PLAIN, "ab</s>")) == "ab</s>"
+
+
 def test_default_template_of_a_tokenizer_that_has_none():
     dialogue = [USER("hi"), REPLY("yes"), USER("so?")]
     ids = prompt_text_ids(OPT_LIKE, dialogue)

@@ -133,9 +133,12 @@ def test_what_a_reward_remembers_comes_back(models_folder, tmp_path):
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
-def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp_path):
+@pytest.mark.parametrize(("save_steps", "saved"), [(1, ["step_000001"]), (100, [])])
+def test_what_fails_after_a_step_does_not_save_the_one_before(
+    save_steps, saved, models_folder, tmp_path
+):
     """An endpoint that fails in an evaluation: the weights are those of a later step already."""
-    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=save_steps)
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
@@ -147,8 +150,9 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp
 
     with pytest.raises(RewardError, match="in the evaluation"):
         loop()
-    (last,) = (tmp_path / "checkpoints").iterdir()
-    assert json.loads((last / "values.json").read_text())["version"] == 0
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*")] == saved
+    for path in (tmp_path / "checkpoints").glob("*/values.json"):
+        assert json.loads(path.read_text())["version"] == 0
 
 
 def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
