@@ -356,6 +356,13 @@ def test_the_newest_sequence_makes_room_and_comes_back_first():
     assert [entry[3] for entry in run.trace[6]] == [1, 4 + 3]
 
 
+def test_a_prompt_leaves_the_page_that_a_running_sequence_needs_next():
+    """Two of five pages each; the first sequence needs the fifth in the next step."""
+    run = Run(Case([8, 7, 4], [[6], [2], [2]], 4, 5, 4, 99)).to_the_end()
+    assert [len(step) for step in run.trace[:2]] == [2, 2]
+    assert run.scheduler.preemptions == 0
+
+
 def test_long_prompts_come_in_pieces_beside_those_that_decode():
     case = Case(
         [14, 3], [[2], [8]], page_size=4, num_pages=12, max_num_seqs=2, max_num_batched_tokens=5
@@ -463,6 +470,16 @@ def test_a_prompt_that_was_dropped_leaves_what_it_had_computed():
     run.step()
     run.scheduler.drop(run.prompts[0])
     assert run.to_the_end().prefilled == 8 + 5
+
+
+def test_an_answer_that_was_dropped_is_found_as_far_as_it_was_computed():
+    case = prefix_case([4])
+    case.answer_lengths = [[9]]
+    run = Run(case)
+    while run.steps < 6:  # 4 tokens of the prompt and 5 of the answer
+        run.step()
+    run.scheduler.drop(run.prompts[0])
+    assert len(run.cache.find([case.token(0, 7, 0)] * 20)[0]) == 2
 
 
 def test_a_later_call_finds_the_pages_of_an_earlier_one():
