@@ -75,6 +75,11 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert rates[-1] < 5e-4
 
 
+def test_the_last_step_is_evaluated_once(models_folder, tmp_path):
+    _, lines = train(models_folder, tmp_path, eval_steps=2, max_steps=4)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4]
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
     """Equal before and after a step that changes nothing, for a model that trains with dropout."""
