@@ -76,8 +76,9 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
 
 
 def test_the_last_step_is_evaluated_once(models_folder, tmp_path):
-    _, lines = train(models_folder, tmp_path, eval_steps=2, max_steps=4)
+    _, lines = train(models_folder, tmp_path, eval_steps=2, max_steps=4, logging_steps=3)
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [3]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
