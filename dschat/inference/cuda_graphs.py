@@ -221,8 +221,8 @@ class DecodeGraphs:
         """Replays the step of the first ``size`` rows and their first ``pages``, which is captured
         on first use; all rows are dead after that. ``width``: positions of each row.
 
-        Collective in the tensor-parallel group, as is each replay. After a failed capture, steps
-        run as they are, launch by launch.
+        Collective in the tensor-parallel group, as is each replay. After a capture that failed on a
+        rank, steps run as they are on all, launch by launch.
 
         Raises:
             UserError: the capture failed and `CudaCapture` requires it.
@@ -234,23 +234,27 @@ class DecodeGraphs:
         step = partial(run, size, pages, kind)
         if self.failed:
             return step
+        problem = ""
         try:
             with self.state.asleep():
                 self._graphs[key] = self._capture(step)
         except UserError:
             raise
         except Exception as error:  # torch's, or of Triton, which have no type in common
-            self._graphs.clear()
-            if self._kernels is None:
-                self.failed = True
-                message = "CUDA graph capture failed, decoding eagerly: %s"
-                logger.warning(message, first_line(error))
-                return step
-            self._use(None)
-            message = "a decode step by Triton kernels failed, going on without them: %s"
-            logger.warning(message, first_line(error))
-            return self.step(size, pages, kind, width)
-        return self._graphs[key]
+            problem = first_line(error)
+        # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
+        problem = max(self._decoder.weights.group.gather_objects(problem))
+        if not problem:
+            return self._graphs[key]
+        self._graphs.clear()
+        if self._kernels is None:
+            self.failed = True
+            logger.warning("CUDA graph capture failed, decoding eagerly: %s", problem)
+            return step
+        self._use(None)
+        message = "a decode step by Triton kernels failed, going on without them: %s"
+        logger.warning(message, problem)
+        return self.step(size, pages, kind, width)
 
     @torch.inference_mode()
     def _run(self, size: int, pages: int, kind: SamplingKind) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,18 +78,17 @@ def measure_budget(
 
 
 def _search(trial: Callable[[int], _Trial | None], first: int, most: int, room: int) -> _Trial:
-    """Collective. NOTE every decision is taken by all ranks together."""
+    """Collective. NOTE every decision is taken by all ranks together; a trial fails on all."""
     best = _smallest(trial, first, room)
     before = None
-    while first <= best.num_rows < most and best.num_bytes <= room:
+    while first <= best.num_rows < most:
         num_rows = min(2 * best.num_rows, most)
-        if _any(_predicted(before, best, num_rows) > room):
+        if _any(_predicted(before, best, num_rows) > room):  # also where ``best`` does not fit
             break
         larger = trial(num_rows)
-        if _any(larger is None):
+        if larger is None:
             trial(best.num_rows)  # clears what the failed one left
             break
-        assert larger is not None
         is_faster = larger.rows_per_s > _FASTER * best.rows_per_s
         if _any(larger.num_bytes > room or not (is_faster or dist.device().type == "cuda")):
             break
@@ -102,16 +102,15 @@ def _smallest(trial: Callable[[int], _Trial | None], num_rows: int, room: int) -
     """
     while True:
         result = trial(num_rows)
-        fits = not _any(result is None or result.num_bytes > room)
+        fits = result is not None and not _any(result.num_bytes > room)
         if fits or num_rows == 1:
             break
         num_rows //= 2
-    if _any(result is None):
+    if result is None:
         raise UserError(
             "--max_tokens_per_micro_batch auto: the longest row does not fit in the memory of the "
             "device; lower --max_seq_len (step 3: --max_answer_seq_len)"
         )
-    assert result is not None
     return result
 
 
@@ -119,7 +118,7 @@ def _predicted(before: _Trial | None, last: _Trial, num_rows: int) -> float:
     """Bytes of a micro-batch of ``num_rows``, linear in them.
 
     NOTE: a larger trial starts only where this fits. On a CPU the system would kill the process;
-    on a GPU, ranks that do not run out of memory would wait for one that does.
+    on a GPU, a backward pass without memory ends the run.
     """
     if before is None:
         return last.num_bytes * num_rows / last.num_rows
@@ -130,31 +129,43 @@ def _predicted(before: _Trial | None, last: _Trial, num_rows: int) -> float:
 def _try(
     models: Sequence[Trained], num_rows: int, held: int, keeps_gradients: bool
 ) -> _Trial | None:
-    """Collective. One micro-batch; None where the GPU has no memory for it."""
-    device, started = dist.device(), time.perf_counter()
-    in_backward = False
+    """Collective. One micro-batch; None where the GPU of a rank has no memory for it."""
+    device, started, alone = dist.device(), time.perf_counter(), dist.world_size() == 1
     restart_peak(device)
     steps: list[OptimizerStep] = []
-    try:
-        for engine, forward in models:
-            steps.append(OptimizerStep(engine, 1, 1.0))
-            loss = forward(num_rows)
-            in_backward = engine.zero_optimization_stage() > 0
-            steps[-1].backward(loss)
-            in_backward = False
-            if not keeps_gradients:
-                steps.pop().finish(skip=True)
-        for step in steps:
-            step.finish(skip=True)
-    except torch.OutOfMemoryError:
-        if in_backward:  # ZeRO's buckets are half full, and nothing empties them
-            raise UserError(
-                "--max_tokens_per_micro_batch auto ran out of memory in a backward pass under "
-                f"ZeRO, at {num_rows} of the longest rows; pass the tokens of fewer as a number"
-            ) from None
-        return None
+    losses: list[Tensor] = []
+    for engine, forward in models:
+        stage, step = engine.zero_optimization_stage(), OptimizerStep(engine, 1, 1.0)
+        steps.append(step)
+        # NOTE: the others would wait in ZeRO-3's forward, or for the gradients. And the buckets of
+        # ZeRO, of one process too, are then half full, and nothing empties them.
+        if not _fits(alone or stage < 3, num_rows, lambda f: losses.append(f(num_rows)), forward):
+            return None
+        if not _fits(alone and stage == 0, num_rows, step.backward, losses.pop()):
+            return None
+        if not keeps_gradients:
+            steps.pop().finish(skip=True)
+    for step in steps:
+        step.finish(skip=True)
     seconds = time.perf_counter() - started
     return _Trial(num_rows, peak_bytes(device) - held, num_rows / seconds)
+
+
+def _fits(may_fail: bool, num_rows: int, work: Callable[..., object], given: Any) -> bool:
+    """Collective. Whether ``work(given)`` has memory on every rank; unless it ``may_fail`` it must
+    have.
+    """
+    fits = True
+    try:
+        work(given)
+    except torch.OutOfMemoryError:
+        fits = False
+        if not may_fail:
+            raise UserError(
+                "--max_tokens_per_micro_batch auto ran out of memory in a pass that cannot be "
+                f"repeated, at {num_rows} of the longest rows; pass the tokens of fewer as a number"
+            ) from None
+    return not _any(not fits)
 
 
 def _any(condition: bool) -> bool:

@@ -153,3 +153,9 @@ def test_endless_prompts_resume_too():
     assert [list(next(ours)) for _ in range(9)] == passes
     ours.position = 4
     assert [list(next(ours)) for _ in range(5)] == passes[4:]
+
+
+def test_a_rollout_that_is_not_full_is_dropped_unless_it_is_the_only_one():
+    rows = [{"prompt_ids": [n]} for n in range(7)]
+    assert [len(prompts) for prompts in PromptBatches(rows, 3, 0, 1, seed=1)] == [3, 3]
+    assert [len(prompts) for prompts in PromptBatches(rows, 9, 0, 1, seed=1)] == [7]

@@ -111,6 +111,14 @@ def test_an_answer_that_begins_with_eos_has_no_tokens(knobs, caplog):
     assert "1 dropped (an answer without tokens)" in caplog.text
 
 
+def test_a_prompt_that_ends_with_eos_keeps_it():
+    """Of the EOS that a tokenizer appends to a prompt, there is none."""
+    appends = byte_tokenizer("</s>", frame="$A </s>")
+    for tokenizer in (PLAIN, appends):
+        assert tokenizer.decode(prompt_text_ids(tokenizer, "ab")) == "ab"
+    assert PLAIN.decode(prompt_text_ids(PLAIN, "ab</s>")) == "ab</s>"
+
+
 def test_default_template_of_a_tokenizer_that_has_none():
     dialogue = [USER("hi"), REPLY("yes"), USER("so?")]
     ids = prompt_text_ids(OPT_LIKE, dialogue)
@@ -245,6 +253,8 @@ def test_long_rows_lose_the_start_of_the_prompt_then_the_end_of_the_answer(knobs
     assert [LLAMA_LIKE.decode(row["input_ids"]) for row in made][0] == "<s>789abc</s>"
     assert LLAMA_LIKE.decode(made[1]["input_ids"]) == "<s>9abcdef"
     assert trained(LLAMA_LIKE, made[1]) == ["abcdef"]
+    shortest = sft_dataset(SFTConfig(**knobs(rows), max_seq_len=4), LLAMA_LIKE)
+    assert LLAMA_LIKE.decode(shortest[1]["input_ids"]) == "9abc"  # of one token BOS tells nothing
     assert all(len(row["input_ids"]) == len(row["loss_mask"]) <= 8 for row in made)
 
 

@@ -9,6 +9,8 @@ from torch import nn
 
 import dschat.distributed as dist
 from dschat.hybrid.weight_stream import weight_stream
+from dschat.models.training_engine import attributes_replaced
+from dschat.runtime import token_budget
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, initialize_training
 from dschat.runtime.optimizer_step import OptimizerStep
 
@@ -16,8 +18,8 @@ from dschat.runtime.optimizer_step import OptimizerStep
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """``exchanged``: objects of very different sizes, sent to each rank. ``gathered``: whether
     tensors of a few elements and of several pieces arrived whole. ``sharded``: what a layer under
-    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed``: see
-    `_routed`.
+    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed`` and
+    ``budgets``: see `_routed` and `_budgets`.
     """
     rank = dist.rank()
     objects = [{"from": rank, "to": to, "text": "x" * 10 ** (3 * rank)} for to in range(2)]
@@ -33,6 +35,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "gathered": dist.gather_objects(gathered),
         "sharded": _through_deepspeed(),
         "routed": _routed(),
+        "budgets": _budgets(),
     }
 
 
@@ -97,6 +100,25 @@ def _routed() -> list[Any]:
         for number, weight in enumerate(before)
     ]
     return [gaps, moved]
+
+
+def _budgets() -> list[Any]:
+    """By rank: the token budget, where rank 1 has no memory for the forward of more than 4 rows of
+    512 tokens, and the rows that were tried.
+    """
+    zero, tried = ZeroSettings(2, torch.float32), []
+    layer = nn.Linear(4, 4)
+    engine = initialize_training(layer, zero, 1e-2, 0.0, [0.9, 0.95], "constant", 0, 10)
+
+    def forward(num_rows: int) -> torch.Tensor:
+        tried.append(num_rows)
+        if num_rows > 4 and dist.rank() == 1:
+            raise torch.OutOfMemoryError
+        return engine(torch.ones(num_rows, 4)).sum()
+
+    with attributes_replaced(token_budget, _FASTER=0.0):
+        tokens = token_budget.measure_budget([(engine, forward)], 512, 16)
+    return dist.gather_objects([tokens, tried])
 
 
 RUNNERS = {"collectives": _run}

@@ -2,10 +2,16 @@
 them.
 """
 
+import numpy as np
 import pytest
 from step_cases import Case
 from test_packing import flat
 from test_same_losses import BUDGET, by_name, reference, slow
+
+import dschat.distributed as dist
+from dschat.inference.protocol import Rollout
+from dschat.rlhf.balance import plan_moves
+from dschat.rlhf.experience import from_rollout
 
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
 SAMPLED = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
@@ -36,6 +42,23 @@ def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
         tokens = [packed(rows) for rows in ranks]
         longest = max(row[3] for rows in ranks for row in rows)
         assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
+
+
+def test_no_rank_gets_the_larger_share_of_every_mini_batch(monkeypatch):
+    """Three prompts of equal lengths in each of two: one rank takes two of them, then one."""
+    rollout = Rollout([[5]] * 6, [[0.0]] * 6, ["stop"] * 6)
+    e = from_rollout([[i] for i in range(6)], rollout, pad_id=0)
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
+    moves = plan_moves(e, np.array([0, 0, 0, 1, 1, 1]), samples=1, budget=100)
+    assert [len(rows) for rows in moves.sent] == [3, 3]
+
+
+def test_answers_to_a_prompt_stay_together(monkeypatch):
+    rollout = Rollout([[5]] * 4, [[0.0]] * 4, ["stop"] * 4)
+    e = from_rollout([[1, 2], [1, 2], [3, 4], [3, 4]], rollout, pad_id=0)
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
+    moves = plan_moves(e, np.zeros(4, dtype=np.int64), samples=2, budget=100)
+    assert sorted(moves.sent) == [[0, 1], [2, 3]]
 
 
 def packed(rows) -> int:

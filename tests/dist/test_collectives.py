@@ -20,3 +20,4 @@ def test_two_processes(case, two_processes):
     gaps, moved = result["routed"]
     assert max(gaps) < 1e-6  # not one expert's half beside another's
     assert moved == [False, True, False, True]
+    assert result["budgets"] == [[4 * 512, [2, 4, 8, 4]]] * 2

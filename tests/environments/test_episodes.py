@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from episode_runs import (
@@ -107,6 +108,29 @@ def test_a_single_turn_is_an_answer_of_generate(made):
     assert all(e.rewards[-1] == 1.0 and sum(e.rewards) == 1.0 for e in episodes)
 
 
+def test_the_reward_of_the_end_adds_to_that_of_the_last_step(made):
+    class Both:
+        def step(self, answer):
+            return None, 0.5, True
+
+        def get_reward(self):
+            return 2.0
+
+    for episode in run(made, Both):
+        assert episode.rewards == [0.0] * (len(episode.tokens) - 1) + [2.5]
+
+
+def test_every_answer_of_an_episode_has_the_least_length(made):
+    """As far as the episode has room for it."""
+    lengths = set()
+    for episode in run(made, sampling=replace(SAMPLING, min_new_tokens=6)):
+        answers = [len([*group]) for drawn, group in groupby(episode.drawn) if drawn]
+        assert min(answers[:-1], default=6) >= 6
+        assert answers[-1] >= 6 or len(episode.tokens) == SAMPLING.max_new_tokens
+        lengths |= {*answers}
+    assert lengths & {6, 7}
+
+
 def test_turns_find_their_pages(module_of):
     """A turn computes its new tokens, and at most a page more."""
     made = empty_engine(module_of("llama").config, page_size=2)
@@ -130,6 +154,17 @@ def test_an_environment_that_never_ends(made):
         assert episode.num_turns <= LIMITS.max_turns
         assert len(episode.tokens) <= SAMPLING.max_new_tokens
         assert episode.drawn[-1]  # nothing of the environment's is left at the end
+
+
+def test_an_observation_that_leaves_no_token_for_an_answer_is_left_out(made):
+    class Fills:
+        def step(self, answer):
+            rest = SAMPLING.max_new_tokens - len(answer.split()) - 1
+            return "9 " * rest, 0.0, False
+
+    for episode in run(made, Fills):
+        assert all(episode.drawn)
+        assert (episode.num_turns, episode.finish_reason) == (1, "length")
 
 
 class Hangs:

@@ -42,6 +42,16 @@ def test_pages_that_nothing_finds_are_taken_first_then_the_least_recent():
     assert cache.find([1, 2]) == ([], (0, (1, 2)))
 
 
+def test_of_a_text_the_last_page_goes_first():
+    """The others can still be found."""
+    cache = KVCache(1, 3, 2, 1, 1, torch.float32, torch.device("cpu"), keeps_prefixes=True)
+    pages = cache.allocate(3)
+    cache.publish([1, 2, 3, 4, 5, 6], pages)
+    cache.release(pages)
+    cache.allocate(1)
+    assert cache.find([1, 2, 3, 4, 5, 6])[0] == [0, 1]
+
+
 def test_a_forgotten_page_is_free_once_nobody_uses_it():
     cache = KVCache(1, 2, 2, 1, 1, torch.float32, torch.device("cpu"), keeps_prefixes=True)
     for page, tokens in zip(cache.allocate(2), ([1, 2], [3, 4]), strict=True):

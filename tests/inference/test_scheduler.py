@@ -119,7 +119,11 @@ class Run:
         limits = case.max_num_seqs, case.max_num_batched_tokens
         apart = case.separate_prefill, case.samples_apart
         self.scheduler = Scheduler(self.cache, *limits, *apart)
-        answers = case.answer_lengths
+        self.ask(prompts)
+
+    def ask(self, prompts):
+        """Queue these prompts, while the scheduler has no others."""
+        self.texts, answers = prompts, self.case.answer_lengths
         self.prompts = [
             Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)
         ]
@@ -278,15 +282,17 @@ def test_the_same_prompts_make_the_same_plans(case):
     assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(0, 12))
-def test_giving_up_frees_every_page(case, steps):
+def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run = Run(case)
     while run.scheduler.has_work and run.steps < steps:
         run.step()
     run.scheduler.clear()
     assert run.cache.num_free == case.num_pages
     assert not run.scheduler.has_work
+    run.ask(run.texts)
+    assert sorted(run.to_the_end().finished) == expected(case)
 
 
 @settings(max_examples=150, deadline=None)
@@ -350,6 +356,13 @@ def test_the_newest_sequence_makes_room_and_comes_back_first():
     assert [entry[3] for entry in run.trace[6]] == [1, 4 + 3]
 
 
+def test_a_prompt_leaves_the_page_that_a_running_sequence_needs_next():
+    """Two of five pages each; the first sequence needs the fifth in the next step."""
+    run = Run(Case([8, 7, 4], [[6], [2], [2]], 4, 5, 4, 99)).to_the_end()
+    assert [len(step) for step in run.trace[:2]] == [2, 2]
+    assert run.scheduler.preemptions == 0
+
+
 def test_long_prompts_come_in_pieces_beside_those_that_decode():
     case = Case(
         [14, 3], [[2], [8]], page_size=4, num_pages=12, max_num_seqs=2, max_num_batched_tokens=5
@@ -358,6 +371,13 @@ def test_long_prompts_come_in_pieces_beside_those_that_decode():
     counts = [[(entry[0], entry[3]) for entry in entries] for entries in run.trace]
     assert counts[:3] == [[(0, 5)], [(0, 5)], [(1, 1), (0, 4)]]
     assert all(sum(count for _, count in step) <= 5 for step in counts)
+
+
+def test_prompts_take_no_pages_before_a_step_has_room_for_them():
+    """Four tokens a step, each time those of the next prompt; its page is the last one's."""
+    run = Run(Case([4, 4, 4], [[1]] * 3, 8, 9, 3, 4)).to_the_end()
+    assert [len(step) for step in run.trace] == [1, 1, 1]
+    assert run.scheduler.peak_pages == 1
 
 
 def test_samples_share_the_whole_pages_of_their_prompt():
@@ -430,6 +450,36 @@ def test_prompts_wait_for_the_prefix_that_one_of_them_computes(separate):
     assert [entry[0] for entry in run.trace[0]] == [0]
     assert [counts[i] for i in range(1, 5)] == [1, 1, 4, 3]  # the last token is always computed
     assert run.scheduler.cached_tokens == 12 + 8 + 4
+
+
+def test_prompts_wait_for_a_row_that_goes_on_without_its_first_sample():
+    """8 of 13 tokens are computed when that is dropped; then the others wait for the third page."""
+    case = prefix_case([13, 13])
+    case.answer_lengths, case.max_num_batched_tokens = [[2, 2], [2]], 8
+    run = Run(case)
+    run.step()
+    run.scheduler.drop(run.prompts[0], 0)
+    assert run.to_the_end().prefilled == 13 + 1
+
+
+def test_a_prompt_that_was_dropped_leaves_what_it_had_computed():
+    """8 of its 13 tokens: the others compute the rest, and do not find it."""
+    case = prefix_case([13, 13])
+    case.max_num_batched_tokens = 8
+    run = Run(case)
+    run.step()
+    run.scheduler.drop(run.prompts[0])
+    assert run.to_the_end().prefilled == 8 + 5
+
+
+def test_an_answer_that_was_dropped_is_found_as_far_as_it_was_computed():
+    case = prefix_case([4])
+    case.answer_lengths = [[9]]
+    run = Run(case)
+    while run.steps < 6:  # 4 tokens of the prompt and 5 of the answer
+        run.step()
+    run.scheduler.drop(run.prompts[0])
+    assert len(run.cache.find([case.token(0, 7, 0)] * 20)[0]) == 2
 
 
 def test_a_later_call_finds_the_pages_of_an_earlier_one():

@@ -26,6 +26,8 @@ from families import (
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
+from dschat.inference import engine as engine_module
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import Rollout
 from dschat.models.lora import adapters, add_lora
 
@@ -121,6 +123,30 @@ def test_ranks_preempt_alike(module_of):
     assert results[0][1].stats.preemptions == results[1][1].stats.preemptions
 
 
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_ranks_with_other_memory_have_the_same_pages(page_size, module_of, monkeypatch):
+    """The first one's would hold whole sequences, all at once; the second's a few small pages."""
+    module, of_rank = module_of("llama"), threading.local()
+    plain = engine(module)
+    expected, token_bytes = plain.generate(PROMPTS, SAMPLING), plain.bytes_per_token()
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: of_rank.bytes)
+
+    def work(member):
+        of_rank.bytes = [2**30, 3 * POSITIONS * token_bytes][member.rank]
+        made = empty_engine(
+            module.config, group=member, kv_cache_gib=None, max_num_seqs=8, page_size=page_size
+        )
+        made.weights.load(stream(module))
+        mine = [range(0, 6), range(6, 8)][member.rank]
+        got = made.generate([PROMPTS[i] for i in mine], SAMPLING, indices=list(mine))
+        return got.token_ids, made.page_size, made.cache.num_pages
+
+    (first, *sizes), (second, *others) = on_ranks(2, work)
+    assert [first, second] == [cut(expected, range(0, 6)), cut(expected, range(6, 8))]
+    assert sizes == others
+    assert sizes[1] < 8 * POSITIONS / sizes[0]
+
+
 @pytest.mark.parametrize("tokens", [POSITIONS, 16 * POSITIONS])
 def test_ranks_decode_alike_on_the_device(tokens, module_of):
     """The other rank would draw other tokens, if the step did not take those of the first."""
@@ -136,6 +162,32 @@ def test_ranks_decode_alike_on_the_device(tokens, module_of):
     results = shared_rollout(module, 2, shares, prepare, **knobs)
     assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
     assert all((made.stats.preemptions > 0) == (tokens == POSITIONS) for _, made in results)
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_a_step_that_one_rank_cannot_capture_is_none_on_all(with_kernels, module_of):
+    """It would be captured again, and so run, on that rank alone."""
+    module = module_of("llama")
+    expected = engine(module).generate(PROMPTS, SAMPLING)
+
+    def prepare(made):
+        def capture(step):
+            step()  # the warm-up, on all ranks
+            attempts.append(step)
+            if made.group.rank == 1 and len(attempts) == 1:
+                raise RuntimeError("out of memory")
+            return step
+
+        attempts = []
+        made._capture = capture
+        made._kernels = StepKernels(torch.device("cpu"), frozenset()) if with_kernels else None
+
+    shares = [range(0, 6), range(6, 8)]
+    results = shared_rollout(module, 2, shares, prepare, page_size=4)
+    assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
+    graphs = [made.step_runner().graphs(made.num_tokens) for _, made in results]
+    assert [each.failed for each in graphs] == [not with_kernels] * 2
+    assert [each.num_captured > 0 for each in graphs] == [with_kernels] * 2
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox"])

@@ -42,6 +42,8 @@ def test_ties_keep_no_more_than_the_definition_counts():
         kept = truncate(torch.ones(2, size), SamplingParams(top_p=0.625))
         assert (kept > 0).sum(1).tolist() == [size * 5 // 8] * 2
     assert truncate(torch.ones(1, 8), SamplingParams(min_p=0.99)).sum() == 8
+    kept = truncate(torch.tensor([[4.0, 1.0, 2.0]]), SamplingParams(min_p=0.5))
+    assert kept.tolist() == [[4, 0, 2]]  # what is at the bound stays
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])

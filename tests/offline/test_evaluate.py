@@ -149,12 +149,15 @@ def test_win_rate_and_score(models, rows, write):
         "score",
     )
     data, paths = write("rows.jsonl", rows), (models / "llama", models / "opt")
+    short = [{"prompt": row["prompt"], "answer": "w5 " * (i % 3)} for i, row in enumerate(rows)]
+    words += ("--answers", write("short.jsonl", short))
     results = run("--path", *paths, "--data_path", data, *words)
     lengths = {}
     for name in ("llama", "opt"):
         reference = Reference(models / name)
         answers = [reference.greedy(row["prompt"], 3).split() for row in rows]
         lengths[name] = np.array([min(3, len(answer) + 1) for answer in answers])
+    lengths["short.jsonl"] = np.array([i % 3 + 1 for i in range(len(rows))])
     wanted = np.array([len(row["reference"].split()) + 1 for row in rows])
 
     def wins(a: np.ndarray, b: np.ndarray) -> float:
@@ -163,8 +166,10 @@ def test_win_rate_and_score(models, rows, write):
     for name, own in lengths.items():
         assert value(results, "score", name)["value"] == pytest.approx(own.mean())
         assert value(results, "win_rate/reference", name)["value"] == wins(own, wanted)
-    expected = wins(lengths["opt"], lengths["llama"])
-    assert value(results, "win_rate/first", "opt")["value"] == expected
+    for name in ("opt", "short.jsonl"):  # not against the one before
+        expected = wins(lengths[name], lengths["llama"])
+        assert value(results, "win_rate/first", name)["value"] == expected
+    assert expected != wins(lengths["short.jsonl"], lengths["opt"])
 
 
 def test_answer_files_count_as_models(models, rows, write, tmp_path):

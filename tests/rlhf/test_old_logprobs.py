@@ -5,6 +5,7 @@ import torch
 from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
+import dschat.distributed as dist
 from dschat.rlhf import scoring
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.rollout_collector import RolloutCollector
@@ -91,6 +92,27 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     assert e.recomputed.all()
 
 
-def test_importance_weights_need_all(iteration):
-    e, _ = iteration(old_logprobs="auto", rollout_is="tis")
+def test_all_are_recomputed_where_they_disagree_on_another_rank(iteration, monkeypatch):
+    filled = scoring.fill_in
+
+    def fill_in(*args):
+        with monkeypatch.context() as of_ranks:
+            of_ranks.setattr(dist, "sum_floats", lambda mine: [mine[0] + 1.0, mine[1] + 8.0])
+            return filled(*args)
+
+    monkeypatch.setattr(scoring, "fill_in", fill_in)
+    e, _ = iteration(old_logprobs="auto")
+    assert e.recomputed.all()
+
+
+@pytest.mark.parametrize("option", [{"rollout_is": "tis"}, {"partial_rollout": True}], ids=str)
+def test_weights_and_tokens_of_older_policies_need_all(option, iteration):
+    e, _ = iteration(old_logprobs="auto", **option)
+    assert e.recomputed.all()
+
+
+def test_a_teacher_is_compared_with_the_actors_own(iteration, models_folder):
+    """Also in a single step without a KL in the reward: its advantages read the log-probs."""
+    teacher = {"teacher_model_name_or_path": str(models_folder / "gpt2")}
+    e, _ = iteration(gap=0.3, old_logprobs="auto", kl_coef=0.0, **ONE_STEP, **teacher)
     assert e.recomputed.all()

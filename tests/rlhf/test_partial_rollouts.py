@@ -8,6 +8,7 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
+from dschat.rlhf import partial_rollouts
 
 CASE = Case("ppo", iterations=6)
 WANTED = 8  # prompts in a rollout, each with two answers
@@ -60,6 +61,27 @@ def test_rollouts_are_full_groups_are_whole_and_nobody_waits_too_long(models_fol
     extra = len(answered) + 4 - len(asked)  # drawn once, to have half a rollout more under way
     assert extra == 4
     assert set(answered) <= set(asked)
+
+
+def test_the_oldest_are_completed_when_they_are_due(models_folder, monkeypatch):
+    """Where an answer never ends before it must: those that are due do, then the newest."""
+
+    def advance(generator, opened, sampling, numbers, wanted, num_due, answered):
+        newest = opened[num_due:][::-1][: max(0, wanted - num_due)]
+        for prompt in opened:
+            prompt.staleness += bool(prompt.token_ids)
+            ends = prompt in opened[:num_due] or any(prompt is other for other in newest)
+            prompt.token_ids = [[5, EOS] if ends else [5]] * sampling.n
+            prompt.logprobs = [[-1.0] * (1 + ends)] * sampling.n
+            prompt.finish_reasons = ["stop" if ends else None] * sampling.n
+
+    monkeypatch.setattr(partial_rollouts, "advance", advance)
+    trainer = trainer_of(models_folder, max_staleness=2)
+    oldest = []
+    for iteration in range(CASE.iterations):
+        trainer.generate_experience(prompts_of(iteration, trainer))
+        oldest.append(trainer.metrics["rollout/staleness_max"])
+    assert oldest == [0, 0, 2, 0, 2, 0]  # half of a rollout's wait, and then half of the third's
 
 
 def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):

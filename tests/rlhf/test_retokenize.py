@@ -226,6 +226,7 @@ def actors():
         ([3, 4], [5, EOS], True, None, "<s>w3 w4 w5</s>"),
         ([3, 4], [5], False, None, "<s>w3 w4 w5"),
         ([3, EOS, VOCAB, 4], [5, EOS], True, None, "<s>w3</s>w4 w5</s>"),
+        ([EOS, 3, 4], [5, EOS], True, None, "<s>w3 w4 w5</s>"),  # as OPT's, whose BOS is EOS
         ([3], [EOS], True, None, "<s>w3</s>"),
         ([3, 4], [5, EOS], True, "Say: ", "<s>Say:  w5</s>"),
         (

@@ -117,9 +117,12 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
     assert any_applies([sources[2]]).all()  # nothing has a weight: nothing is declined
 
 
+COUNTS = ("time/generate_s", "rollout/unscored", "throughput/preemptions")
+
+
 def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
-    differ = [[1] * 6 + [0] * 2, [1, 0, 0], [0, 1]]
+    differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
 
     def generate(prompts, sampling, before):
@@ -128,18 +131,20 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
         e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
-        return PendingRollout(e, total, {"throughput/occupancy": float(total)})
+        counts = dict.fromkeys(COUNTS, 1.0)
+        return PendingRollout(e, total, counts | {"throughput/occupancy": float(total)})
 
     sampler = sampler_of(rule, more=([[i]] for i in range(100)), generate=generate)
     rollout = sampler.generate(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
     assert asked == [8, 3, 2]
     assert rollout.num_prompts == 8
     assert rollout.experience.numbers.tolist() == list(range(16))
-    assert rollout.experience.scores.tolist() == [0, 1] * 8
+    assert rollout.experience.scores.tolist() == [x for k in range(1, 9) for x in (0, k)]
     assert rollout.metrics["sampling/kept_prompts"] == 8
     assert rollout.metrics["sampling/waste"] == pytest.approx(5 / 13)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
     assert rollout.metrics["throughput/occupancy"] == pytest.approx(weighed)
+    assert [rollout.metrics[name] for name in COUNTS] == [3, 3, 3]
 
 
 def test_exhausted_prompts_are_sampled_again():

@@ -5,20 +5,23 @@ import random
 import signal
 import time
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
 from program_cases import parity, trainer_of
 from step_rows import PROMPTS
 
+import dschat.distributed as dist
 from dschat.checkpoint.fingerprint import model_fingerprint
+from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.reward_functions import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.reporter import Reporter
-from dschat.runtime.checkpointing import training_checkpointer
+from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup
 
 ITERATIONS = 4
@@ -219,9 +222,12 @@ def test_what_a_reward_remembers_comes_back(models_folder, tmp_path):
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
-def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp_path):
+@pytest.mark.parametrize(("save_steps", "saved"), [(1, ["step_000001"]), (100, [])])
+def test_what_fails_after_a_step_does_not_save_the_one_before(
+    save_steps, saved, models_folder, tmp_path
+):
     """An endpoint that fails in an evaluation: the weights are those of a later step already."""
-    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=save_steps)
 
     def loop():
         with training_checkpointer(trainer.args) as checkpointer:
@@ -233,8 +239,9 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(models_folder, tmp
 
     with pytest.raises(RewardError, match="in the evaluation"):
         loop()
-    (last,) = (tmp_path / "checkpoints").iterdir()
-    assert json.loads((last / "values.json").read_text())["version"] == 0
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*")] == saved
+    for path in (tmp_path / "checkpoints").glob("*/values.json"):
+        assert json.loads(path.read_text())["version"] == 0
 
 
 def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
@@ -257,6 +264,20 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     with training_checkpointer(config) as checkpointer:
         checkpointer.begin(trainer.run_state(), 4, nothing)
         assert [random.getstate()] == states
+
+
+def test_what_rank_0_has_saved_no_rank_saves_again(monkeypatch):
+    """It alone knows; saving is a collective."""
+    saved = []
+    manager = SimpleNamespace(
+        last=None, wait=lambda: None, poll=lambda: None, save=lambda step, _: saved.append(step)
+    )
+    checkpointer = TrainingCheckpointer(SFTConfig(save_steps=3), manager, None)
+    checkpointer.after(2, RunState)
+    for on_rank_0, steps in ((1, []), (0, [2])):
+        monkeypatch.setattr(dist, "max_int", lambda value, theirs=on_rank_0: max(value, theirs))
+        checkpointer.save_last()
+        assert saved == steps
 
 
 def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog):

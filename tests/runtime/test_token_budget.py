@@ -1,10 +1,14 @@
 """Measuring the token budget of micro-batches."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from step_cases import Case, build_supervised
 from step_rows import sft_rows
 
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.weight_stream import weight_stream
@@ -43,6 +47,33 @@ def test_rows_double_or_halve_to_what_fits(first, most, room, tried, chosen):
 def test_on_a_cpu_larger_micro_batches_must_be_faster():
     tried, chosen = search(1, 64, 1e9, lambda rows: rows, lambda rows: min(rows, 4))
     assert (tried, chosen) == ([1, 2, 4, 8], 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "most", "rooms", "tried", "chosen"),
+    [
+        (1, 8, (150, 5), [1], 1),  # one row in any case, though it does not fit on a rank
+        (8, 8, (150, 40), [8, 4], 4),
+        (1, 8, (150, 40), [1, 2, 4], 4),
+    ],
+)
+def test_ranks_with_other_memory_try_the_same(first, most, rooms, tried, chosen, monkeypatch):
+    """They would wait for each other in a trial, or take another collective's numbers for it."""
+    barrier, values = threading.Barrier(2), {}
+
+    def max_int(value):
+        values[threading.get_ident()] = value
+        barrier.wait(timeout=20)
+        largest = max(values.values())
+        barrier.wait(timeout=20)
+        return largest
+
+    def on_rank(room):
+        return search(first, most, room, lambda rows: 10 * rows)
+
+    monkeypatch.setattr(dist, "max_int", max_int)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(on_rank, rooms)) == [(tried, chosen)] * 2
 
 
 def test_what_runs_out_of_memory_is_halved():
@@ -107,8 +138,14 @@ def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeyp
     assert step.outcome == "applied"
 
 
-def test_running_out_in_a_backward_pass_of_zero_is_an_error(models_folder, tmp_path, monkeypatch):
-    engine, task, *_ = build_supervised(Case("sft", 2), models_folder, tmp_path)
+@pytest.mark.parametrize(
+    ("zero", "fails", "ranks"), [(2, "backward", 1), (0, "backward", 2), (3, "forward", 2)]
+)
+def test_running_out_where_others_wait_is_an_error(
+    zero, fails, ranks, models_folder, tmp_path, monkeypatch
+):
+    engine, task, *_ = build_supervised(Case("sft", zero), models_folder, tmp_path)
     monkeypatch.setattr(token_budget, "_FASTER", 0.0)
-    with pytest.raises(UserError, match="auto ran out of memory in a backward pass"):
-        measure_budget([(engine, forward_of(engine, task, [], "backward"))], 20, 60)
+    monkeypatch.setattr(dist, "world_size", lambda: ranks)
+    with pytest.raises(UserError, match="auto ran out of memory in a pass that cannot be"):
+        measure_budget([(engine, forward_of(engine, task, [], fails))], 20, 60)

@@ -1,11 +1,14 @@
 """Stop strings over any tokens, against a search of the whole text."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dschat.inference.protocol import SamplingParams
+from dschat.serving.generation import Generation
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import Token
 
@@ -39,6 +42,7 @@ def answer(tokens, stops, reason):
     return pieces, found, i
 
 
+@example([PIECES.index("aab")], ["b", "a"], False)  # one token completes both
 @given(
     st.lists(st.integers(0, END - 1), min_size=1, max_size=20),
     st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3),
@@ -67,3 +71,28 @@ def test_what_may_begin_a_stop_string_waits():
 def test_text_is_not_held_without_need(stops):
     tokens = [PIECES.index(piece) for piece in ("a", "b", "a")]
     assert answer(tokens, stops, "length")[0] == ["a", "b", "a"]
+
+
+def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens():
+    """Those that were drawn meanwhile are in neither its text nor the count."""
+    handle, cancelled = object(), []
+    worker = SimpleNamespace(
+        engine=SimpleNamespace(problem=lambda entries: None, stop_ids=()),
+        submit=lambda *request: handle,
+        cancel=lambda *answer: cancelled.append(answer),
+    )
+    drawn = [(0, "a", None), (0, "b", None), (1, "b", None), (0, " ", None), (1, "a", "length")]
+
+    async def events():
+        model = SimpleNamespace(worker=worker, tokenizer=Tokenizer())
+        answers = Generation(model, [[1]], SamplingParams(n=2), ["ab"], 0)
+        for sample, piece, reason in drawn:
+            token = Token(handle, sample, PIECES.index(piece), 0.0, [], reason)
+            answers._tokens.put_nowait(token)
+        found = [event async for some in answers.events(60.0) for event in some]
+        return [(e.choice, e.text, e.finish_reason) for e in found], answers.completion_tokens
+
+    texts, count = asyncio.run(events())
+    assert texts == [(0, "", None), (0, "", "stop"), (1, "b", None), (1, "a", "length")]
+    assert count == 4
+    assert cancelled[0] == (handle, 0)

@@ -85,6 +85,12 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert rates[-1] < 5e-4
 
 
+def test_the_last_step_is_evaluated_once(models_folder, tmp_path):
+    _, lines = train(models_folder, tmp_path, eval_steps=2, max_steps=4, logging_steps=3)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [3]
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
     """Equal before and after a step that changes nothing, for a model that trains with dropout."""
@@ -133,6 +139,12 @@ def test_sft_weighs_targets_that_are_predicted():
     assert task.weight(task.collate([])) == 0
 
 
+def test_a_loss_that_has_run_away_is_still_a_number():
+    metrics = SFTTask().summarize({"loss": 1e4, "tokens": 2.0})
+    assert metrics["loss"] == 5000
+    assert metrics["perplexity"] == math.exp(100)
+
+
 class _AlwaysBad:
     def __init__(self, task):
         self._task = task
@@ -153,6 +165,27 @@ def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path):
     with pytest.raises(FloatingPointError, match="no step was applied: all 2 were skipped"):
         train(models_folder, tmp_path / "few", task=_AlwaysBad, max_steps=2)
     assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
+
+
+def test_bad_steps_in_a_row_are_counted_on_after_a_break(models_folder, tmp_path):
+    for resume in (None, "latest"):
+        with pytest.raises(FloatingPointError, match="3 steps in a row"):
+            train(
+                models_folder,
+                tmp_path,
+                task=_AlwaysBad,
+                max_bad_steps=3,
+                save_steps=1,
+                resume=resume,
+            )
+    lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
+
+
+def test_after_the_last_step_the_model_is_saved_and_no_checkpoint(models_folder, tmp_path):
+    train(models_folder, tmp_path, save_steps=2, max_steps=4, held_out=[])
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step_*")]
+    assert saved == ["step_000002"]
 
 
 @pytest.mark.parametrize(

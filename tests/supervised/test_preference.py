@@ -145,6 +145,33 @@ def test_prepare_leaves_mode_and_weights_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def with_dropout(seed: int) -> LanguageModel:
+    """In training mode."""
+    model = causal_lm("gpt2", seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    return LanguageModel(model).train()
+
+
+@pytest.mark.parametrize("seeds", [(5, 0), (0, 5)])
+def test_what_is_no_gradient_is_computed_without_dropout(seeds):
+    """The reference's log-probs and KTO's reference point, which a policy that makes mismatched
+    answers less likely leaves at 0.
+    """
+    policy, reference = map(with_dropout, seeds)
+    task = PreferenceTask(RewardConfig(loss="kto"), reference)
+    batch = task.collate([Pairs(ROWS, 20)[i] for i in range(3)])
+    (found,) = task.prepare(policy, [batch])
+    assert policy.training
+    assert reference.training
+    reference.eval()
+    (expected,) = task.prepare(policy.eval(), [batch])
+    assert torch.equal(found.ref_logps, expected.ref_logps)
+    assert found.kl == expected.kl
+    assert expected.kl > 0 if seeds == (5, 0) else expected.kl == 0
+
+
 def test_missing_reference_log_probs_are_nan():
     """Without reference log-probs the loss is NaN, not wrong."""
     task, _, _ = reference_task("dpo")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import DEVICE, fake_cuda
 from torch import nn
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -362,3 +363,11 @@ def test_sequences_taken_together_give_the_same_bits():
         output = kernel.forward(q, k, v, segments, 0.3)
         results.append((*output, *kernel.backward(grad, Saved(q, k, v, *output), segments, 0.3)))
     assert all(map(torch.equal, *results))
+
+
+def test_heads_have_the_sizes_that_cuda_s_kernel_takes():
+    q, v = torch.randn(1, 2, 3, 12), torch.randn(1, 2, 3, 9)
+    assert [x.shape[-1] for x in attention._same_sizes(q, q, v)] == [12] * 3
+    with fake_cuda():
+        q, v = torch.empty(1, 2, 3, 12, device=DEVICE), torch.empty(1, 2, 3, 9, device=DEVICE)
+        assert [x.shape[-1] for x in attention._same_sizes(q, q, v)] == [16] * 3

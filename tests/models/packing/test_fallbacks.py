@@ -74,6 +74,33 @@ def test_a_family_that_mixes_tokens_elsewhere_is_found_out(shifting, caplog):
         checked(shifting, "on")
 
 
+def test_dropout_is_no_difference():
+    model = AutoModelForCausalLM.from_config(
+        transformers.GPT2Config(
+            n_layer=2, n_head=2, n_embd=16, vocab_size=64, attn_pdrop=0.5, resid_pdrop=0.5
+        )
+    )
+    wrapped = LanguageModel(model, "on").train()
+    wrapped.check(torch.device("cpu"))
+    assert wrapped.packs
+    assert wrapped._head_is_linear
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "fault"), [(torch.float32, 5e-4, 4e-3), (torch.bfloat16, 0.03, 0.1)]
+)
+def test_more_than_rounding_is_a_difference(dtype, rounding, fault):
+    """Relative to the largest value; not where one probe alone differs, which a router may do."""
+    wrapped = LanguageModel(build("llama").to(dtype))
+    expected = torch.ones(12, 4)
+    expected[0] = 2.0
+    for gap, found in ((rounding, None), (fault, pytest.approx(fault, rel=1e-3))):
+        assert wrapped.gap(expected + 2 * gap, expected) == found
+    one_probe = expected + torch.tensor([1.0, 0.0, 0.0]).repeat_interleave(4).unsqueeze(1)
+    assert wrapped.gap(one_probe, expected) is None
+
+
 class SoftcappedAttention(LlamaAttention):
     def forward(self, *args, **kwargs):
         return super().forward(*args, softcap=2.0, **kwargs)
