@@ -112,12 +112,15 @@ def check_same(values: Mapping[str, Any]) -> None:
 
 
 def _check_device() -> None:
-    if local_rank() >= torch.cuda.device_count():
-        raise UserError(
-            f"process {local_rank()} of this machine sees {torch.cuda.device_count()} GPUs; start "
-            "one process a GPU, and let each see all (under SLURM --gpus-per-node, not "
-            "--gpus-per-task)"
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        message = (
+            f"process {local_rank()} of this machine sees {count} GPUs; start one process a GPU, "
+            "and let each see all (under SLURM --gpus-per-node, not --gpus-per-task)"
         )
+        if rank() and local_rank() == count:  # rank 0, which prints errors, sees its own
+            sys.stderr.write(f"error: {message}\n")
+        raise UserError(message)
 
 
 def shutdown() -> None:

@@ -199,3 +199,17 @@ def test_a_process_that_stays_alone_says_so(tmp_path):
         assert code == 2
         start = f"error: process {rank} of 2 did not meet the others at localhost:"
         assert text.splitlines()[-1].startswith(start)
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, False), (2, True), (3, False)])
+def test_more_processes_than_gpus_are_named_once(number, said, variables, monkeypatch, capsys):
+    """Rank 0 sees a GPU and waits: of those without one, the first says so."""
+    variables(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 2)
+    if number < 2:
+        process_group._check_device()
+    else:
+        with pytest.raises(UserError, match=f"process {number} of this machine sees 2 GPUs"):
+            process_group._check_device()
+    line = "error: process 2 of this machine sees 2 GPUs; start one process a GPU"
+    assert (line in capsys.readouterr().err) == said
