@@ -93,7 +93,7 @@ def _check_same_flags() -> None:
     script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
     flags = re.split(" (?=--)", " ".join(["script", script, *sys.argv[1:]]))
     named = dict(flag.partition(" ")[::2] for flag in flags)  # with the values of each
-    check_same({k: v for k, v in named.items() if k not in ("--local_rank", "--local-rank")})
+    check_same({k: v for k, v in named.items() if not re.match("--local[-_]rank", k)})
 
 
 def check_same(values: Mapping[str, Any]) -> None:

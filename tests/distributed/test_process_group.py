@@ -213,3 +213,19 @@ def test_more_processes_than_gpus_are_named_once(number, said, variables, monkey
             process_group._check_device()
     line = "error: process 2 of this machine sees 2 GPUs; start one process a GPU"
     assert (line in capsys.readouterr().err) == said
+
+
+def test_the_local_rank_that_a_launcher_passes_is_no_difference(monkeypatch):
+    """DeepSpeed's launcher gives every process one of its own."""
+    gathered = []
+
+    def gather(values):
+        gathered.append(values)
+        return gathered * 2 if len(gathered) == 1 else gathered
+
+    monkeypatch.setattr(process_group, "gather_objects", gather)
+    for number in (0, 1):
+        for form in (f"--local_rank={number}", f"--local-rank={number}"):
+            monkeypatch.setattr(sys, "argv", ["main.py", form, "--seed", "1"])
+            process_group._check_same_flags()
+    assert all(values == gathered[0] for values in gathered)

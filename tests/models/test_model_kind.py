@@ -278,10 +278,11 @@ def test_no_configuration_of_transformers_own_is_refused(tmp_path):
     for kind in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*CONFIG_MAPPING}:
         try:
             config = CONFIG_MAPPING[kind]()
-            config.get_text_config()
+            text = config.get_text_config()
         except (ValueError, StrictDataclassError):  # it has no defaults, or is not for text alone
             continue
         config.save_pretrained(tmp_path / kind)
-        assert type(read_config(str(tmp_path / kind), FLAG)) is type(config)
+        read_as = type(read_config(str(tmp_path / kind), FLAG))
+        assert read_as in (type(config), type(text))  # the text part of a model that also sees
         read += 1
     assert read > 100

@@ -85,7 +85,7 @@ def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens(
 
     async def events():
         model = SimpleNamespace(worker=worker, tokenizer=Tokenizer())
-        answers = Generation(model, [[1]], SamplingParams(n=2), ["ab"], 0)
+        answers = Generation(model, [[1]], [SamplingParams(n=2)], ["ab"], 0, 0.0)
         for sample, piece, reason in drawn:
             token = Token(handle, sample, PIECES.index(piece), 0.0, [], reason)
             answers._tokens.put_nowait(token)
