@@ -112,8 +112,9 @@ class EngineConfig:
 
 def require_current(device: torch.device) -> None:
     """Raise ``UserError`` for a GPU but the current one, on which streams and graphs are."""
-    current = torch.cuda.current_device() if torch.version.cuda else 0
-    if device.type == "cuda" and device.index not in (None, current):
+    if device.type != "cuda":  # else a CUDA build of torch would look for a GPU
+        return
+    if device.index not in (None, torch.cuda.current_device() if torch.version.cuda else 0):
         raise UserError(
             f"device {device} is not the current one; call torch.cuda.set_device({device.index}) "
             f"first, or start the process with CUDA_VISIBLE_DEVICES={device.index}"

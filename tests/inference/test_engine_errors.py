@@ -268,3 +268,15 @@ def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
         InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cuda:1"))
     for device in ("cuda", "cuda:0", "cpu"):
         require_current(torch.device(device))
+
+
+def test_an_engine_on_a_cpu_asks_for_no_gpu(monkeypatch):
+    """A CUDA build of torch raises where there is none, as on most laptops."""
+
+    def raises():
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", raises)
+    require_current(torch.device("cpu"))
+    InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cpu"))
