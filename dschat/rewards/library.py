@@ -85,8 +85,8 @@ class ExactMatch:
 class MathEqual:
     """Whether the answer equals the reference as mathematics: 1/2, 0.5 and \\boxed{\\frac12} agree.
 
-    math-verify compares the last formula or number of each text. An answer that takes longer than
-    ``limit_s`` is wrong.
+    math-verify compares the last formula or number of each text: its last box, if it has one. An
+    answer that takes longer than ``limit_s`` is wrong.
     """
 
     limit_s: float = 3.0

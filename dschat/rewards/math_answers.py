@@ -82,8 +82,12 @@ class Comparison:
 def _as_latex(text: str) -> str:
     """``text`` in dollar signs if it is a formula only: then (1, 2) is a pair, not the number 2.
 
-    Text with words stays unchanged, so that math-verify searches it for a formula.
+    Text with words stays as it is, so that math-verify searches it for a formula. Of several boxes
+    the last counts: math-verify would join ``\\boxed{1} or \\boxed{137}`` into 1137.
     """
+    before, box, last = text.rpartition("\\boxed")
+    if "\\boxed" in before:
+        text = box + last
     if _DELIMITED.search(text) or _WORD.search(text):
         return text
     return f"${text}$"

@@ -55,7 +55,11 @@ def test_exact_match(settings, answer, reference, score):
         ("\\frac{1}{2}", "The answer is \\boxed{0.5}.", 1),
         ("72", "So she has 72 apples.", 1),
         ("72", "72 or 73", 0),
-        ("72", "\\boxed{71} or \\boxed{72}", 0),  # several answers are wrong
+        ("72", "\\boxed{71} or \\boxed{72}", 1),  # the last box counts
+        ("71", "\\boxed{71} or \\boxed{72}", 0),
+        ("1137", "\\boxed{1} or \\boxed{137}", 0),
+        ("137", "$\\boxed{1}$, no: $x = \\boxed{137}$.", 1),
+        ("(1, 2)", "\\boxed{3}, \\boxed{(1, 2)}", 1),
         ("(1, 2)", "(1,2)", 1),
         ("(1, 2)", "2", 0),
         ("x^2 + 2x + 1", "$(x+1)^2$", 1),
