@@ -3,6 +3,7 @@
 Neither torch nor transformers here: ``--help`` and mistyped flags must answer at once.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -207,6 +208,6 @@ class EvalConfig(PromptsConfig):
                 f"--task {task} reads a model's probabilities, which --answers files lack; leave "
                 "one of them out",
             )
-        names = [*(self.path or ()), *(self.answers or ())]
+        names = list(map(os.path.normpath, [*(self.path or ()), *(self.answers or ())]))
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"--path has {twice} twice; name each model once")
