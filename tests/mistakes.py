@@ -112,7 +112,7 @@ def write_files(folder: Path) -> None:
         "good.jsonl": "\n".join(map(json.dumps, rows)),
         "empty.jsonl": "",
         "data.docx": "PK",
-        "column.jsonl": json.dumps({"question": "a", "chosen": "b", "rejected": "c"}),
+        "column.jsonl": json.dumps({"riddle": "a", "chosen": "b", "rejected": "c"}),
         "answers.jsonl": json.dumps({"prompt": "a", "chosen": "b"}),
         "ranked.jsonl": json.dumps({"prompt": "a", "answers": ["b", "c"], "scores": [1, 1]}),
         "broken.jsonl": f"{good}\n{good}\n{{not json\n",
