@@ -21,16 +21,21 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 
 @dataclass
 class PackedBatch:
-    """A micro-batch for one forward.
-
-    Step 1's reads the columns before the targets.
-    """
+    """A micro-batch for one forward."""
 
     rows: PackedRows
     num_real: int  # rows that are not dummies
 
     def to(self: Batch, device: Union[str, torch.device]) -> Batch:
         return to_device(self, device)
+
+
+@dataclass
+class WeightedBatch(PackedBatch):
+    """Step 1's micro-batch, which reads the columns before the targets."""
+
+    weights: Tensor | None  # (M,) fp32, of the targets in the loss; None: all 1
+    weight: float  # their sum
 
 
 @dataclass
@@ -58,11 +63,18 @@ class PreferenceBatch(PackedBatch):
     kl: float = 0.0  # KTO's reference point, over the whole optimizer step
 
 
-def collate_sft(rows: Sequence[dict[str, Any]]) -> PackedBatch:
+def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
     """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target."""
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]
     reads = [np.flatnonzero(mask[1:]) for mask in masks]
-    return PackedBatch(pack([row["input_ids"] for row in rows], reads), num_real=len(rows))
+    weights, weight = None, float(sum(map(len, reads)))
+    if any(row.get("weights") for row in rows):
+        given = [row["weights"] or row["loss_mask"] for row in rows]
+        chosen = [np.asarray(w)[1:][read] for w, read in zip(given, reads, strict=True)]
+        weights = torch.from_numpy(np.concatenate(chosen).astype(np.float32))
+        weight = float(weights.sum())
+    packed = pack([row["input_ids"] for row in rows], reads)
+    return WeightedBatch(packed, len(rows), weights, weight)
 
 
 def collate_pairs(rows: Sequence[dict[str, Any]]) -> RankedBatch:

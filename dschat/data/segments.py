@@ -10,7 +10,7 @@ the chat template adds for this turn to the rendered generation prompt.
 import logging
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from os.path import commonprefix
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
-from dschat.data.sources.turns import THOUGHTS, Turn, is_trained
+from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
 from dschat.models.chat_template import default_template, failure, turn_ends
 from dschat.models.continued_text import continued_ids
 from dschat.models.tokenizer import stop_ids
@@ -39,7 +39,7 @@ class Segment:
     """A piece of text that is tokenized separately."""
 
     text: str
-    is_answer: bool | None = False  # an assistant's turn; None: one that is not trained
+    weight: float | None = None  # of an assistant's turn in the loss; None: of other text
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
 
@@ -49,9 +49,10 @@ class Encoded:
     """An example as ids; ``problem`` says why it cannot be used ("" if it can)."""
 
     prompt_ids: list[int]  # (P,)
-    # (P,) True: tokens of earlier assistant turns, through their end; None: of turns of weight 0
-    prompt_targets: list[bool | None]
+    # (P,) weights of the tokens of earlier assistant turns, through their end; None: other tokens
+    prompt_weights: list[float | None]
     answers: list[list[int]]  # each (A,), its last token is its only one of `stop_ids`
+    answer_weights: list[float] = field(default_factory=list)
     problem: str = ""
     cut: str = ""  # what the answers lost
 
@@ -91,7 +92,7 @@ def encode_examples(
             split.append(([], 0, str(error)))
     ids = iter(encode(tokenizer, [segment for segments, _, _ in split for segment in segments]))
     return [
-        Encoded([], [], [], problem)
+        Encoded([], [], [], problem=problem)
         if problem
         else _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers)
         for segments, num_answers, problem in split
@@ -104,30 +105,30 @@ def prompt_segments(
     """A prompt's segments: its assistant turns, and the text that the template puts around them."""
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
-    pieces: list[tuple[str, str, bool | None]] = []
+    pieces: list[tuple[str, str, float | None]] = []
     rendered = ""
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
             asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, tools=tools)
             answered = render_chat(tokenizer, prompt[: i + 1], tools=tools)
             _require_calls(turn, answered[len(commonprefix([asked, answered])) :])
-            pieces += [(asked, rendered, False), (answered, asked, is_trained(turn) or None)]
+            pieces += [(asked, rendered, None), (answered, asked, weight_of(turn))]
             rendered = answered
     whole = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
-    pieces.append((whole, rendered, False))
+    pieces.append((whole, rendered, None))
     if not all(text.startswith(before) for text, before, _ in pieces):
         _warn_once(
             "the chat template rewrites earlier turns of a dialogue as it grows: "
             "only the last answer of each dialogue is trained"
         )
-        pieces = [(pieces[-1][0], "", False)]
+        pieces = [(pieces[-1][0], "", None)]
     return [
         Segment(
-            _continuing(before, text) if is_answer else text[len(before) :],
-            is_answer,
+            text[len(before) :] if weight is None else _continuing(before, text),
+            weight,
             before=before,
         )
-        for text, before, is_answer in pieces
+        for text, before, weight in pieces
     ]
 
 
@@ -136,7 +137,7 @@ def answer_segment(
 ) -> Segment:
     """The answer's segment: its text, or the text that the template adds to the prompt for it."""
     if isinstance(answer, str):
-        return Segment(answer, is_answer=True, before=str(prompt))
+        return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
     answered = render_chat(tokenizer, [*prompt, *answer], tools=tools)
@@ -149,7 +150,7 @@ def answer_segment(
     _require_calls(answer[-1], answered[len(asked) :])
     if answer[-1].get(THOUGHTS[0], "").strip() not in answered[len(asked) :]:
         raise RefusedChat(f"thoughts ({THOUGHTS[0]}), which the chat template does not render")
-    return Segment(_continuing(asked, answered), is_answer=True, before=asked)
+    return Segment(_continuing(asked, answered), weight_of(answer[-1]), before=asked)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
@@ -193,24 +194,26 @@ def _assemble(
 ) -> Encoded:
     ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
     prompt_ids: list[int] = []
-    targets: list[bool | None] = []
+    weights: list[float | None] = []
     tails: list[list[int]] = []  # what follows the first end in an answer
     for segment, ids in pieces[: len(pieces) - num_answers]:
         # text that the template adds after an answer's end (a line break) carries no loss
-        num_targets = len(through_end(ids, ends)) if segment.is_answer else 0
-        tails += [ids[num_targets:]] if segment.is_answer else []
+        is_answer = segment.weight is not None
+        num_targets = len(through_end(ids, ends)) if is_answer else 0
+        tails += [ids[num_targets:]] if is_answer else []
         prompt_ids += ids
-        targets += [None if segment.is_answer is None else i < num_targets for i in range(len(ids))]
+        weights += [segment.weight] * num_targets + [None] * (len(ids) - num_targets)
     if not prompt_ids:
-        return Encoded([], [], [], "a prompt without tokens")
-    texts = [[*ids, *end] for _, ids in pieces[len(pieces) - num_answers :]]
+        return Encoded([], [], [], problem="a prompt without tokens")
+    own = pieces[len(pieces) - num_answers :]
+    texts = [[*ids, *end] for _, ids in own]
     answers = [through_end(ids, ends) for ids in texts]
     if any(len(ids) < 2 for ids in answers):
-        return Encoded([], [], [], "an answer without tokens")
+        return Encoded([], [], [], problem="an answer without tokens")
     tails += [ids[len(answer) :] for ids, answer in zip(texts, answers, strict=True)]
     is_cut = any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tails)
     cut = "lost what follows an end token in an answer" if is_cut else ""
-    return Encoded(prompt_ids, targets, answers, cut=cut)
+    return Encoded(prompt_ids, weights, answers, [s.weight or 0.0 for s, _ in own], cut=cut)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:

@@ -34,6 +34,7 @@ Tables = Any
 # Examples and their numbers -> a row of each, with its `problem` and what was `cut`
 MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
+_WEIGHTS = List(Value("float32"))
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
 
@@ -44,9 +45,10 @@ def sft_dataset(
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
     EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
-    position 0, which nothing predicts. Rows
-    beyond max_seq_len lose the beginning of the prompt (a BOS stays). An answer that does not fit
-    beside the rest of the prompt loses its end, including EOS.
+    position 0, which nothing predicts. ``weights`` (T,) has the tokens' weights in the loss; it is
+    empty where all targets have weight 1. Rows beyond max_seq_len lose the beginning of the prompt
+    (a BOS stays). An answer that does not fit beside the rest of the prompt loses its end,
+    including EOS.
 
     Returns:
         One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
@@ -61,7 +63,8 @@ def sft_dataset(
         max_len=config.max_seq_len,
         train_on_prompt=config.train_on_prompt,
     )
-    return _tables(config, "sft", split, make, {"input_ids": _IDS, "loss_mask": _MASK})
+    columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
+    return _tables(config, "sft", split, make, columns)
 
 
 def preference_dataset(
@@ -226,15 +229,19 @@ def _sft_rows(
     train_on_prompt: bool,
 ) -> Iterator[dict[str, Any]]:
     for encoded in encode_examples(tokenizer, examples, ("chosen",)):
-        prompt, targets, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
+        prompt, given, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
-        is_target = [t is not None if train_on_prompt else bool(t) for t in targets]
-        mask = is_target + [True] * len(answer)
-        if None in targets:
+        weights = [float(train_on_prompt) if weight is None else weight for weight in given]
+        weights += encoded.answer_weights * len(answer)
+        if 0.0 in given:
             cut = "; ".join(filter(None, (cut, "had answers without loss: empty or of weight 0")))
-        mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
+        weights[:1] = [0.0] * len(weights[:1])  # nothing predicts the first token
+        mask = [weight > 0 for weight in weights]
+        if set(weights) <= {0.0, 1.0}:
+            weights = []
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
-        yield {"input_ids": ids, "loss_mask": mask, "problem": problem, "cut": cut}
+        row = {"input_ids": ids, "loss_mask": mask, "weights": weights}
+        yield row | {"problem": problem, "cut": cut}
 
 
 def _prompt_rows(

@@ -15,14 +15,14 @@ def prompt_share(max_len: int) -> int:
 
 def fit(
     encoded: Encoded, num_answers: int, max_len: int, bos: Optional[int]
-) -> tuple[list[int], list[bool | None], list[list[int]], str]:
-    """Cut an example to ``max_len``: (prompt ids, their targets, answers, parts that were lost).
+) -> tuple[list[int], list[float | None], list[list[int]], str]:
+    """Cut an example to ``max_len``: (prompt ids, their weights, answers, parts that were lost).
 
     The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all of it if it is shorter:
     answers without their question teach nothing. At least one token stays, since the answer's first
     token needs one before it.
     """
-    prompt, targets = encoded.prompt_ids, encoded.prompt_targets
+    prompt, weights = encoded.prompt_ids, encoded.prompt_weights
     if encoded.problem:
         return [], [], [[]] * num_answers, ""
     share = prompt_share(max_len)
@@ -33,8 +33,8 @@ def fit(
         # keep the BOS: the model has always seen one first
         head = 1 if prompt[0] == bos and keep > 1 else 0
         tail = len(prompt) - (keep - head)
-        prompt, targets = prompt[:head] + prompt[tail:], targets[:head] + targets[tail:]
+        prompt, weights = prompt[:head] + prompt[tail:], weights[:head] + weights[tail:]
     if any(keep + len(answer) > max_len for answer in encoded.answers):
         lost.append(CUT_ANSWER)
     answers = [answer[: max_len - keep] for answer in encoded.answers]
-    return prompt, targets, answers, "; ".join(lost)
+    return prompt, weights, answers, "; ".join(lost)

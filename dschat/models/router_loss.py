@@ -62,7 +62,7 @@ def watch_routers(packed: PackedModel, is_wanted: bool) -> None:
 
 
 def add_router_loss(
-    model: ModelOrEngine, loss: Tensor, sums: dict[str, Tensor], rows: PackedRows, weight: int
+    model: ModelOrEngine, loss: Tensor, sums: dict[str, Tensor], rows: PackedRows, weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``loss`` and ``sums`` of a micro-batch of ``weight`` in the step's denominator, which
     ``model`` just ran; with its router loss if it has one and gradients are on.

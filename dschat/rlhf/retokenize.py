@@ -79,7 +79,7 @@ class Retokenizer:
             # Decoded together: a SentencePiece token loses its space where it comes first.
             answer = both[len(before) :] if both.startswith(before) else self._decode(answer_ids)
             text = self._plain(prompt_ids) if source is None else source
-            pieces = [Segment(text, add_special=True), Segment(answer, False, not text, text)]
+            pieces = [Segment(text, add_special=True), Segment(answer, None, not text, text)]
         *asked, ids = segments.encode(self._reward_tokenizer, pieces)
         if finished:
             end = segments.end_of(self._reward_tokenizer, is_chat)

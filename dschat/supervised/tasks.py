@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dschat.data.collate import PackedBatch, RankedBatch, collate_pairs, collate_sft
+from dschat.data.collate import RankedBatch, WeightedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
 from dschat.models.router_loss import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine
@@ -48,25 +48,25 @@ class Task(Protocol):
 
 
 class SFTTask(Task):
-    """Next-token cross entropy on the tokens that the loss mask selects."""
+    """Next-token cross entropy on the tokens that the loss mask selects, by their weights."""
 
     columns = ("loss", "perplexity")
 
-    def collate(self, rows: Rows) -> PackedBatch:
+    def collate(self, rows: Rows) -> WeightedBatch:
         return collate_sft(rows)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
         return {"input_ids": [0] * num_tokens, "loss_mask": [True] * num_tokens}
 
-    def weight(self, batch: PackedBatch) -> int:
-        return len(batch.rows.targets)
+    def weight(self, batch: WeightedBatch) -> float:
+        return batch.weight
 
-    def loss(self, model: ModelOrEngine, batch: PackedBatch) -> tuple[Tensor, DeviceSums]:
+    def loss(self, model: ModelOrEngine, batch: WeightedBatch) -> tuple[Tensor, DeviceSums]:
         logprobs, _ = model(batch.rows)
-        total = -logprobs.sum()
-        num_tokens = torch.ones_like(logprobs).sum()
-        sums = {"loss": total.detach(), "tokens": num_tokens}
-        return add_router_loss(model, total, sums, batch.rows, self.weight(batch))
+        weights = torch.ones_like(logprobs) if batch.weights is None else batch.weights
+        total = -(logprobs * weights).sum()
+        sums = {"loss": total.detach(), "tokens": weights.sum()}
+        return add_router_loss(model, total, sums, batch.rows, batch.weight)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["tokens"], 1.0)

@@ -80,7 +80,7 @@ def test_earlier_turns_carry_no_loss_after_their_end():
     chat = [*ASKED, *turn("five"), *ASKED]
     (row,) = encode_examples(tokenizer, [Example(chat, turn("six"))], ("chosen",))
     assert row.prompt_ids == prompt_text_ids(tokenizer, chat)
-    pairs = zip(row.prompt_ids, row.prompt_targets, strict=True)
+    pairs = zip(row.prompt_ids, row.prompt_weights, strict=True)
     assert tokenizer.decode([i for i, t in pairs if t]) == "five<|im_end|>"
 
 

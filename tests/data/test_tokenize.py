@@ -348,4 +348,4 @@ def test_splits_come_one_by_one_or_together(knobs):
     assert sft_dataset(config, PLAIN, "train")[:] == both[0][:]
     assert sft_dataset(config, PLAIN, "eval")[:] == both[1][:]
     none = sft_dataset(SFTConfig(**knobs(rows)), PLAIN, "eval")
-    assert (len(none), none.column_names) == (0, ["input_ids", "loss_mask"])
+    assert (len(none), none.column_names) == (0, ["input_ids", "loss_mask", "weights"])

@@ -20,11 +20,11 @@ from dschat.data.sources.turns import (
     Unusable,
     chat_in_cell,
     from_cell,
-    is_trained,
     read_content,
     read_tools,
     split_text,
     storable,
+    weight_of,
     without_nulls,
 )
 
@@ -368,7 +368,7 @@ def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
 def _without_answer(dialogue: list[Turn]) -> tuple[list[Turn], Optional[list[Turn]]]:
     """The turns before the last one, and the last one by itself, None if it is not trained."""
     last = dialogue[-1]
-    return dialogue[:-1], [last] if is_trained(last) else None
+    return dialogue[:-1], [last] if weight_of(last) else None
 
 
 def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
@@ -389,7 +389,7 @@ def _demonstration(
     """
     answer = demonstration if _is_answer(demonstration) else chosen
     if not answer and isinstance(prompt, list):
-        ends = [i for i, turn in enumerate(prompt) if i and is_trained(turn)]
+        ends = [i for i, turn in enumerate(prompt) if i and weight_of(turn)]
         if ends:
             return _without_answer(prompt[: ends[-1] + 1])
     return prompt, answer

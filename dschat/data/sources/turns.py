@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Optional, Union
 
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates show of
-# `SHOWN` and "tool_calls", in OpenAI's form with arguments as an object; "weight" 0: not trained
+# `SHOWN` and "tool_calls", in OpenAI's form with arguments as an object; "weight": `weight_of`
 Turn = dict[str, Any]
 Content = Union[str, list[Turn]]  # plain text, or chat messages
 
@@ -31,7 +31,7 @@ ROLES = {
 # A thought is given under all the names that templates use.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 SHOWN = (*THOUGHTS, "name", "tool_call_id")
-# 0 or false where an answer is not trained: OpenAI, Mistral, axolotl, slime.
+# An answer's weight in the loss, as OpenAI, Mistral, axolotl and slime name it.
 LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 # They would change the text or the loss.
 UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio", "train_detail")
@@ -135,17 +135,22 @@ def _read_turn(turn: Any) -> Turn:
         elif text:
             raise Unusable(f"a turn whose {name} is {_kind(text)}")
     flags = {name: turn.get(name) for name in LOSS_FLAGS} if known == "assistant" else {}
-    if odd := [f"{k} {str(v)[:30]}" for k, v in flags.items() if v not in (None, 0, 1)]:
-        raise Unusable(f"a turn with {odd[0]}, which is neither 0 nor 1")
+    if odd := [f"{k} {str(v)[:30]}" for k, v in flags.items() if not _is_weight(v)]:
+        raise Unusable(f"a turn with {odd[0]}, which is no number from 0 to 1")
     says = read["content"].strip() or calls or THOUGHTS[0] in read
-    if known == "assistant" and (0 in flags.values() or not says):
-        read["weight"] = 0
+    weight = min((float(v) for v in flags.values() if v is not None), default=1.0)
+    if known == "assistant" and (weight < 1 or not says):
+        read["weight"] = weight if says else 0.0
     return read
 
 
-def is_trained(turn: Turn) -> bool:
-    """Whether a turn is an answer that says something and is not left out of the loss."""
-    return turn["role"] == "assistant" and turn.get("weight") != 0
+def weight_of(turn: Turn) -> float:
+    """A turn's weight in step 1's loss, from 0 to 1; 0 if it is no answer, or says nothing."""
+    return float(turn.get("weight", 1.0)) if turn["role"] == "assistant" else 0.0
+
+
+def _is_weight(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 <= value <= 1)
 
 
 def unread_keys(values: Iterable[Any]) -> list[str]:
