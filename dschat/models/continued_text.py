@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.models.tokenizer import stop_ids
 
+_THOUGHT = re.compile(r"[<\[][^<>\[\]\s/]*(think|thought|reason)[^<>\[\]\s/]*[>\]]\s*\Z", re.I)
+_TAG_TOKENS = 24  # at most, of a tag and the line breaks behind it
+
 
 @lru_cache(maxsize=16)
 def _anchors(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
@@ -56,6 +59,27 @@ def continued_ids(
 def anchor_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that keep the first space of an answer behind them; none where it is not in danger."""
     return next(iter(_anchors(tokenizer).values()), [])
+
+
+def whole_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> list[str]:
+    """`continued_texts` of answers, each behind the thought that its prompt has opened: where a
+    generation prompt ends in ``<think>``, the answer has only the other tag.
+    """
+    texts = continued_texts(tokenizer, answers)
+    return [opened_thought(tokenizer, p) + text for p, text in zip(prompts, texts, strict=True)]
+
+
+def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
+    """The tag, with the line breaks behind it, that opens a thought at the end of ``prompt``."""
+    end = tokenizer.decode(
+        prompt[-_TAG_TOKENS:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    found = _THOUGHT.search(end)
+    return found[0] if found else ""
 
 
 def continued_texts(

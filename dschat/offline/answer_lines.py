@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config.errors import require
 from dschat.inference.protocol import Rollout
-from dschat.models.continued_text import continued_texts
+from dschat.models.continued_text import whole_texts
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Row, Rows
 
@@ -40,8 +40,9 @@ class AnswerLines:
 
     def of(self, rows: list[Row], answers: Rollout, scores: list[float | None] | None) -> list[str]:
         """A line per row; ``answers`` and ``scores`` (S,) have n of each."""
-        texts = continued_texts(self._tokenizer, answers.token_ids)
         n = self._config.n
+        prompts = [row.ids for row in rows for _ in range(n)]
+        texts = whole_texts(self._tokenizer, prompts, answers.token_ids)
         lines = []
         for number, row in enumerate(rows):
             part = slice(number * n, (number + 1) * n)

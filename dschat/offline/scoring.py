@@ -12,7 +12,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 from dschat.config.reward import RewardTrainingConfig
 from dschat.inference.protocol import Rollout
-from dschat.models.continued_text import continued_texts
+from dschat.models.continued_text import whole_texts
 from dschat.models.load import load_config, load_score_backbone
 from dschat.models.packing import pack
 from dschat.models.row_length import num_positions
@@ -169,10 +169,11 @@ class AnswerScorer:
     def _samples(self, rows: list[Row], answers: Rollout) -> Samples:
         n = len(answers) // max(len(rows), 1)
         repeated = [row for row in rows for _ in range(n)]
+        prompts = [row.ids for row in repeated]
         return Samples(
             prompts=[row.question for row in repeated],
-            answers=continued_texts(self._tokenizer, answers.token_ids),
-            prompt_ids=[row.ids for row in repeated],
+            answers=whole_texts(self._tokenizer, prompts, answers.token_ids),
+            prompt_ids=prompts,
             answer_ids=answers.token_ids,
             finish_reasons=list(answers.finish_reasons),
             columns={name: [row.columns.get(name) for row in repeated] for name in self._columns},

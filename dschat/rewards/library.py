@@ -258,11 +258,9 @@ class FormatTags:
     """Whether the answer is <think>...</think><answer>...</answer>.
 
     Every tag of ``tags`` occurs once, in this order, with content, and only space is outside.
-    ``opened``: the prompt ends with the first opening tag, so the answer lacks it.
     """
 
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
-    opened: bool = False
 
     def __post_init__(self) -> None:
         require_types(self, "--reward_args format_tags.")
@@ -270,8 +268,7 @@ class FormatTags:
         self._mark = regex.compile("|".join(map(regex.escape, self._marks)))
 
     def __call__(self, answers: list[str]) -> list[float]:
-        first = self._marks[0] if self.opened else ""
-        return [float(self._fits(first + answer)) for answer in answers]
+        return [float(self._fits(answer)) for answer in answers]
 
     def _fits(self, answer: str) -> bool:
         if self._mark.findall(answer) != self._marks:

@@ -15,7 +15,7 @@ from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
-from dschat.models.continued_text import continued_texts
+from dschat.models.continued_text import whole_texts
 from dschat.rewards.reward_functions import RewardError, SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -106,11 +106,14 @@ class EpisodeCollector(RolloutCollector):
         """With tools, ``answers`` are the last ones of the episodes, which a user would see."""
         samples = super()._samples(prompts, rollout)
         if self._source.tools:
-            last = [
-                ids[len(drawn) - drawn[::-1].index(False) if False in drawn else 0 :]
-                for ids, drawn in zip(rollout.token_ids, rollout.drawn or [], strict=True)
+            starts = [
+                len(drawn) - drawn[::-1].index(False) if False in drawn else 0
+                for drawn in rollout.drawn or []
             ]
-            samples.answers = continued_texts(self._engine.tokenizer, last)
+            parts = list(zip(prompts.ids, rollout.token_ids, starts, strict=True))
+            before = [prompt + ids[:start] for prompt, ids, start in parts]
+            last = [ids[start:] for _, ids, start in parts]
+            samples.answers = whole_texts(self._engine.tokenizer, before, last)
         return samples
 
     def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from dschat.data import segments
 from dschat.data.segments import Segment
 from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import Turn
+from dschat.models.continued_text import opened_thought
 from dschat.models.tokenizer import stop_ids as end_ids
 from dschat.rlhf.experience import Experience
 
@@ -72,7 +73,8 @@ class Retokenizer:
         if finished and answer_ids and answer_ids[-1] in self._stop_ids:
             answer_ids = answer_ids[:-1]
         if is_chat := isinstance(source, list):
-            pieces = self._chat(source, self._decode(answer_ids).strip(), finished)
+            opened = opened_thought(self._actor_tokenizer, prompt_ids)
+            pieces = self._chat(source, (opened + self._decode(answer_ids)).strip(), finished)
         else:
             before = self._decode(prompt_ids)
             both = self._decode([*prompt_ids, *answer_ids])

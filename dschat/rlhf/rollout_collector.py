@@ -11,7 +11,7 @@ import numpy as np
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
-from dschat.models.continued_text import continued_texts
+from dschat.models.continued_text import whole_texts
 from dschat.rewards.combine import joined_scores
 from dschat.rewards.reward_functions import SourceScores
 from dschat.rewards.samples import Samples
@@ -201,7 +201,7 @@ class RolloutCollector(RolloutSource):
         """``prompts``: one for each answer of ``rollout``."""
         return Samples(
             prompts=self.prompt_texts(prompts),
-            answers=continued_texts(self._engine.tokenizer, rollout.token_ids),
+            answers=whole_texts(self._engine.tokenizer, prompts.ids, rollout.token_ids),
             prompt_ids=prompts.ids,
             answer_ids=rollout.token_ids,
             finish_reasons=list(rollout.finish_reasons),

@@ -29,7 +29,6 @@ FUNCTIONS = [
     ready.RegexMatch(pattern=r"(\w+)\s*=\s*\1"),
     ready.RegexMatch(pattern=r"(?:a|b)*", full=True),
     ready.FormatTags(),
-    ready.FormatTags(opened=True),
     *map(ready.JsonSchema, SCHEMAS),
 ]
 PIECES = ["1e999", "-1e999", "1" * 400, "9" * 5000, "NaN", "null", '"', "\\", "\\ud800", "\ud800"]

@@ -282,9 +282,6 @@ def test_json_schema(tmp_path, answer, score):
         ({}, "<think>a</think><think>b</think><answer>4</answer>", 0),
         ({}, "<think>so</think><answer>4", 0),
         ({}, "4", 0),
-        ({"opened": True}, "so</think><answer>4</answer>", 1),
-        ({"opened": True}, "<think>so</think><answer>4</answer>", 0),  # opened twice
-        ({"opened": True}, "</think><answer>4</answer>", 0),
         ({"tags": ["a"]}, "<a>x</a>", 1),
     ],
 )

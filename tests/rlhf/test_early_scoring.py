@@ -65,8 +65,8 @@ def texts_of_ids(monkeypatch):
     """The text of an answer is its ids, whatever the tokenizer."""
     monkeypatch.setattr(
         rollout_collector,
-        "continued_texts",
-        lambda tokenizer, rows: [" ".join(map(str, ids)) for ids in rows],
+        "whole_texts",
+        lambda tokenizer, prompts, rows: [" ".join(map(str, ids)) for ids in rows],
     )
 
 

@@ -40,8 +40,8 @@ def tight_engine(module):
 
 @pytest.fixture(autouse=True)
 def texts_of_ids(monkeypatch):
-    texts = lambda _, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
-    monkeypatch.setattr(rollout_collector, "continued_texts", texts)
+    texts = lambda _, prompts, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
+    monkeypatch.setattr(rollout_collector, "whole_texts", texts)
 
 
 def stub_of(made):
