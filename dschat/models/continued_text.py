@@ -98,3 +98,21 @@ def continued_texts(
         for ids in ([], *rows)
     ]
     return [text[len(texts[0]) :] for text in texts[1:]]
+
+
+# The characters with which byte-level vocabularies write bytes, of GPT-2.
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_REST = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(b): b for b in _SHOWN} | {chr(256 + i): b for i, b in enumerate(_REST)}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """UTF-8 of a token within a longer text: part of a character, where the token is."""
+    (text,) = continued_texts(tokenizer, [[token]], with_special=True)
+    if "\ufffd" in text:
+        name = tokenizer.convert_ids_to_tokens(token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):  # SentencePiece's
+            return bytes([int(name[3:5], 16)])
+        if all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+    return text.encode()

@@ -42,12 +42,15 @@ class ServedModel:
 
 
 class Event(NamedTuple):
-    """A token of choice number ``choice``, and the text that it makes final."""
+    """A token of choice number ``choice``, and the text that it makes final. ``offset``: where in
+    the answer the token's own text begins, in characters.
+    """
 
     choice: int
     text: str
     token: Token
     finish_reason: str | None
+    offset: int
 
 
 def joined(events: list[Event]) -> list[Event]:
@@ -152,9 +155,11 @@ class Generation:
         index = self._first[item.handle] + item.sample
         if index not in self._open:  # drawn before the engine knew of a stop string
             return []
-        text, reason = self._texts[index].push(item)
+        answer = self._texts[index]
+        offset = answer.num_chars
+        text, reason = answer.push(item)
         if reason is not None:
             self._open.discard(index)
             if item.finish_reason is None:
                 self.model.worker.cancel(item.handle, item.sample)
-        return [Event(index, text, item, reason)]
+        return [Event(index, text, item, reason, offset)]

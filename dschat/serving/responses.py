@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dschat.models.continued_text import continued_texts
+from dschat.models.continued_text import token_bytes
 from dschat.serving.generation import Event, Generation
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class CompletionFormat:
     def __init__(self, generation: Generation, has_logprobs: bool) -> None:
         self.generation, self.has_logprobs = generation, has_logprobs
         self._head = _head("cmpl", generation) | {"object": "text_completion"}
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def first_chunks(self) -> list[Json]:
         return []
@@ -108,13 +107,14 @@ class CompletionFormat:
         tokenizer = self.generation.model.tokenizer
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for event in events:
-            found["tokens"] += continued_texts(tokenizer, [[event.token.id]], with_special=True)
+            found["tokens"].append(_name(token_bytes(tokenizer, event.token.id)))
             found["token_logprobs"].append(event.token.logprob)
-            top = {continued_texts(tokenizer, [[i]], True)[0]: v for i, v in _top(event)}
+            top: Json = {}
+            for token, value in _top(event):
+                name = _name(token_bytes(tokenizer, token))
+                top[f"token_id:{token}" if name in top else name] = value
             found["top_logprobs"].append(top)
-            offset = self._offsets.get(event.choice, 0)
-            found["text_offset"].append(offset)
-            self._offsets[event.choice] = offset + len(event.text)
+            found["text_offset"].append(event.offset)
         return found
 
 
@@ -135,5 +135,13 @@ def _top(event: Event) -> list[tuple[int, float]]:
 
 
 def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> Json:
-    (text,) = continued_texts(tokenizer, [[token]], with_special=True)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    content = token_bytes(tokenizer, token)
+    return {"token": _name(content), "logprob": logprob, "bytes": list(content)}
+
+
+def _name(content: bytes) -> str:
+    """A token's text; for part of a character its bytes, as OpenAI writes them."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

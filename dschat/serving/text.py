@@ -21,6 +21,7 @@ class AnswerText:
     stops: list[str]
     end_ids: frozenset[int]
     num_tokens: int = 0
+    num_chars: int = 0  # of the text decoded so far, also where it is held back
     _held: str = ""
     _decoder: StreamDecoder = field(init=False)
 
@@ -36,6 +37,7 @@ class AnswerText:
         text = "" if is_end and token.id in self.end_ids else self._decoder.push(token.id)
         if token.finish_reason is not None:
             text += self._decoder.finish()
+        self.num_chars += len(text)
         self._held += text
         found = [i for i in map(self._held.find, self.stops) if i >= 0]
         if found:

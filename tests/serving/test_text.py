@@ -96,3 +96,21 @@ def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens(
     assert texts == [(0, "", None), (0, "", "stop"), (1, "b", None), (1, "a", "length")]
     assert count == 4
     assert cancelled[0] == (handle, 0)
+
+
+@pytest.mark.parametrize("stops", [[], ["aaab x", "b bz"]])
+def test_an_offset_is_where_the_tokens_own_text_begins(stops):
+    """Also while that text is held back."""
+    pieces = ["a", "aab", " ", "b", "a", "é"]
+    worker = SimpleNamespace(
+        engine=SimpleNamespace(problem=lambda entries: None, stop_ids=()),
+        submit=lambda *request: None,
+        cancel=lambda *answer: None,
+    )
+    model = SimpleNamespace(worker=worker, tokenizer=Tokenizer(), name="")
+    answers = Generation(model, [[1]], [SamplingParams()], stops, 0, 0.0)
+    found = []
+    for piece in pieces:
+        token = Token(None, 0, PIECES.index(piece), 0.0, [], None)
+        found += answers._follow(token)
+    assert [event.offset for event in found] == [0, 1, 4, 5, 6, 7]
