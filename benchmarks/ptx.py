@@ -59,7 +59,8 @@ def run(script: str, *words: str) -> None:
 def right(models: list[Path], data: str, out: Path) -> list[float]:
     """The share of rows whose last number is the reference, for each model."""
     words = ("--path", *map(str, models), "--data_path", data, "--max_new_tokens", "12")
-    run("-m dschat eval", *words, "--task", "numeric", "--out", str(out))
+    words += ("--reward_fn", "exact_match", "--reward_args", "exact_match.pattern=\\d+")
+    run("-m dschat eval", *words, "--task", "score", "--out", str(out))
     return [found["value"] for found in json.loads(out.read_text())["metrics"]]
 
 

@@ -76,6 +76,8 @@ def workplace(tmp_path, monkeypatch):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), "shards/0.parquet")
     (settings,) = blocks(PAGES["tuning.md"], "json")
     Path("my_deepspeed.json").write_text(settings)
+    for block in blocks(PAGES["evaluation.md"], "yaml"):
+        Path(block.split()[1]).write_text(block)
     Path("models").mkdir()
     for name in ("my-base", "my-sft", "my-reward"):
         Path("models", name).symlink_to(resolve_model("builtin/tiny"))

@@ -53,7 +53,7 @@ WRITERS = {
     "report": (write_report, ["report.html", "report.html.part"]),
     "summary": (lambda f: write_summary(f, {}), ["summary.json", "summary.json.part"]),
     "eval": (
-        lambda f: Results({}, 0, [], []).write(str(f / "out.json")),
+        lambda f: Results({}, [], []).write(str(f / "out.json")),
         ["out.json", "out.json.new"],
     ),
     "generate": (

@@ -5,6 +5,7 @@ Neither torch nor transformers here: ``--help`` and mistyped flags must answer a
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, Optional
 
 from dschat.config.data import DataConfig
@@ -13,9 +14,9 @@ from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
 from dschat.inference.protocol import SamplingParams
 
-TASKS = ("exact_match", "numeric", "f1", "choice", "perplexity", "win_rate", "score", "gold")
-LIKELIHOOD = ("choice", "perplexity")  # the others need answers
+OWN_TASKS = ("win_rate", "score", "gold")  # others are lm-evaluation-harness's
 NEED_REWARD = ("win_rate", "score")
+NO_DATA = "--data_path is missing; name a file of prompts, or several"
 
 
 @dataclass
@@ -76,7 +77,7 @@ class PromptsConfig(RewardSourcesConfig):
         """The data flags as `dschat.data` takes them."""
         return DataConfig(
             data_path=self.data_path or [],
-            prompt_column=getattr(self, "text_column", None) or self.prompt_column,
+            prompt_column=self.prompt_column,
             messages_column=self.messages_column,
             on_bad_row=self.on_bad_row,
         )
@@ -101,7 +102,6 @@ class PromptsConfig(RewardSourcesConfig):
         require_types(self)
         require_bounds(self)
         self.validate_rewards()
-        require(bool(self.data_path), "--data_path is missing; name a file of prompts, or several")
         try:
             self.sampling(1)
         except UserError as error:
@@ -135,6 +135,7 @@ class GenerateConfig(PromptsConfig):
 
     def validate(self) -> None:
         self.validate_prompts()
+        require(bool(self.data_path), NO_DATA)
         require(bool(self.path), "--path is missing; name a model's folder")
         require(bool(self.out), "--out is missing; name a file for the answers, such as out.jsonl")
         for name in ("best_of", "pairs"):
@@ -160,22 +161,19 @@ class EvalConfig(PromptsConfig):
     )
     answers: Optional[list[str]] = flag(
         None,
-        "Files of `dschat generate` to evaluate beside the models, by their column `answer`.",
+        "Files of `dschat generate` to evaluate beside the models, by their answers and scores.",
         short=True,
     )
-    task: Optional[list[str]] = flag(None, f"Tasks: {', '.join(TASKS)}.", short=True)
-    out: Optional[str] = flag(None, "JSON file for the results.", short=True)
-    reference_column: Optional[str] = flag(
+    task: Optional[list[str]] = flag(
         None,
-        "Column of the reference answer, of a list of them, or of the right choice (its text, "
-        "number from 0 or letter); default: the first of reference, solution, answer, target, "
-        "ground_truth, chosen, label.",
+        "Tasks of lm-evaluation-harness: YAML files, folders of them, or names of its registry; or "
+        f"of --data_path: {', '.join(OWN_TASKS)}.",
         short=True,
     )
-    choices_column: str = flag("choices", "Column of the list of choices of task choice.")
-    text_column: Optional[str] = flag(
-        None, "Column of plain text for task perplexity, in place of prompts and references."
+    apply_chat_template: bool = flag(
+        False, "Ask the tasks of lm-evaluation-harness as chats, by the model's template."
     )
+    out: Optional[str] = flag(None, "JSON file for the results.", short=True)
     split: Literal["train", "eval"] = flag(
         "eval",
         "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
@@ -183,12 +181,16 @@ class EvalConfig(PromptsConfig):
     )
     temperature: float = flag(0.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
     confidence: float = flag(0.95, "Level of the confidence intervals.", gt=0, lt=1)
-    num_resamples: int = flag(10_000, "Bootstrap resamples.", ge=100, le=10**6)
 
     @property
-    def generates(self) -> bool:
-        """Whether a task needs answers."""
-        return any(task not in LIKELIHOOD for task in self.task or ())
+    def own_tasks(self) -> list[str]:
+        """Tasks that compare answers to ``data_path``."""
+        return [task for task in self.task or () if task in OWN_TASKS]
+
+    @property
+    def harness_tasks(self) -> list[str]:
+        """Tasks of lm-evaluation-harness."""
+        return [task for task in self.task or () if task not in OWN_TASKS]
 
     def validate(self) -> None:
         self.validate_prompts()
@@ -196,18 +198,35 @@ class EvalConfig(PromptsConfig):
             bool(self.path or self.answers),
             "--path is missing; name a model's folder, or several",
         )
-        require(bool(self.task), f"--task is missing; choose from {', '.join(TASKS)}")
-        for task in self.task or ():
-            require(task in TASKS, f"--task {task} is unknown; choose from {', '.join(TASKS)}")
+        require(
+            bool(self.task),
+            f"--task is missing; name a task's YAML file, or one of {', '.join(OWN_TASKS)}",
+        )
+        for task in self.own_tasks if self.path else ():
+            require(bool(self.data_path), NO_DATA)
             require(
                 self.has_rewards or task not in NEED_REWARD,
                 f"--task {task} needs a score; name --reward_model or --reward_fn",
             )
-            require(
-                task not in LIKELIHOOD or not self.answers,
-                f"--task {task} reads a model's probabilities, which --answers files lack; leave "
-                "one of them out",
-            )
-        names = list(map(os.path.normpath, [*(self.path or ()), *(self.answers or ())]))
+        names = [os.path.normpath(name) for name in [*(self.path or ()), *(self.answers or ())]]
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"--path has {twice} twice; name each model once")
+        require(
+            len(names) > 1 or "win_rate" not in self.own_tasks,
+            "--task win_rate compares with the first model or file; name two",
+        )
+        for task in self.harness_tasks:
+            is_path = os.sep in task or task.endswith((".yaml", ".yml"))
+            require(
+                os.path.exists(os.path.expanduser(task)) or not is_path,
+                f"--task {task}: no such file; check the path",
+            )
+            require(
+                find_spec("lm_eval") is not None,
+                f"--task {task} is not one of {', '.join(OWN_TASKS)}, and those of "
+                "lm-evaluation-harness need pip install 'dschat[eval]'",
+            )
+            require(
+                not self.answers,
+                f"--task {task} asks a model, which --answers files are not; leave one of them out",
+            )

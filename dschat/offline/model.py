@@ -1,5 +1,8 @@
-"""Finds the model of ``--path``, its tokenizer and the longest sequences that it takes."""
+"""Finds the model of ``--path``, its tokenizer and the longest sequences; shows its progress."""
 
+import logging
+import sys
+import time
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +15,13 @@ from dschat.models.fit import check_fit
 from dschat.models.model_kind import load_config
 from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.observability import console
 from dschat.offline.flags import PromptsConfig
 
+logger = logging.getLogger("dschat")
+
 FLAG = "--path"
+_INTERVAL_S = 30.0  # between two log lines
 _MAX_SEQ_LEN = 32_768  # tokens of prompt + answer, even if the model has more positions
 
 
@@ -70,8 +77,50 @@ class Model:
             )
         return positions - max_new_tokens
 
-    def generator(self, config: PromptsConfig, longest_prompt: int) -> Generator:
-        """Load the weights, for prompts of at most ``longest_prompt`` tokens."""
-        max_len = longest_prompt + config.max_new_tokens
+    def generator(self, config: PromptsConfig, max_len: int) -> Generator:
+        """Load the weights, for at most ``max_len`` tokens of prompt + answer."""
         options = config.trust_remote_code, config.max_num_seqs, max_len
         return load_generator(self.name, self.dtype, self.tokenizer, *options)[0]
+
+
+class Progress:
+    """Shows progress: a bar on a terminal, else a log line every half minute.
+
+    Args:
+        total, done: prompts, over all starts of the command.
+    """
+
+    def __init__(self, total: int, done: int, description: str) -> None:
+        self._total, self._done, self._first = total, done, done
+        self._description, self._tokens = description, 0
+        self._started = self._logged = time.monotonic()
+        self._bar = console.progress(total, description, done=done)
+
+    def advance(self, prompts: int, tokens: int) -> None:
+        """Add answered prompts, with the tokens of their answers."""
+        self._done += prompts
+        self._tokens += tokens
+        rate = self._tokens / self._elapsed_s
+        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        self._bar.update(prompts)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - self._logged >= _INTERVAL_S:
+            self._logged = now
+            logger.info("%s", self.line())
+
+    def line(self) -> str:
+        """``answers: 512 of 3,000 prompts, 1,234 tokens/s, 75 s left``"""
+        new, elapsed_s = self._done - self._first, self._elapsed_s
+        left_s = (self._total - self._done) * elapsed_s / max(new, 1)
+        left = f", {left_s:.0f} s left" if self._done < self._total else ""
+        return (
+            f"{self._description}: {self._done:,} of {self._total:,} prompts, "
+            f"{self._tokens / elapsed_s:,.0f} tokens/s{left}"
+        )
+
+    def close(self) -> None:
+        self._bar.close()
+
+    @property
+    def _elapsed_s(self) -> float:
+        return max(time.monotonic() - self._started, 1e-9)

@@ -1,56 +1,91 @@
-"""Summarizes metrics as a table on standard output and as a JSON file."""
+"""Confidence intervals of metrics and of differences between models; the table and the JSON file.
+
+A mean has the standard error of its sample, as in lm-evaluation-harness, and a share Wilson's score
+interval (Wilson 1927, JASA 22, 209-212). A difference is that of paired rows.
+"""
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.offline.flags import EvalConfig
-from dschat.offline.statistics import Values, paired_difference
 from dschat.startup.files import replace_file
 
 _WIDTH = 160  # characters of the table where standard output is not a terminal
 FLAG = "--out"
+
+# By name: the values of rows (R,), NaN where a row has none; or one number that is not their mean.
+Metrics = dict[str, np.ndarray | float]
+
+
+@np.errstate(invalid="ignore")
+def interval(values: np.ndarray, confidence: float, is_difference: bool = False) -> dict[str, Any]:
+    """The mean of ``values`` (R,) that are not NaN, with the bounds of its confidence interval.
+
+    Of a difference also ``p``: two-sided, of none. Numbers that are not known are None.
+    """
+    values = values[~np.isnan(values)]
+    count, z = len(values), NormalDist().inv_cdf((1 + confidence) / 2)
+    mean = float(values.mean()) if count else math.nan
+    error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+    low, high = mean - z * error, mean + z * error
+    numbers = {"value": mean, "low": low, "high": high}
+    if is_difference:
+        numbers["p"] = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
+    elif count and set(values) <= {0, 1}:
+        numbers["low"], numbers["high"] = wilson(mean, count, z)
+    return {k: v if math.isfinite(v) else None for k, v in numbers.items()} | {"rows": count}
+
+
+def wilson(share: float, total: int, z: float) -> tuple[float, float]:
+    """Bounds of a share of ``total``, ``z`` standard deviations around it."""
+    middle = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    # Without rounding: none right begins at 0, all right ends at 1.
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 @dataclass
 class Results:
     """Every metric with its confidence interval, and its differences from the first model.
 
-    ``metrics`` and ``differences`` hold JSON values, in the order of the models.
+    ``metrics`` and ``differences`` hold JSON values, in the order of the models; None: not known.
     """
 
     settings: dict[str, Any]
-    num_rows: int
     metrics: list[dict[str, Any]]
     differences: list[dict[str, Any]]
 
     @classmethod
-    def of(
-        cls, config: EvalConfig, num_rows: int, by_label: dict[str, dict[str, Values]]
-    ) -> "Results":
-        """``by_label``: label of a model or file -> name of a metric -> its values per row."""
-        options = config.confidence, config.num_resamples, config.seed
-        metrics, differences = [], []
-        baseline, *_ = by_label
-        names = dict.fromkeys(name for values in by_label.values() for name in values)
-        for name in names:
-            for label, values in by_label.items():
-                if name not in values:
+    @np.errstate(invalid="ignore")
+    def of(cls, config: EvalConfig, by_label: dict[str, Metrics]) -> "Results":
+        """``by_label``: label of a model or file -> its metrics."""
+        results, (baseline, *_) = cls(asdict(config), [], []), by_label
+        for name in dict.fromkeys(name for metrics in by_label.values() for name in metrics):
+            first = by_label[baseline].get(name)
+            for label, metrics in by_label.items():
+                if (found := metrics.get(name)) is None:
                     continue
                 row = {"metric": name, "model": label}
-                method = "wilson" if values[name].kind == "share" else "bootstrap"
-                interval = asdict(values[name].interval(*options))
-                metrics.append(row | interval | {"interval": method})
-                if label != baseline and name in by_label[baseline]:
-                    difference = paired_difference(values[name], by_label[baseline][name], *options)
-                    differences.append(row | {"baseline": baseline} | asdict(difference))
-        return cls(asdict(config), num_rows, metrics, differences)
+                one = interval(np.atleast_1d(found), config.confidence)
+                if not isinstance(found, np.ndarray):
+                    one |= {"low": None, "high": None, "rows": None}
+                results.metrics.append(row | one)
+                if label != baseline and isinstance(first, np.ndarray):
+                    difference = interval(found - first, config.confidence, is_difference=True)
+                    results.differences.append(row | {"baseline": baseline} | difference)
+        return results
 
     def text(self) -> str:
         """The metrics and differences as a table, fit for the terminal if there is one."""
@@ -63,21 +98,21 @@ class Results:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("metric", "model"):
             table.add_column(name, overflow="fold")
-        for name in ("value", level, "difference", level, "p"):
+        for name in ("rows", "value", level, "difference", level, "p"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.metrics:
-            cells = [row["metric"], row["model"], _number(row["value"]), _bounds(row)]
-            other = differences.get((row["metric"], row["model"]))
-            if other is not None:
-                cells += [_number(other["value"], "+"), _bounds(other, "+"), f"{other['p']:.2g}"]
+            rows = "" if row["rows"] is None else f"{row['rows']:,}"
+            cells = [row["metric"], row["model"], rows, _number(row["value"]), _bounds(row)]
+            if other := differences.get((row["metric"], row["model"])):
+                p = "" if other["p"] is None else f"{other['p']:.2g}"
+                cells += [_number(other["value"], "+"), _bounds(other, "+"), p]
             table.add_row(*cells)
         width = None if sys.stdout.isatty() else _WIDTH
         text = StringIO()
         console = Console(file=text, width=width, highlight=False, markup=False)
-        first = self.metrics[0]["model"] if self.metrics else ""
-        note = f"; differences from {first}, paired" if self.differences else ""
-        console.print(f"{self.num_rows:,} rows{note}")
         console.print(table)
+        if self.differences:
+            console.print(f"differences from {self.differences[0]['baseline']}, paired")
         return text.getvalue()
 
     def write(self, path: str) -> None:
@@ -85,7 +120,7 @@ class Results:
         out = Path(os.path.expanduser(path))
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(out, json.dumps(asdict(self), indent=1) + "\n")
+            replace_file(out, json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{FLAG} {path}: {error.strerror}; name another file") from None
 
@@ -100,7 +135,7 @@ def check_out(path: str | None) -> None:
     except ValueError:
         content = None
     require(
-        isinstance(content, dict) and {"num_rows", "metrics", "differences"} <= set(content),
+        isinstance(content, dict) and {"settings", "metrics", "differences"} <= set(content),
         f"{FLAG} {path} exists, and dschat eval did not write it; name another file",
     )
 
@@ -108,17 +143,20 @@ def check_out(path: str | None) -> None:
 def labels_of(names: list[str]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
     parts = [os.path.normpath(name).split(os.sep) for name in names]
-    longest = max(map(len, parts))
-    for length in range(1, longest + 1):
+    for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(part[-length:]) for part in parts]
         if len(set(labels)) == len(labels):
             break
     return labels
 
 
-def _number(value: float, sign: str = "") -> str:
+def _number(value: float | None, sign: str = "") -> str:
+    if value is None:
+        return ""
     return format(value, f"{sign}.4g" if abs(value) >= 100 else f"{sign}.3f")
 
 
 def _bounds(row: dict[str, Any], sign: str = "") -> str:
+    if row["low"] is None:
+        return ""
     return f"{_number(row['low'], sign)} to {_number(row['high'], sign)}"

@@ -88,19 +88,19 @@ class RewardModel:
         """
         assert self._model is not None, "call load first"
         n = len(answers) // max(len(rows), 1)
+        repeated = [row for row in rows for _ in range(n)]
+        read, ids = self._retokenizer, []
+        for i, row in enumerate(repeated):
+            answer, _, reason = answers[i]
+            if read is None:
+                ids.append(row.ids + answer)
+            else:
+                ids.append(read.sequence(row.ids, answer, reason == "stop", row.prompt))
+        prompts = [len(row.ids) if read is None else 0 for row in repeated]  # 0: not shared
         scores = [torch.zeros(0)]
-        size = max(1, _SEQUENCES // n) if n else 1
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            ids = [
-                self._sequence(row, *answers[(start + i) * n + sample])
-                for i, row in enumerate(part)
-                for sample in range(n)
-            ]
-            prompts = None
-            if self._retokenizer is None:
-                prompts = [len(row.ids) for row in part for _ in range(n)]
-            packed = pack(ids, [[len(row) - 1] for row in ids], prompts)
+        for start in range(0, len(ids), _SEQUENCES):
+            part = slice(start, start + _SEQUENCES)
+            packed = pack(ids[part], [[len(row) - 1] for row in ids[part]], prompts[part])
             scores.append(self._model(packed.to(dist.device())).float().cpu())
         joined = torch.cat(scores)
         if not joined.isfinite().all():
@@ -109,13 +109,6 @@ class RewardModel:
                 "name another reward model"
             )
         return joined
-
-    def _sequence(
-        self, row: Row, answer_ids: list[int], logprobs: list[float], reason: str
-    ) -> list[int]:
-        if self._retokenizer is None:
-            return row.ids + answer_ids
-        return self._retokenizer.sequence(row.ids, answer_ids, reason == "stop", row.prompt)
 
 
 class AnswerScorer:

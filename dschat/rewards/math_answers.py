@@ -31,7 +31,8 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
     """Whether ``answer`` equals ``reference``; False if it takes over ``limit_s`` or kills the
     process. The start of a process (up to `START_S`) does not count.
     """
-    reference, answer = reference.strip(), answer.strip()
+    # U+2212 is the minus sign of typesetting, which math-verify does not read everywhere.
+    reference, answer = (text.replace("\u2212", "-").strip() for text in (reference, answer))
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
     idle = _idle  # NOTE return the worker to the queue it came from; tests replace the global

@@ -19,7 +19,7 @@ from dschat.inference import InferenceEngine, SamplingParams
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
-from dschat.offline.rows import Dropped
+from dschat.offline.rows import Prompts, Row, Rows
 
 
 def rows_of(path: str | Path) -> list[dict]:
@@ -166,9 +166,10 @@ def test_sigkill(flags, tmp_path):
         ("a chat that the tokenizer's template refuses (alternate roles)", ""),
     ],
 )
-def test_no_usable_row_is_an_error(problem, hint):
+def test_no_usable_row_is_an_error(problem, hint, flags, monkeypatch):
+    monkeypatch.setattr(Rows, "__iter__", lambda _: iter([(Row("", {}, ""), problem)] * 3))
     with pytest.raises(UserError) as error:
-        Dropped({problem: 3}).report(kept=0)
+        Prompts(Rows(parser.parse(GenerateConfig, flags)), None, 9)
     assert str(error.value) == f"--data_path: no usable rows (3 with {problem}){hint}"
 
 

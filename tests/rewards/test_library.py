@@ -71,6 +71,11 @@ def test_exact_match(settings, answer, reference, score):
         ("7", "", 0),
         ("", "7", 0),
         (None, "7", None),
+        ("0.5", "the result is .5", 1),
+        ("0.75", "the result is $.75", 1),
+        ("-3", "the result is \u22123", 1),  # the minus sign of typesetting
+        ("\u22123", "the result is -3", 1),
+        ("3", "the result is \u22123", 0),
     ],
 )
 def test_math_equal(reference, answer, score):
