@@ -60,7 +60,8 @@ class AnswerFile:
     def append(self, lines: Iterable[str]) -> None:
         """Write ``lines`` and sync them to disk."""
         assert self._file is not None, "the file is complete"
-        self._file.write("".join(f"{line}\n" for line in lines).encode())
+        # half of a surrogate pair, which JSON may hold, becomes its escape again
+        self._file.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -26,6 +26,8 @@ from dschat.offline.scoring import AnswerScorer
 
 logger = logging.getLogger("dschat")
 
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # a model's weights
+
 
 def generate(config: GenerateConfig) -> None:
     """Answer the prompts of ``config.data_path`` into ``config.out``; resume if it was begun.
@@ -103,12 +105,15 @@ def settings_of(config: GenerateConfig, model: Model) -> dict[str, Any]:
     settings["--dtype"] = str(model.dtype).removeprefix("torch.")
     settings["content of --data_path"] = fingerprint(config.data_path or ())
     settings["content of --reward_fn"] = fingerprint(config.reward_fn or ())
-    settings["weights of --path"] = _weights(model.name)
+    settings["content of --path"] = _content(model.name)
     if config.reward_model_name_or_path:
         reward = resolve_model(config.reward_model_name_or_path)
-        settings["weights of --reward_model_name_or_path"] = _weights(reward)
+        settings["content of --reward_model_name_or_path"] = _content(reward)
     return settings
 
 
-def _weights(name: str) -> str | None:
-    return fingerprint([str(file) for file in weight_files(name)[0]])
+def _content(name: str) -> str | None:
+    """Of a model's weights, configuration, template and tokenizer."""
+    weights, _ = weight_files(name)
+    beside = [file for kind in _BESIDE for file in weights[0].parent.glob(kind)] if weights else []
+    return fingerprint(sorted({str(file) for file in (*weights, *beside)}))

@@ -43,7 +43,7 @@ class PreferenceFile:
             "rejected_model": preference.rejected_model,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             os.write(file, line)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,32 @@ def test_other_weights_and_data_are_other_settings(flags, prompts, tmp_path):
     Path(prompts).write_text(Path(prompts).read_text().replace('"id": 0', '"id": 7'))
     with pytest.raises(UserError, match="content of --data_path was"):
         run(*flags, "--max_rows", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config.json", '{"eos_token_id": 5}'),
+        ("chat_template.jinja", "{{ messages[0]['content'] }}"),
+        ("config.json", None),
+    ],
+)
+def test_what_is_beside_the_weights_is_a_setting(name, content, flags, models, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(models / "llama", model)
+    flags += ["--path", str(model), "--max_rows", "1"]
+    run(*flags)
+    file = model / name
+    file.write_text(content or file.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    with pytest.raises(UserError, match="content of --path was"):
+        run(*flags)
+
+
+def test_half_an_emoji_in_a_column_comes_back(flags, prompts, tmp_path):
+    row = json.loads(Path(prompts).read_text().splitlines()[0]) | {"note": "\ud83d \\ud83d é"}
+    Path(prompts).write_text(json.dumps(row) + "\n")
+    run(*flags)
+    assert rows_of(tmp_path / "out.jsonl")[0]["note"] == row["note"]
 
 
 @pytest.mark.slow
