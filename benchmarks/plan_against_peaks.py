@@ -5,9 +5,9 @@
 
 Each case runs the script of a step for two optimizer steps or iterations, in its own process with
 one thread, on random weights and texts that fill every length. Measured: its peak resident set
-(VmHWM), minus that of the same command on a model with 20 thousand weights, which is Python, the
-libraries and the data. Estimated: the peak of the estimate, minus its share for libraries. One JSON
-line per case; `off` is estimated / measured - 1.
+(VmHWM) without the check of what was saved, minus that of the same command on a model with 20
+thousand weights, which is Python, the libraries and the data. Estimated: the peak of the estimate,
+minus its share for libraries. One JSON line per case; `off` is estimated / measured - 1.
 
 Freed blocks that glibc retains count on both sides. Allocator settings are those of every run
 (`dschat/startup/malloc.py`), without MALLOC_* variables.
@@ -63,9 +63,12 @@ SIZES = {
 NEGLIGIBLE = llama(16, 32, 1, 1, 1024)
 _WORDS = ("Zubar", "Mola", "red", "soup", "Tanek", "Brill", "blue", "rice", "people", "city")
 # Runs a script and prints the peak of its own process (VmHWM), without child processes such as a
-# compiler.
+# compiler, and without the check of a saved model: that maps the file, whose pages the kernel takes
+# back where memory is short.
 _RUNNER = """
 import re, runpy, sys
+from dschat.checkpoint import hf_export
+hf_export.check_saved = lambda *_: None
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
