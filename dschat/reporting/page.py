@@ -121,7 +121,7 @@ def _settings(runs: Sequence[Run]) -> list[Table]:
         if not having:
             continue
         keys = dict.fromkeys(chain(*having.values()))
-        values = {key: [settings.get(key) for settings in having.values()] for key in keys}
+        values = {key: [settings.get(key, "null") for settings in having.values()] for key in keys}
         changed = {key for key, row in values.items() if any(value != row[0] for value in row)}
         changed -= {"output_dir"}
         rows = [

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from dschat.config.text_file import read_text
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
-from dschat.rewards.processes import START_S
+from dschat.rewards.processes import START_S, Killable
 
 logger = logging.getLogger("dschat")
 
-_PATTERN_S = 2.0  # limit of one regular expression search
+_PATTERN_S = 2.0  # limit of one regular expression search, or of one answer's schema
 _LONGEST_ANSWER_S = 180.0
 _BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # after it, a call starts no other answer
 # NOTE one way only to match each space: ambiguous ones would backtrack in O(n^3).
@@ -180,32 +180,27 @@ class JsonSchema:
     """
 
     schema: Any = None
-    limit_per_answer_s = _PATTERN_S
+    limit_per_answer_s = _PATTERN_S + START_S
 
     def __post_init__(self) -> None:
+        schema = self._read()
         try:
-            from jsonschema import SchemaError, validators
-            from jsonschema_specifications import REGISTRY
-            from referencing.exceptions import Unresolvable
+            from jsonschema import SchemaError
+
+            FitsSchema(schema)
         except ImportError:
             raise UserError(
                 "needs jsonschema; install it with `pip install dschat[rewards]`"
             ) from None
-        schema = self._read()
-        validator = validators.validator_for(schema, validators.Draft202012Validator)
-        try:
-            validator.check_schema(schema)
         except SchemaError as error:
             problem = " ".join(error.message.split())
             raise UserError(
                 f"--reward_args json_schema.schema is not a JSON schema: {problem}"
             ) from None
-        timed = {"pattern": _pattern, "patternProperties": _pattern_properties}
-        self._validator = validators.extend(validator, timed)(schema, registry=REGISTRY)
-        self._unresolvable = Unresolvable
+        self._fits = Killable(f"{__name__}:FitsSchema", schema=schema)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonSchema, (self.schema,)  # jsonschema's validators cannot be pickled
+        return JsonSchema, (self.schema,)  # processes cannot be pickled
 
     def _read(self) -> dict[str, Any] | bool:
         """The schema, inline or from its file."""
@@ -224,33 +219,35 @@ class JsonSchema:
         return content
 
     def __call__(self, answers: list[str]) -> list[float | None]:
-        return _in_time(self._fits, answers)
+        return _in_time(self._score, answers)
 
-    def _fits(self, answer: str) -> float:
+    def _score(self, answer: str) -> float:
+        value = self._fits.call(_PATTERN_S, answer=answer)
+        return value if value is not None else _too_slow("json_schema") or 0.0
+
+
+class FitsSchema:
+    """The function of `JsonSchema`'s processes."""
+
+    def __init__(self, schema: dict[str, Any] | bool) -> None:
+        """Raises jsonschema's SchemaError."""
+        from jsonschema import validators
+        from jsonschema_specifications import REGISTRY
+        from referencing.exceptions import Unresolvable
+
+        validator = validators.validator_for(schema, validators.Draft202012Validator)
+        validator.check_schema(schema)
+        self._validator, self._unresolvable = validator(schema, registry=REGISTRY), Unresolvable
+
+    def __call__(self, answer: str) -> list[float]:
         fenced = _FENCE.fullmatch(answer.strip())
         try:
             content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
-            return float(self._validator.is_valid(content))
+            return [float(self._validator.is_valid(content))]
         except self._unresolvable:
             raise  # a dangling $ref is an error in the schema, not in the answer
-        except TimeoutError:
-            return _too_slow("json_schema") or 0.0
         except Exception:  # 1e999 with multipleOf, arrays nested beyond the recursion limit
-            return 0.0
-
-
-def _pattern(validator: Any, pattern: str, value: Any, _: Any) -> Iterator[Exception]:
-    """JSON schema's keyword, with a time limit."""
-    if isinstance(value, str) and not regex.search(pattern, value, timeout=_PATTERN_S):
-        yield from validator.descend(value, False)
-
-
-def _pattern_properties(validator: Any, given: Any, value: Any, _: Any) -> Iterator[Exception]:
-    """JSON schema's keyword, with a time limit."""
-    for key, content in value.items() if isinstance(value, dict) else ():
-        for pattern, schema in given.items():
-            if regex.search(pattern, key, timeout=_PATTERN_S):
-                yield from validator.descend(content, schema)
+            return [0.0]
 
 
 @dataclass
@@ -301,7 +298,7 @@ def _in_time(score: Callable[..., float | None], *columns: Iterable[Any]) -> lis
 @functools.cache  # logged once
 def _too_slow(name: str) -> None:
     logger.warning(
-        "%s.pattern takes longer than %g s on some answers and counts as no match; simplify it",
+        "%s takes longer than %g s on some answers and counts as no match; simplify it",
         name,
         _PATTERN_S,
     )

@@ -5,20 +5,16 @@ that holds the GIL and ignores signals. So the comparison runs in a process that
 math-verify's own time limits stay off: they use signals, which fail in threads.
 """
 
-import contextlib
 import importlib.util
 import logging
-import queue
 import re
 
 from dschat.config import UserError
-from dschat.rewards.call import Fault
-from dschat.rewards.processes import Worker
-from dschat.rewards.threads import background
+from dschat.rewards.processes import Killable
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
-_idle: "queue.SimpleQueue[Worker]" = queue.SimpleQueue()
+_comparison = Killable(f"{__name__}:Comparison")
 
 
 def require_library() -> None:
@@ -29,32 +25,13 @@ def require_library() -> None:
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:
     """Whether ``answer`` equals ``reference``; False if it takes over ``limit_s`` or kills the
-    process. The start of a process (up to `START_S`) does not count.
+    process; see `Killable`.
     """
     # U+2212 is the minus sign of typesetting, which math-verify does not read everywhere.
     reference, answer = (text.replace("\u2212", "-").strip() for text in (reference, answer))
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
-    idle = _idle  # NOTE return the worker to the queue it came from; tests replace the global
-    try:
-        worker = idle.get_nowait()
-    except queue.Empty:
-        worker = Worker([("spec", f"{__name__}:Comparison", {})])
-    worker.start()  # a failure to start raises: the answer did not cause it
-    try:
-        (value,) = worker.call(0, {"reference": reference, "answer": answer}, [0], limit_s)
-    except Fault:  # too slow, or the process died: the comparison itself raises nothing
-        # Restart it in the background; the next answer takes another worker.
-        background(_restart, worker, idle)
-        return False
-    idle.put(worker)
-    return value == 1.0
-
-
-def _restart(worker: Worker, idle: "queue.SimpleQueue[Worker]") -> None:
-    with contextlib.suppress(Fault):  # the next call reports it
-        worker.start()
-    idle.put(worker)
+    return _comparison.call(limit_s, reference=reference, answer=answer) == 1.0
 
 
 class Comparison:

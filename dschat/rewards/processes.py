@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from dschat.config import UserError
 from dschat.rewards.call import Fault, Values, call, raised, timed_out
 from dschat.rewards.loader import rebuild
+from dschat.rewards.threads import background
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
 _GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itself
@@ -168,6 +169,46 @@ class Worker:
             self._process = None
             self._pipe.close()
             return code
+
+
+class Killable:
+    """A function whose calls run in processes of their own, one per concurrent call, which are
+    killed when one takes too long: computation in C holds the GIL and ignores signals.
+    """
+
+    def __init__(self, spec: str, **settings: Any) -> None:
+        """``spec``: of a class, as ``pkg.mod:name``, constructed with ``settings``."""
+        self._recipe = "spec", spec, settings
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+
+    def call(self, limit_s: float, **kwargs: Any) -> Any:
+        """The function's value for one sample; None if it takes over ``limit_s`` or ends its
+        process. The start of a process (up to `START_S`) does not count.
+
+        Raises:
+            Fault: the function raised, or its process cannot start.
+        """
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = Worker([self._recipe])
+        worker.start()
+        try:
+            (value,) = worker.call(0, kwargs, [0], limit_s)
+        except Fault:
+            if worker._process is not None:
+                self._idle.put(worker)
+                raise
+            # Restart it in the background; the next answer takes another worker.
+            background(self._restart, worker)
+            return None
+        self._idle.put(worker)
+        return value
+
+    def _restart(self, worker: Worker) -> None:
+        with contextlib.suppress(Fault):  # the next call reports it
+            worker.start()
+        self._idle.put(worker)
 
 
 def serve(descriptor: int) -> NoReturn:

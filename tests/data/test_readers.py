@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import logging
+import tracemalloc
 
 import datasets
 import pytest
@@ -134,6 +135,34 @@ def test_a_folder_of_folders_or_shards(tmp_path, inside):
     assert prompts(tmp_path / "shards", split="eval") == []
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt", ".json"])
+def test_a_line_that_a_small_file_unpacks_to_is_refused(suffix, tmp_path, monkeypatch):
+    """Without reading all of it: ten times the limit."""
+    monkeypatch.setattr(readers, "_MAX_LINE", 1 << 22)
+    monkeypatch.setattr(readers, "_CHUNK", 1 << 20)
+    path = tmp_path / f"x{suffix}.gz"
+    starts = {".jsonl": '{"prompt": "a"}\n{"prompt": "', ".json": '[{"prompt": "a"},\n"'}
+    with gzip.open(path, "wt") as file:
+        file.write(starts.get(suffix, "prompt\n"))
+        for _ in range(40):
+            file.write("a" * (1 << 20))
+    tracemalloc.start()
+    *_, last = read_lines(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert last.row is None
+    assert last.where == f"{path}:2"
+    assert last.fault == "longer than 4 MiB; put each row on a line of its own"
+    assert peak < 40 << 20
+
+
+def test_a_list_on_one_line_may_be_longer_than_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_MAX_LINE", 1000)
+    monkeypatch.setattr(readers, "_CHUNK", 100)
+    (tmp_path / "x.json").write_text(json.dumps(pairs(200)))
+    assert prompts(tmp_path / "x.json") == [f"p{i}" for i in range(200)]
+
+
 def test_a_glob_is_one_source(tmp_path):
     put(tmp_path / "a" / "1.jsonl", pairs(1, "a"))
     put(tmp_path / "b" / "2.jsonl", pairs(1, "b"))
@@ -151,6 +180,33 @@ def test_saved_to_disk(tmp_path):
     (tmp_path / "one" / "state.json").write_text("{")
     with pytest.raises(UserError, match="save_to_disk, but cannot be read .*; save it again"):
         load(tmp_path / "one")
+
+
+def test_a_saved_folder_that_names_files_outside_of_it_is_refused(tmp_path):
+    train = Dataset.from_list(pairs(2))
+    train.save_to_disk(tmp_path / "theirs")
+    train.save_to_disk(tmp_path / "one")
+    DatasetDict(train=train).save_to_disk(tmp_path / "two")
+    state = json.loads((tmp_path / "one" / "state.json").read_text())
+    (file,) = (tmp_path / "theirs").glob("*.arrow")
+    for name in (str(file), f"../theirs/{file.name}"):
+        state["_data_files"] = [{"filename": name}]
+        (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(UserError, match=f"one looks.*names .*{file.name}, which is not in it"):
+            load(tmp_path / "one")
+    (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train", "../theirs"]}')
+    with pytest.raises(UserError, match="which is not in it"):
+        load(tmp_path / "two")
+
+
+def test_rows_replaced_in_a_saved_folder_are_read_again(tmp_path):
+    """Its state.json has a fingerprint, which does not tell."""
+    for name in ("one", "two"):
+        Dataset.from_list(pairs(2, name)).save_to_disk(tmp_path / name)
+    assert prompts(tmp_path / "one") == ["one0", "one1"]
+    (new,) = (tmp_path / "two").glob("*.arrow")
+    new.replace(tmp_path / "one" / new.name)
+    assert prompts(tmp_path / "one") == ["two0", "two1"]
 
 
 class Hub:

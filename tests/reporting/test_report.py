@@ -75,7 +75,7 @@ def test_the_page_has_numbers_settings_versions_and_history(tmp_path):
     shares = "<td>29%, 29%, 43%</td>"
     assert f"<td>share of generate, score, train</td>{shares}{shares}" in text
     assert '<tr class="changed"> <td>seed</td><td>1</td><td>2</td></tr>' in text
-    assert "<td>new</td><td>None</td><td>-</td>" in text
+    assert "<td>new</td><td>null</td><td>-</td>" in text
     assert text.count('<tr class="changed">') == 1
     assert "<td>torch</td><td>9.9</td><td>9.9</td>" in text
     assert "<td>resumed after step 2</td>" in text

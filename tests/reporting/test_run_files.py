@@ -90,12 +90,21 @@ DEEP = 100_000
     [
         ("metrics.jsonl", '{"step": ' + "[" * DEEP + "]" * DEEP + "}\n", "line 1 is not"),
         ("training_config.yaml", "[" * DEEP, "cannot be read"),
+        ("training_config.yaml", "a: &a [1]\nb: [*a, *a]\n", "cannot be read"),
     ],
 )
 def test_files_nested_without_end(name, text, said, tmp_path):
     (write_run(tmp_path) / "step1_sft" / name).write_text(text)
     with pytest.raises(UserError, match=said):
         read_runs([str(tmp_path)])
+
+
+def test_settings_are_text(tmp_path):
+    """Python does not write an integer of so many digits."""
+    number = "0x" + "f" * 5000
+    (write_run(tmp_path) / "step1_sft/training_config.yaml").write_text(f"seed: {number}\n")
+    (run,) = read_runs([str(tmp_path)])
+    assert run.steps["step1_sft"].settings == {"seed": number}
 
 
 def test_numbers_larger_than_floats_are_not_finite(tmp_path):

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import queue
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ import pytest
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.rewards import library, math_answers
+from dschat.rewards import library, math_answers, processes
 from dschat.rewards.call import LONGEST_CALL_S, Fault
 from dschat.rewards.loader import load_programs
 from dschat.rewards.samples import Samples
@@ -111,22 +110,23 @@ class Mathematician:
 
     def __init__(self, recipes):
         self.made.add(self)
-        self._runs = False
+        self._process = None
 
     def start(self):
-        if not self._runs:
+        if self._process is None:
             type(self).started += 1
             time.sleep(0.05)
-        self._runs = True
+        self._process = "runs"
 
     def call(self, number, kwargs, lengths, limit_s):
         answer = kwargs["answer"]
         if answer in ("slow", "deadly"):
             self.called.add(self)
             time.sleep(limit_s)
-            wait_until(lambda: math_answers._idle.qsize() + len(self.called) == len(self.made))
+            idle = math_answers._comparison._idle
+            wait_until(lambda: idle.qsize() + len(self.called) == len(self.made))
             self.called.remove(self)
-            self._runs = False
+            self._process = None
             raise Fault(answer, timed_out=answer == "slow")
         return [float(answer == "1")]
 
@@ -140,9 +140,9 @@ def wait_until(holds):
 @pytest.fixture
 def mathematician(monkeypatch):
     """A new class for each test: threads of an earlier test may still restart their workers."""
-    monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
+    monkeypatch.setattr(math_answers, "_comparison", processes.Killable("unused"))
     fresh = type("Fresh", (Mathematician,), {"made": set(), "called": set()})
-    monkeypatch.setattr(math_answers, "Worker", fresh)
+    monkeypatch.setattr(processes, "Worker", fresh)
     return fresh
 
 
@@ -159,20 +159,11 @@ def test_slow_and_deadly_answers_score_zero(programs, samples, mathematician):
 
 def test_a_process_restarts_while_another_one_compares(mathematician):
     library.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
-    wait_until(lambda: math_answers._idle.qsize() == 2)
-    assert math_answers._idle.qsize() == 2  # used in turn
+    wait_until(lambda: math_answers._comparison._idle.qsize() == 2)
+    assert math_answers._comparison._idle.qsize() == 2  # used in turn
     assert mathematician.started == 2 + 4  # all are running again
     assert library.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
     assert mathematician.started == 2 + 4
-
-
-def test_a_worker_returns_to_the_queue_it_came_from(mathematician, monkeypatch):
-    """A slow one once returned to the next test's queue, in place of that test's fake."""
-    lender = math_answers._idle
-    library.MathEqual(limit_s=0.01)(["slow"], ["0.5"])
-    monkeypatch.setattr(math_answers, "_idle", queue.SimpleQueue())
-    wait_until(lambda: lender.qsize())
-    assert (lender.qsize(), math_answers._idle.qsize()) == (1, 0)
 
 
 def test_a_process_that_cannot_start_raises(mathematician, monkeypatch):
@@ -203,7 +194,7 @@ def test_a_search_that_times_out_does_not_match(monkeypatch, caplog):
     wild, answer = r"(a|aa|aaa)+(b|bb)+(a|aa|aaa)+c$", "a" * 5000 + "b" + "a" * 5000
     assert library.RegexMatch(pattern=wild)([answer, "abac", answer]) == [0, 1, 0]
     assert library.ExactMatch(pattern=wild)([answer, "aabac"], ["x", "aabac"]) == [0, 1]
-    assert caplog.text.count("regex_match.pattern takes longer than 0.05 s") == 1
+    assert caplog.text.count("regex_match takes longer than 0.05 s") == 1
 
 
 def test_a_call_over_its_budget_returns_none_for_the_rest(monkeypatch):

@@ -13,7 +13,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from io import BufferedIOBase
 from itertools import chain, islice
@@ -29,6 +29,7 @@ SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
 _CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
 _BOM = b"\xef\xbb\xbf"
 _VISIBLE = re.compile(r"\S")
+_MAX_LINE = 1 << 28  # bytes of a line, characters of a JSON value; a small gzip file may hold more
 _MAX_FIELD = 1 << 27  # characters of a CSV field; a longer one has an unclosed quotation mark
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
 
@@ -71,11 +72,20 @@ def read_lines(path: str) -> Iterator[Line]:
                 yield from _exported(_json(file, path))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             yield Line(path, None, f"damaged gzip data ({error}); compress it again")
+        except _TooLong as error:
+            fault = f"longer than {_MAX_LINE >> 20} MiB; put each row on a line of its own"
+            yield Line(f"{path}:{error}", None, fault)
 
 
-def _decoded(file: Iterable[bytes]) -> Iterator[tuple[int, Optional[str]]]:
+class _TooLong(Exception):
+    """A line, by its number, or the value that begins there."""
+
+
+def _decoded(file: BufferedIOBase) -> Iterator[tuple[int, Optional[str]]]:
     """Lines numbered from 1, without a byte order mark; None for a line that is not UTF-8."""
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+        if len(line) > _MAX_LINE:
+            raise _TooLong(number)
         try:
             yield number, (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
         except UnicodeDecodeError:
@@ -90,7 +100,8 @@ def _json(file: BufferedIOBase, name: str) -> Iterator[Line]:
 
     The first non-blank line decides which, not the file's suffix.
     """
-    first = next((line for line in file if line.strip(b" \t\r\n" + _BOM)), b"")
+    starts = iter(lambda: file.readline(_CHUNK), b"")  # a list of any length may be on one line
+    first = next((start for start in starts if start.strip(b" \t\r\n" + _BOM)), b"")
     text = first.removeprefix(_BOM).strip()
     file.seek(0)
     if text[:1] == b"[" or text == b"{":
@@ -210,6 +221,8 @@ class _JsonText:
     def _read_more(self) -> bool:
         """Drop the consumed text and at least double the rest; False at the end of the file."""
         rest = self._text[self._at :]
+        if len(rest) > _MAX_LINE:
+            raise _TooLong(self.line)
         more = self._file.read(max(_CHUNK, len(rest)))
         if more:
             self._text, self._at, self.first_line = rest + more, 0, self.line
