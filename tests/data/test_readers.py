@@ -171,12 +171,15 @@ def test_a_glob_is_one_source(tmp_path):
     assert prompts(f"{tmp_path}/**/2.jsonl:2") == ["b0", "b0"]
 
 
-def test_saved_to_disk(tmp_path):
+def test_saved_to_disk(tmp_path, monkeypatch):
     train, held = Dataset.from_list(pairs(2)), Dataset.from_list(pairs(1, "e"))
     train.save_to_disk(tmp_path / "one")
     DatasetDict(train=train, test=held).save_to_disk(tmp_path / "two")
     assert prompts(tmp_path / "one") == prompts(tmp_path / "two") == ["p0", "p1"]
     assert prompts(tmp_path / "two", split="eval") == ["e0"]
+    monkeypatch.chdir(tmp_path / "two")
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    assert prompts("../one") == prompts("../link") == ["p0", "p1"]
     (tmp_path / "one" / "state.json").write_text("{")
     with pytest.raises(UserError, match="save_to_disk, but cannot be read .*; save it again"):
         load(tmp_path / "one")

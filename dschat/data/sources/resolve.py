@@ -170,7 +170,7 @@ def _load_saved(name: str, path: str, flag: str) -> DatasetDict:
             saved = datasets.load_from_disk(path)
         splits = saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
         for file in (file["filename"] for table in splits.values() for file in table.cache_files):
-            if Path(path).absolute() not in Path(os.path.abspath(file)).parents:
+            if Path(os.path.abspath(path)) not in Path(os.path.abspath(file)).parents:
                 raise ValueError(f"it names {file}, which is not in it")
     except Exception as error:  # a damaged folder may raise anything
         raise UserError(
