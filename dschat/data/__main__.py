@@ -24,7 +24,7 @@ def main() -> None:
 
     console.setup("error")
     tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
-    report = "\n".join(show(config, tokenizer))  # raises before any output
+    report = console.printable("\n".join(show(config, tokenizer)))  # raises before any output
     console.write_output(report + "\n")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dschat.models.tokenizer import stop_ids
 
@@ -100,10 +101,7 @@ def continued_texts(
     return [text[len(texts[0]) :] for text in texts[1:]]
 
 
-# The characters with which byte-level vocabularies write bytes, of GPT-2.
-_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_REST = [byte for byte in range(256) if byte not in _SHOWN]
-_BYTES = {chr(b): b for b in _SHOWN} | {chr(256 + i): b for i, b in enumerate(_REST)}
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level names
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import threading
 import warnings
@@ -24,6 +25,8 @@ _NOISY = (
     "torch",
     "peft",
 )
+# Control characters, which a terminal executes, and marks that reorder the text around them.
+_UNSEEN = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class _TqdmHandler(logging.Handler):
@@ -97,6 +100,11 @@ def progress(total: int, description: str, disable: bool = False, done: int = 0)
     bar = tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
     bar.update(done)
     return bar
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters, except newlines and tabs, and bidi marks escaped."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def write_output(text: str) -> None:

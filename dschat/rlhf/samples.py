@@ -6,7 +6,6 @@ An experience is on the CPU, so this reads nothing from the device.
 import math
 import shutil
 import sys
-import unicodedata
 from io import StringIO
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.models.continued_text import continued_texts
 from dschat.models.stream_decoder import StreamDecoder
+from dschat.observability.console import printable
 from dschat.rlhf.experience import Experience
 
 NUM_ANSWERS = 3  # of different prompts
@@ -107,7 +107,7 @@ def format_answers(table: list[dict[str, Any]]) -> str:
         kl = "-" if row["kl"] is None else f"{row['kl']:.2f}"
         prompt, answer = row["prompt"][-_PROMPT_CHARS:], row["answer"][:_ANSWER_CHARS]
         cells = (_score(row).strip(), prompt, answer, str(row["answer_length"]), kl)
-        shown.add_row(*(Text(_printable(cell)) for cell in cells))
+        shown.add_row(*(Text(printable(cell)) for cell in cells))
     file = StringIO()
     width = shutil.get_terminal_size().columns
     Console(file=file, force_terminal=True, width=width).print(shown)
@@ -116,8 +116,3 @@ def format_answers(table: list[dict[str, Any]]) -> str:
 
 def _score(row: dict[str, Any]) -> str:
     return " none" if row["score"] is None else f"{row['score']:+.2f}"
-
-
-def _printable(text: str) -> str:
-    """Without control characters, which a terminal would execute."""
-    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

@@ -96,7 +96,11 @@ def test_a_stream_is_shown_by_its_first_rows(caplog):
 @pytest.mark.slow
 def test_as_a_command(tmp_path):
     """Exit code 0 and the report on stdout; or 2, one line on stderr and nothing on stdout."""
-    path = write("x.jsonl", pairs(40))
+    rows = pairs(40)
+    for row in rows:
+        row["chosen"] += "\x1b[2J\u202e"
+        row["tag\x1b]0;"] = 1
+    path = write("x.jsonl", rows)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
 
     started = [
@@ -113,6 +117,9 @@ def test_as_a_command(tmp_path):
     assert [process.returncode for process in started] == [0, 2]
     assert (silent, nothing) == ("", "")
     assert "example 3" in shown
+    assert r"yes\nyes\x1b[2J\u202e<|end|>" in shown
+    assert r"tag\x1b]0;" in shown
+    assert "\x1b" not in shown
     assert mistake == "error: --data_path: no such data file: none.jsonl; check the path\n"
 
 

@@ -38,3 +38,12 @@ def test_held_lines_are_printed_after_a_while(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     timer.function()
     assert capsys.readouterr().err == "one\n"
+
+
+def test_what_a_terminal_would_execute_or_reorder_is_escaped():
+    marks = [*range(32), *range(0x7F, 0xA0), 0x200E, 0x200F]
+    marks += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    for code in marks:
+        assert console.printable(f"a{chr(code)}b").isprintable() != (chr(code) in "\n\t")
+    kept = "שלום, naïve 日本 👩\u200d👧 \\x1b\n\tx"
+    assert console.printable(kept) == kept

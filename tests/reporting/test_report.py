@@ -110,7 +110,10 @@ def test_the_command(tmp_path):
 def test_the_page_in_a_browser(tmp_path):
     """Offline, in both themes and at phone width: no error, no attack, figures, samples, SVG."""
     playwright = pytest.importorskip("playwright.sync_api")
-    a, b = write_run(tmp_path / "a", answer=ATTACK), write_run(tmp_path / ATTACK.replace("/", "|"))
+    a, b = (
+        write_run(tmp_path / "a", answer=f"{ATTACK}\u202e"),
+        write_run(tmp_path / ATTACK.replace("/", "|")),
+    )
     page_of(a, b)
     errors = []
     with playwright.sync_playwright() as p:
@@ -140,7 +143,7 @@ def test_the_page_in_a_browser(tmp_path):
         assert page.evaluate(back) == "rgb(255, 255, 255)"
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         left = page.locator(".column").first
-        assert left.locator(".tokens span").first.text_content() == ATTACK
+        assert left.locator(".tokens span").first.text_content() == ATTACK + r"\u202e"
         assert left.locator(".tokens span").first.get_attribute("style").startswith("background")
         left.locator("select").select_option(index=3)
         assert left.locator(".tokens span").first.text_content() == "4"

@@ -68,10 +68,14 @@ window.addEventListener("beforeprint", () => document.querySelectorAll(".chart")
 const selects = [...document.querySelectorAll(".column select")];
 const radios = [...document.querySelectorAll("input[name=color]")];
 
+// Control characters, and marks that reorder the text around them, are escaped.
+const UNSEEN = /[\0-\x08\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const escaped = (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`;
+
 function add(parent, tag, className, text) {
   const child = document.createElement(tag);
   child.className = className;
-  if (text !== undefined) child.textContent = text;
+  if (text !== undefined) child.textContent = text.replace(UNSEEN, escaped);
   parent.append(child);
   return child;
 }
