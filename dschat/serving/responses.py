@@ -140,5 +140,8 @@ def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> 
 
 
 def _name(content: bytes) -> str:
-    """A token's text; a byte of part of a character as ``\\xe2``."""
-    return content.decode(errors="backslashreplace")
+    """A token's text; for part of a character its bytes, as OpenAI writes them."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

@@ -75,7 +75,7 @@ const escaped = (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")
 function add(parent, tag, className, text) {
   const child = document.createElement(tag);
   child.className = className;
-  if (text !== undefined) child.textContent = text.replace(UNSEEN, escaped);
+  if (text !== undefined) child.textContent = String(text).replace(UNSEEN, escaped);
   parent.append(child);
   return child;
 }
