@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -67,20 +68,24 @@ def init(timeout_minutes: float = 60.0) -> None:
 
 def _meet() -> torch_dist.Store:
     """Wait for all processes at MASTER_ADDR; the timeout is shorter than that of collectives."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(minutes=JOIN_MINUTES)
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
     try:
-        store, _, _ = next(
-            torch_dist.rendezvous(
-                "env://", rank(), world_size(), timeout=timedelta(minutes=JOIN_MINUTES)
+        if rank() == 0 and address in ("127.0.0.1", "localhost") and not has_store:
+            listener = socket.create_server(("127.0.0.1", port)).detach()  # torch's hears all hosts
+            return torch_dist.TCPStore(
+                address, port, world_size(), True, timeout, master_listen_fd=listener
             )
-        )
-    except torch_dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        store, _, _ = next(torch_dist.rendezvous("env://", rank(), world_size(), timeout=timeout))
+    except (torch_dist.DistError, OSError) as error:
+        where = f"{address}:{port}"
         message = (
             f"process {rank()} of {world_size()} did not meet the others at {where} within "
             f"{JOIN_MINUTES:g} minutes ({str(error).splitlines()[0]}); start all of them, and see "
             "that --master_addr and --master_port are the first one's and can be reached"
         )
-        if "EADDRINUSE" in str(error):
+        if "already in use" in str(error):
             message = f"--master_port: {where} is in use; choose another, or end what listens there"
         if rank() and not local_rank():  # rank 0, which prints errors, is on another machine
             sys.stderr.write(f"error: {message}\n")

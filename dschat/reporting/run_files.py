@@ -177,21 +177,15 @@ def _text(path: Path) -> str:
         return file.read()
 
 
-class _AsWritten(yaml.BaseLoader):
-    """Leaves numbers as text, and refuses aliases, with which a small file is a huge page."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError
-        return super().compose_node(parent, index)
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     """A YAML mapping, its values as text; empty where there is none."""
     if not path.is_file():
         return {}
     try:
-        content = yaml.load(_text(path), _AsWritten)
+        text = _text(path)
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise yaml.YAMLError  # with aliases a small file makes a huge page
+        content = yaml.load(text, yaml.BaseLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         raise UserError(f"{path} cannot be read; remove it, or run that step again") from None
     return content if isinstance(content, dict) else {}

@@ -98,7 +98,7 @@ class MathEqual:
             f"--reward_args math_equal.limit_s={self.limit_s} must be above 0, and at most "
             f"{_LONGEST_ANSWER_S:g}",
         )
-        require_library()
+        require_library("math-verify")
 
     @property
     def limit_per_answer_s(self) -> float:
@@ -183,15 +183,12 @@ class JsonSchema:
     limit_per_answer_s = _PATTERN_S + START_S
 
     def __post_init__(self) -> None:
+        require_library("jsonschema")
+        from jsonschema import SchemaError
+
         schema = self._read()
         try:
-            from jsonschema import SchemaError
-
             FitsSchema(schema)
-        except ImportError:
-            raise UserError(
-                "needs jsonschema; install it with `pip install dschat[rewards]`"
-            ) from None
         except SchemaError as error:
             problem = " ".join(error.message.split())
             raise UserError(

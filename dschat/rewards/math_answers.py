@@ -17,10 +17,10 @@ _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _comparison = Killable(f"{__name__}:Comparison")
 
 
-def require_library() -> None:
-    """Raise `UserError` where math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError("needs math-verify; install it with `pip install dschat[rewards]`")
+def require_library(name: str) -> None:
+    """Raise `UserError` where a library that rewards need is not installed."""
+    if importlib.util.find_spec(name.replace("-", "_")) is None:
+        raise UserError(f"needs {name}; install it with `pip install dschat[rewards]`")
 
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from dschat.rewards.threads import background
 START_S = 120.0  # for the interpreter and the imports of the user's files
 _GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itself
 _LONGEST_S = 1e6  # of that limit: faulthandler's timer rejects more than some 1e9
+_SECRET = re.compile("(^|_)(KEYS?|TOKEN|SECRET|PASSWORD|CREDENTIALS)(_|$)", re.IGNORECASE)
 
 
 class Processes:
@@ -69,6 +71,7 @@ class Worker:
     """One process, started by the first call and restarted after each call that killed it.
 
     Attributes:
+        environment: variables of the process; None: those of this one.
         num_starts: of the process. What it held is lost when this grows.
     """
 
@@ -78,6 +81,7 @@ class Worker:
         """``make(recipe)`` is what the process calls; default: reward functions, with a list of
         recipes of `dschat.rewards.loader.portable`.
         """
+        self.environment: Mapping[str, str] | None = None
         self._served = make or _functions, recipe
         self.num_starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,6 +119,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
+            env=self.environment,
             pass_fds=[descriptor],
             start_new_session=True,
         )
@@ -173,11 +178,12 @@ class Worker:
 
 class Killable:
     """A function whose calls run in processes of their own, one per concurrent call, which are
-    killed when one takes too long: computation in C holds the GIL and ignores signals.
+    killed when one takes too long. They get no passwords and keys: what they read, a model wrote.
+
+    ``spec``: of a class, as ``pkg.mod:name``, constructed with ``settings``.
     """
 
     def __init__(self, spec: str, **settings: Any) -> None:
-        """``spec``: of a class, as ``pkg.mod:name``, constructed with ``settings``."""
         self._recipe = "spec", spec, settings
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
@@ -192,6 +198,7 @@ class Killable:
             worker = self._idle.get_nowait()
         except queue.Empty:
             worker = Worker([self._recipe])
+            worker.environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
         worker.start()
         try:
             (value,) = worker.call(0, kwargs, [0], limit_s)

@@ -107,11 +107,12 @@ class CompletionFormat:
         tokenizer = self.generation.model.tokenizer
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for event in events:
-            found["tokens"].append(_name(token_bytes(tokenizer, event.token.id)))
-            found["token_logprobs"].append(event.token.logprob)
+            drawn = _entry(tokenizer, event.token.id, event.token.logprob)
+            found["tokens"].append(drawn["token"])
+            found["token_logprobs"].append(drawn["logprob"])
             top: Json = {}
             for token, value in _top(event):
-                name = _name(token_bytes(tokenizer, token))
+                name = _entry(tokenizer, token, value)["token"]
                 top[f"token_id:{token}" if name in top else name] = value
             found["top_logprobs"].append(top)
             found["text_offset"].append(event.offset)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import logging
+import os
 import tracemalloc
 
 import datasets
@@ -176,6 +177,7 @@ def test_saved_to_disk(tmp_path, monkeypatch):
     train.save_to_disk(tmp_path / "one")
     DatasetDict(train=train, test=held).save_to_disk(tmp_path / "two")
     assert prompts(tmp_path / "one") == prompts(tmp_path / "two") == ["p0", "p1"]
+    assert prompts(f"{os.path.relpath(tmp_path)}/two/../one/") == ["p0", "p1"]
     assert prompts(tmp_path / "two", split="eval") == ["e0"]
     monkeypatch.chdir(tmp_path / "two")
     (tmp_path / "link").symlink_to(tmp_path / "one")

@@ -176,6 +176,21 @@ def test_processes_with_different_flags_refuse_each_other(tmp_path):
     assert done[1][1] == ""  # nor is an interpreter torn down while threads of gloo may need it
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux")
+def test_a_rendezvous_on_this_machine_listens_to_it_alone(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**place, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    store = process_group._meet()
+    store.set("key", "value")
+    tables = Path("/proc/net").glob("tcp*")
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
 def test_a_port_that_is_taken_is_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}

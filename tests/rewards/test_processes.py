@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dschat.rewards.call import Fault
-from dschat.rewards.processes import Worker, _functions
+from dschat.rewards.processes import Killable, Worker, _functions
 
 ROOT = Path(__file__).parents[2]
 BAD = Path(__file__).with_name("bad_functions.py")
@@ -25,6 +25,27 @@ def test_a_process_that_ends_in_a_call_has_died():
         worker.call(0, {"prompts": ["p2"]}, [1], 10)
     assert worker.call(0, {"prompts": ["p1"]}, [1], 10) == [1.0]  # restarted
     worker.close()
+
+
+class Environment:
+    """Whether the process has variables."""
+
+    def __call__(self, names):
+        return [float(sum(name in os.environ for name in names))]
+
+
+def test_what_judges_model_written_text_has_no_keys(monkeypatch):
+    secret = ["OPENAI_API_KEY", "HF_TOKEN", "DSCHAT_API_KEYS", "AWS_ACCESS_KEY_ID", "db_password"]
+    public = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "LC_MONKEY"]
+    for name in (*secret, *public):
+        monkeypatch.setenv(name, "1")
+    function = Killable(f"{__file__}:Environment")
+    assert function.call(60, names=secret) == 0
+    assert function.call(60, names=[*public, "PATH"]) == 4
+    function._idle.get_nowait().close()
+    own = Worker([("spec", f"{__file__}:Environment", {})])  # a user's function may need its own
+    assert own.call(0, {"names": secret}, [1], 60) == [5]
+    own.close()
 
 
 def started(pids):

@@ -29,8 +29,7 @@ SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
 _CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
 _BOM = b"\xef\xbb\xbf"
 _VISIBLE = re.compile(r"\S")
-_MAX_LINE = 1 << 28  # bytes of a line, characters of a JSON value; a small gzip file may hold more
-_MAX_FIELD = 1 << 27  # characters of a CSV field; a longer one has an unclosed quotation mark
+_MAX_LINE = 1 << 28  # bytes; of a JSON value or a CSV field, characters
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
 
 
@@ -234,7 +233,7 @@ class _JsonText:
 
 def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterator[Line]:
     """Rows with the first line's column names; it also shows the delimiter if none is given."""
-    csv.field_size_limit(_MAX_FIELD)
+    csv.field_size_limit(_MAX_LINE)
     not_utf8: list[int] = []
 
     def lines() -> Iterator[str]:

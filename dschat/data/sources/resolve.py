@@ -133,7 +133,8 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
     is_table = isinstance(table, Dataset)
     files = [file["filename"] for file in table.cache_files] if is_table else []
     # NOTE a saved table's fingerprint is what its folder says, whatever its files hold.
-    stamp = f"{table._fingerprint} {_stamp(files)}" if is_table else None
+    stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
+    stamp = f"{table._fingerprint} {stats}" if is_table else None
     split = (table.info.splits or {}).get(str(table.split))
     num_rows = len(table) if is_table else split and split.num_examples
     return RawRows(name, columns, stamp, lines, in_memory=is_table and not files, num_rows=num_rows)
@@ -251,12 +252,9 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
         raise broken_line(flag, first_fault.where, first_fault.fault, not skip_broken)
     if not columns:
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
-    return RawRows(name, list(columns), _stamp(paths), lines, num_rows=known_rows(paths))
-
-
-def _stamp(paths: list[str]) -> str:
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    return repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    stamp = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    return RawRows(name, list(columns), stamp, lines, num_rows=known_rows(paths))
 
 
 def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:
