@@ -165,8 +165,8 @@ def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
 @pytest.mark.parametrize(
     ("turn", "why"),
     [
-        *(({"weight": w}, f"weight {w}, which is no number from 0 to 1") for w in (1.5, -1, "no")),
-        ({"train": [1]}, "train [1], which is no number"),
+        *(({"weight": w}, f"weight {w}, which is not a number") for w in (1.5, -1, "no")),
+        ({"train": [1]}, "train [1], which is not a number"),
         *(({key: "x"}, f"a turn with '{key}'") for key in ("refusal", "prefix", "images", "audio")),
         ({"thinking": ["a"]}, "a turn whose thinking is a list"),
         ({"function_call": {"arguments": "{}"}}, "a tool call without a name"),

@@ -136,7 +136,7 @@ def _read_turn(turn: Any) -> Turn:
             raise Unusable(f"a turn whose {name} is {_kind(text)}")
     flags = {name: turn.get(name) for name in LOSS_FLAGS} if known == "assistant" else {}
     if odd := [f"{k} {str(v)[:30]}" for k, v in flags.items() if not _is_weight(v)]:
-        raise Unusable(f"a turn with {odd[0]}, which is no number from 0 to 1")
+        raise Unusable(f"a turn with {odd[0]}, which is not a number from 0 to 1")
     says = read["content"].strip() or calls or THOUGHTS[0] in read
     weight = min((float(v) for v in flags.values() if v is not None), default=1.0)
     if known == "assistant" and (weight < 1 or not says):
@@ -145,7 +145,7 @@ def _read_turn(turn: Any) -> Turn:
 
 
 def weight_of(turn: Turn) -> float:
-    """A turn's weight in step 1's loss, from 0 to 1; 0 if it is no answer, or says nothing."""
+    """A turn's weight in step 1's loss, from 0 to 1; 0 if it is not an answer, or is empty."""
     return float(turn.get("weight", 1.0)) if turn["role"] == "assistant" else 0.0
 
 
