@@ -31,7 +31,7 @@ def main() -> None:
     from dschat.models.model_kind import load_config, require_causal_lm
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
-    from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms
+    from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
     from dschat.rlhf.episode_collector import ENVIRONMENT
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
@@ -61,10 +61,10 @@ def main() -> None:
         prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=tools)
         unsupervised = unsupervised_steps(args, tokenizer)
     check_same_rows(prompts, held_out)
-    programs = RewardPrograms.of(args)
+    functions = RewardFunctions.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
-        programs.check_columns(prompt_columns(table))
-    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *programs.names]
+        functions.check_columns(prompt_columns(table))
+    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if environment and environment.rewards:
         sources.append(ENVIRONMENT)
     check_evaluation(args, sources, len(held_out))
@@ -86,7 +86,7 @@ def main() -> None:
         args=args,
         unsupervised=unsupervised,
         more_prompts=prompt_batches,
-        programs=programs,
+        reward_functions=functions,
     )
 
     # Loop.

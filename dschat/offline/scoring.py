@@ -21,7 +21,7 @@ from dschat.offline.flags import PromptsConfig
 from dschat.offline.model import Model
 from dschat.offline.rows import Row
 from dschat.rewards.combine import any_applies, combine
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions, SourceScores
 from dschat.rewards.samples import Samples
 from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_reward
 from dschat.rlhf.retokenize import Retokenizer
@@ -123,8 +123,8 @@ class AnswerScorer:
 
     def __init__(self, config: PromptsConfig, answering: Model, columns: list[str]) -> None:
         self._config, self._tokenizer, self._columns = config, answering.tokenizer, columns
-        self._programs = RewardPrograms.of(config)
-        self._programs.check_columns(columns)
+        self._functions = RewardFunctions.of(config)
+        self._functions.check_columns(columns)
         self._model = None
         if path := config.reward_model_name_or_path:
             self._model = RewardModel(path, answering, config.trust_remote_code)
@@ -145,9 +145,9 @@ class AnswerScorer:
         if self._model is not None:
             weight = self._config.reward_model_weight
             sources.append(SourceScores(REWARD_MODEL, weight, self._model.score(rows, answers)))
-        if self._programs.names:
+        if self._functions.names:
             samples = self._samples(rows, answers)
-            sources += self._programs.score(samples, self._config.reward_timeout_s).result()
+            sources += self._functions.score(samples, self._config.reward_timeout_s).result()
         total, _ = combine(sources, RewardTrainingConfig(), None)
         scored = any_applies(sources) & total.isfinite()
         return [
@@ -157,7 +157,7 @@ class AnswerScorer:
 
     def close(self) -> None:
         """Stop the threads and processes of reward functions."""
-        self._programs.close()
+        self._functions.close()
 
     def _samples(self, rows: list[Row], answers: Rollout) -> Samples:
         n = len(answers) // max(len(rows), 1)

@@ -19,7 +19,7 @@ from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Fault, MissingColumn, Values, raised, shortened
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
-from dschat.rewards.loader import Program, load_programs, portable
+from dschat.rewards.loader import RewardFunction, load_reward_functions, portable
 from dschat.rewards.processes import Processes
 from dschat.rewards.samples import Samples
 from dschat.rewards.sources import FunctionSource, Parts, RewardSource, Scattered
@@ -88,14 +88,14 @@ class Pending:
         return scores
 
 
-class RewardPrograms:
+class RewardFunctions:
     """The reward functions and the endpoint of a run.
 
     ``overlaps``: at least one source scores in the background after `score` returns.
     ``takes_parts``: at least one does so in `score_part`. ``num_workers``: calls at a time.
     """
 
-    def __init__(self, config: RewardSourcesConfig, functions: Sequence[Program]) -> None:
+    def __init__(self, config: RewardSourcesConfig, functions: Sequence[RewardFunction]) -> None:
         self._functions = list(functions)
         self._config = config
         self._closing: list[Callable[[], None]] = []
@@ -112,7 +112,7 @@ class RewardPrograms:
         self.num_workers = config.reward_workers
 
     @classmethod
-    def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardPrograms":
+    def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardFunctions":
         """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
 
         Raises:
@@ -122,15 +122,15 @@ class RewardPrograms:
             raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
         taken = {REWARD_MODEL, ENDPOINT}
         specs, args = config.reward_fn or [], config.reward_args or []
-        return cls(config, load_programs(specs, reward_fns, args, taken))
+        return cls(config, load_reward_functions(specs, reward_fns, args, taken))
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` if a function needs a column that is not in ``columns``."""
-        for program in self._functions:
+        for reward in self._functions:
             try:
-                program.sources(columns)
+                reward.sources(columns)
             except UserError as error:
-                raise UserError(f"{program.label} {error}") from None
+                raise UserError(f"{reward.label} {error}") from None
 
     def score(self, samples: Samples, timeout_s: float, begun: Sequence[Begun] = ()) -> Pending:
         """Start scoring. With ``reward_pool`` none, functions run before this returns.
@@ -176,11 +176,11 @@ class RewardPrograms:
         good state: a checkpoint can be saved with that. The next `score` raises the error.
         """
         problem = ""
-        for program in self._stateful:
+        for reward in self._stateful:
             try:
-                self._states[program.name] = json.loads(json.dumps(program.function.state_dict()))
+                self._states[reward.name] = json.loads(json.dumps(reward.function.state_dict()))
             except Exception as error:
-                problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NOT_JSON}"
+                problem = problem or f"{reward.label}: state_dict() {raised(error)}; {_NOT_JSON}"
         ranks = dist.gather_objects((self._states, problem)) if self._stateful else []
         self._problem = next((p for _, p in ranks if p), "")
         if self._problem:
@@ -193,37 +193,37 @@ class RewardPrograms:
 
     def load_state_dict(self, states: dict[str, list[Any]]) -> None:
         """Restore each function's state of this rank; of rank modulo n after n ranks saved it."""
-        for program in self._stateful:
-            if program.name in states:
-                of_ranks = states[program.name]
+        for reward in self._stateful:
+            if reward.name in states:
+                of_ranks = states[reward.name]
                 try:
-                    program.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
+                    reward.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
                 except Exception as error:
                     raise UserError(
-                        f"{program.label}: load_state_dict() {raised(error)}; fix it, or start "
+                        f"{reward.label}: load_state_dict() {raised(error)}; fix it, or start "
                         "over with --overwrite_output_dir (train.py: --restart)"
                     ) from None
 
-    def _stateful_functions(self) -> list[Program]:
+    def _stateful_functions(self) -> list[RewardFunction]:
         """Functions whose state this process has."""
-        stateful = [program for program in self._functions if _is_stateful(program.function)]
+        stateful = [reward for reward in self._functions if _is_stateful(reward.function)]
         if self._config.reward_pool != "process":
             return stateful
-        for program in stateful:
-            if not program.is_async:
+        for reward in stateful:
+            if not reward.is_async:
                 logger.warning(
                     "checkpoints do not hold the state of %s: with --reward_pool process, every "
                     "process has its own",
-                    program.label,
+                    reward.label,
                 )
-        return [program for program in stateful if program.is_async]
+        return [reward for reward in stateful if reward.is_async]
 
     # -- sources -----------------------------------------------------------------------------------
 
     def _make_sources(self) -> list[RewardSource]:
         config, pool = self._config, self._config.reward_pool
         source = functools.partial(FunctionSource, retries=config.on_reward_error == "skip")
-        plain = [program for program in self._functions if not program.is_async]
+        plain = [reward for reward in self._functions if not reward.is_async]
         num_parts = 1 if pool == "none" else config.reward_workers
         submit = at_once
         if pool == "thread" and plain:
@@ -231,21 +231,21 @@ class RewardPrograms:
         if pool == "process" and plain:
             processes = self._closed_later(Processes([portable(p) for p in plain], num_parts))
         sources: list[RewardSource] = []
-        for program in self._functions:
-            if program.is_async:
+        for reward in self._functions:
+            if reward.is_async:
                 loop = self._closed_later(Loop())
-                run = functools.partial(loop.call, _on_own_device(program.function))
-                sources.append(source(program, run, background))
+                run = functools.partial(loop.call, _on_own_device(reward.function))
+                sources.append(source(reward, run, background))
             elif pool == "process":
-                run = functools.partial(processes.call, plain.index(program))
+                run = functools.partial(processes.call, plain.index(reward))
                 sources.append(
-                    source(program, run, background, num_parts, prepare=processes.prepare)
+                    source(reward, run, background, num_parts, prepare=processes.prepare)
                 )
-                if program.recipe[0] == "spec":  # a function that they unpickle is kept
-                    program.function = None
+                if reward.recipe[0] == "spec":  # a function that they unpickle is kept
+                    reward.function = None
             else:
-                run = functools.partial(in_thread, _on_own_device(program.function))
-                sources.append(source(program, run, submit, num_parts))
+                run = functools.partial(in_thread, _on_own_device(reward.function))
+                sources.append(source(reward, run, submit, num_parts))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources

@@ -15,7 +15,7 @@ from dschat.rewards.call import (
     Values,
     arguments,
 )
-from dschat.rewards.loader import Program
+from dschat.rewards.loader import RewardFunction
 from dschat.rewards.samples import Samples
 from dschat.rewards.threads import at_once
 
@@ -69,7 +69,7 @@ class RewardSource(Protocol):
 class FunctionSource:
     """A reward function: where its calls run, and how they are retried."""
 
-    program: Program
+    reward: RewardFunction
     run: Callable[[dict[str, Any], list[int], float], Values]  # (arguments, lengths, limit_s)
     submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
     num_parts: int = 1
@@ -77,8 +77,8 @@ class FunctionSource:
     prepare: Callable[[], None] = lambda: None  # before each of these, outside its time limit
 
     def __post_init__(self) -> None:
-        program = self.program
-        self.name, self.label, self.weight = program.name, program.label, program.weight
+        reward = self.reward
+        self.name, self.label, self.weight = reward.name, reward.label, reward.weight
         self.overlaps = self.submit is not at_once
         self.takes_parts = self.num_parts > 1
 
@@ -125,11 +125,11 @@ class FunctionSource:
             Fault: it failed as a whole.
         """
         try:
-            sources = self.program.sources(samples.columns)
+            sources = self.reward.sources(samples.columns)
         except UserError as error:
             raise MissingColumn(str(error)) from None
         # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self.program.bound | arguments(sources, samples.part(0, len(samples)))
-        own_limit_s = min(len(samples) * self.program.limit_per_answer_s, LONGEST_CALL_S)
+        kwargs = self.reward.bound | arguments(sources, samples.part(0, len(samples)))
+        own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
         return self.run(kwargs, lengths, max(limit_s, own_limit_s))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from dschat.inference.protocol import Rollout
-from dschat.rewards.reward_functions import Begun, Pending, RewardPrograms
+from dschat.rewards.reward_functions import Begun, Pending, RewardFunctions
 from dschat.rewards.samples import Samples
 from dschat.rlhf.prompt_table import PromptTable
 
@@ -25,13 +25,13 @@ class EarlyScoring:
 
     def __init__(
         self,
-        programs: RewardPrograms,
+        functions: RewardFunctions,
         timeout_s: float,
         samples_of: Callable[[PromptTable, Rollout], Samples],
         prompts: PromptTable,
         num_prompts: int,
     ) -> None:
-        self._programs, self._timeout_s, self._samples_of = programs, timeout_s, samples_of
+        self._functions, self._timeout_s, self._samples_of = functions, timeout_s, samples_of
         self._prompts, self._num_left = prompts, num_prompts
         # Functions tell the answers to two prompts apart by their ids: equal ones wait for the end.
         self._uses = Counter(map(tuple, prompts.ids))
@@ -49,10 +49,10 @@ class EarlyScoring:
         own = self._prompts.pick([row]).repeated(len(answers)) if own is None else own
         self._known[row] = self._samples_of(own, answers)
         self._waiting.append(row)
-        if 2 * self._programs.num_workers * len(self._waiting) >= self._num_left:
+        if 2 * self._functions.num_workers * len(self._waiting) >= self._num_left:
             rows = sorted(self._waiting)
             samples = Samples.joined([self._known[row] for row in rows])
-            self._begun.append((rows, self._programs.score_part(samples, self._timeout_s)))
+            self._begun.append((rows, self._functions.score_part(samples, self._timeout_s)))
             self._num_left -= len(rows)
             self._waiting = []
 
@@ -73,4 +73,4 @@ class EarlyScoring:
             ([sample for row in part for sample in places[row]], calls)
             for part, calls in self._begun
         ]
-        return self._programs.score(Samples.joined(groups), self._timeout_s, begun)
+        return self._functions.score(Samples.joined(groups), self._timeout_s, begun)

@@ -106,7 +106,7 @@ class RolloutCollector(RolloutSource):
 
     def __init__(self, engine: DeepSpeedRLHFEngine, scorer: RolloutScorer) -> None:
         self.scorer = scorer
-        self._engine, self._programs = engine, scorer.programs
+        self._engine, self._functions = engine, scorer.functions
 
     def generate(
         self,
@@ -124,7 +124,7 @@ class RolloutCollector(RolloutSource):
         first = before + sum(counts[: dist.rank()])
         # One call, unless reward functions overlap with the next. The same number on every rank:
         # tensor-parallel ranks generate together.
-        calls = self.scorer.args.generation_batches if self._programs.overlaps else 1
+        calls = self.scorer.args.generation_batches if self._functions.overlaps else 1
         with self._engine.rollout_mode() as generator:
             rollout = self.answers_of(generator, prompts, sampling, first, calls)
             rollout.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
@@ -162,10 +162,10 @@ class RolloutCollector(RolloutSource):
         """Scores the answers to ``count`` of ``prompts`` before all are there; None where no source
         of rewards would.
         """
-        if not (self._programs.takes_parts and count):
+        if not (self._functions.takes_parts and count):
             return None
         timeout_s = self.scorer.args.reward_timeout_s
-        return EarlyScoring(self._programs, timeout_s, self._samples, prompts, count)
+        return EarlyScoring(self._functions, timeout_s, self._samples, prompts, count)
 
     def pending(
         self,
@@ -187,9 +187,9 @@ class RolloutCollector(RolloutSource):
         if early is not None:
             rows = range(len(prompts.ids)) if rows is None else rows
             calls.append(early.finish(rows, rollout, repeated))
-        elif self._programs.names:
+        elif self._functions.names:
             timeout_s = self.scorer.args.reward_timeout_s
-            calls.append(self._programs.score(self._samples(repeated, rollout), timeout_s))
+            calls.append(self._functions.score(self._samples(repeated, rollout), timeout_s))
         return PendingRollout(e, len(prompts.ids), {}, self.scorer, calls)
 
     def prompt_texts(self, prompts: PromptTable) -> list[str]:

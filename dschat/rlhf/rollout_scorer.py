@@ -9,7 +9,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions, SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.scoring import reward_model_scores
@@ -27,22 +27,22 @@ class RolloutScorer:
         self,
         engine: DeepSpeedRLHFEngine,
         args: RLHFConfig,
-        programs: RewardPrograms,
+        functions: RewardFunctions,
         others: Sequence[str] = (),
     ) -> None:
         """``others``: names of further sources, of weight 1."""
         has_model = engine.reward is not None or engine.teacher is not None
-        if not (has_model or programs.names or others):
+        if not (has_model or functions.names or others):
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
                 "give --reward_fn, --reward_url or reward_fns=[...]"
             )
-        self.args, self.programs = args, programs
+        self.args, self.functions = args, functions
         self.scale = RunningScale()
         self._engine = engine
         self._warned = False  # of answers without a score
         weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
-        weights |= programs.weights | dict.fromkeys(others, 1.0)
+        weights |= functions.weights | dict.fromkeys(others, 1.0)
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
         bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
         logger.info("score: %s, %s", " + ".join(terms) or "none, the teacher alone", bound)
@@ -50,16 +50,16 @@ class RolloutScorer:
     @property
     def clip(self) -> float | None:
         """The bound that clips an answer's score in its reward; None: not clipped."""
-        alone = self._engine.reward is not None and not any(self.programs.weights.values())
+        alone = self._engine.reward is not None and not any(self.functions.weights.values())
         return self.args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {"scale": self.scale.state_dict(), "programs": self.programs.state_dict()}
+        return {"scale": self.scale.state_dict(), "programs": self.functions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale.load_state_dict(state["scale"])
-        self.programs.load_state_dict(state.get("programs", {}))
+        self.functions.load_state_dict(state.get("programs", {}))
 
     def reward_model(self, e: Experience, size: int) -> list[SourceScores]:
         """Collective. The reward model's scores, if there is one; see `PendingRollout.sources`."""

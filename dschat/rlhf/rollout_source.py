@@ -5,7 +5,7 @@ from typing import Any
 
 from dschat.config import RLHFConfig
 from dschat.environments.sources import EnvironmentSource, load_environment
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episode_collector import ENVIRONMENT, EpisodeCollector
@@ -18,7 +18,7 @@ from dschat.rlhf.rollout_scorer import RolloutScorer
 def rollout_collector(
     engine: DeepSpeedRLHFEngine,
     args: RLHFConfig,
-    programs: RewardPrograms,
+    functions: RewardFunctions,
     environment: EnvironmentSource | None,
 ) -> RolloutCollector:
     """Collects answers, or with an environment episodes.
@@ -27,9 +27,9 @@ def rollout_collector(
         UserError: nothing scores.
     """
     if environment is None:
-        return RolloutCollector(engine, RolloutScorer(engine, args, programs))
+        return RolloutCollector(engine, RolloutScorer(engine, args, functions))
     others = (ENVIRONMENT,) if environment.rewards else ()
-    scorer = RolloutScorer(engine, args, programs, others)
+    scorer = RolloutScorer(engine, args, functions, others)
     return EpisodeCollector(engine, scorer, environment)
 
 

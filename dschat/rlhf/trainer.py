@@ -21,7 +21,7 @@ from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import AdaptiveKL, aggregation_count, value_loss
 from dschat.models.packing import PackedRows, pack
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -67,7 +67,7 @@ class DeepSpeedPPOTrainer:
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
-        programs: the reward functions of ``args``, already loaded; excludes ``reward_fns``.
+        reward_functions: those of ``args``, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
             those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
 
@@ -86,22 +86,22 @@ class DeepSpeedPPOTrainer:
         unsupervised: Iterator[list[dict[str, Any]]] | None = None,
         reward_fns: Sequence[Any] = (),
         more_prompts: Iterator[PromptBatch] | None = None,
-        programs: RewardPrograms | None = None,
+        reward_functions: RewardFunctions | None = None,
         environment: Any = None,
         tools: Sequence[Any] = (),
     ) -> None:
-        if programs is not None and len(reward_fns):
+        if reward_functions is not None and len(reward_fns):
             raise UserError(
-                "give reward_fns to RewardPrograms.of, or to the trainer without programs"
+                "give reward_fns to RewardFunctions.of, or to the trainer without reward_functions"
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
         self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
-        self.programs = programs or RewardPrograms.of(self.args, reward_fns)
+        self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
         source = environment_of(self.args, environment, tools)
-        self.collector = rollout_collector(engine, self.args, self.programs, source)
+        self.collector = rollout_collector(engine, self.args, self.reward_functions, source)
         self._more = PromptQueue(more_prompts)
         self._source = rollout_source(engine, self.collector, self.args, self._more)
         self._unsupervised = unsupervised

@@ -78,12 +78,12 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def ask(server, programs, samples, monkeypatch):
+def ask(server, rewards, samples, monkeypatch):
     """``ask(n)``: the endpoint's scores of n samples, with short pauses between retries."""
     monkeypatch.setattr(http_post, "_FIRST_PAUSE_S", 0.05)
 
     def finish(n, columns=None, limit_s=60.0, **flags):
-        asked = programs(reward_url=server.url, **flags)
+        asked = rewards(reward_url=server.url, **flags)
         return asked.score(samples(n, **(columns or {})), limit_s).result()[0]
 
     return finish

@@ -19,7 +19,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.loader import resolve
-from dschat.rewards.reward_functions import RewardError, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import RewardError, RewardFunctions, SourceScores
 from dschat.rewards.samples import Samples
 
 HERE = Path(__file__).parent
@@ -70,8 +70,8 @@ def plain(source: SourceScores) -> tuple:
 
 
 @pytest.mark.parametrize("pool", ["none", "thread", "process"])
-def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file, pool):
-    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
+def test_scores_are_the_same_wherever_they_are_computed(rewards, samples, file, pool):
+    asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
     assert asked.names == ["number", "rank_in_group", "by_token", "later"]
     pending = [asked.score(samples(9), 60), asked.score(samples(1), 60)]  # two rounds at a time
     scores, few = (one.result() for one in pending)
@@ -86,23 +86,23 @@ def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file,
     assert [source.scores.tolist() for source in few] == [[0], [1], [0], [1]]
 
 
-def test_worker_processes_are_reused(programs, samples, file):
-    asked = programs(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
+def test_worker_processes_are_reused(rewards, samples, file):
+    asked = rewards(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
     first, second = (set(asked.score(samples(8), 60).result()[0].scores.tolist()) for _ in "ab")
     assert len(first) == 2
     assert first == second
     assert float(os.getpid()) not in first
 
 
-def test_a_rank_without_samples(programs, samples, file):
-    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
+def test_a_rank_without_samples(rewards, samples, file):
+    asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
     for source in asked.score(samples(0), 60).result():
         assert source.scores.shape == (0,)
         assert source.token_scores is None
 
 
-def test_no_sources(programs, samples):
-    asked = programs()
+def test_no_sources(rewards, samples):
+    asked = rewards()
     assert (asked.names, asked.overlaps) == ([], False)
     assert asked.score(samples(3), 60).result() == []
 
@@ -115,7 +115,7 @@ def constant(answers):
     ("is_async", "pool", "overlaps"),
     [(False, "none", False), (False, "thread", True), (True, "none", True)],
 )
-def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool, overlaps):
+def test_slow_functions_leave_time_for_others(rewards, samples, is_async, pool, overlaps):
     """They wait for an event after `start`; without a pool they would wait forever."""
     later = threading.Event()
 
@@ -129,7 +129,7 @@ def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool,
         return [1.0] * len(answers)
 
     # The constant runs in this thread, but the others start before it.
-    asked = programs([constant, slow_one if is_async else slow], reward_pool=pool)
+    asked = rewards([constant, slow_one if is_async else slow], reward_pool=pool)
     pending = asked.score(samples(16), 60)
     later.set()
     for source in pending.result():
@@ -137,18 +137,18 @@ def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool,
     assert asked.overlaps == overlaps
 
 
-def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
+def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(rewards, samples):
     together = threading.Barrier(4)
 
     def meets(answers):
         together.wait(50)
         return [1.0] * len(answers)
 
-    asked = programs([meets], reward_pool="thread", reward_workers=4)
+    asked = rewards([meets], reward_pool="thread", reward_workers=4)
     assert asked.score(samples(16), 60).result()[0].scores.tolist() == [1] * 16
 
 
-def test_an_event_loop_is_reused_and_closed(programs, samples):
+def test_an_event_loop_is_reused_and_closed(rewards, samples):
     """An object bound to the loop in one call works in the next."""
     loops, threads = [], []
 
@@ -157,7 +157,7 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
         threads.append(threading.current_thread())
         return [1.0] * len(answers)
 
-    asked = programs([remembers])
+    asked = rewards([remembers])
     for _ in range(2):
         asked.score(samples(2), 60).result()
     assert loops[0] is loops[1]
@@ -167,7 +167,7 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
 
 
 @pytest.mark.slow
-def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
+def test_a_function_that_blocks_its_loop_delays_no_other(rewards, samples):
     async def innocent(answers):
         await asyncio.sleep(0.05)
         return [1.0] * len(answers)
@@ -176,13 +176,13 @@ def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
         time.sleep(3)
         return [1.0] * len(answers)
 
-    asked = programs([innocent, blocks], on_reward_error="skip")
+    asked = rewards([innocent, blocks], on_reward_error="skip")
     scores = [source.scores.isnan().all() for source in asked.score(samples(1), 1.0).result()]
     assert scores == [False, True]
 
 
 @pytest.mark.parametrize("pool", ["none", "thread"])
-def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatch, pool):
+def test_functions_run_on_the_device_of_their_rank(rewards, samples, monkeypatch, pool):
     """CUDA's current device is per thread, and 0 in a new one."""
     device = threading.local()
     monkeypatch.setattr(dist, "device", lambda: torch.device("cuda", 3))
@@ -194,7 +194,7 @@ def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatc
     async def later(answers):
         return here(answers)
 
-    asked = programs([here, later], reward_pool=pool)
+    asked = rewards([here, later], reward_pool=pool)
     for source in asked.score(samples(2), 60).result():
         assert source.scores.tolist() == [3, 3]
 
@@ -214,11 +214,11 @@ class Heavy:
 
 
 @pytest.mark.parametrize(("pool", "kept"), [("none", 1), ("process", 0)])
-def test_an_instance_is_released_if_processes_call_it(programs, tmp_path, pool, kept):
+def test_an_instance_is_released_if_processes_call_it(rewards, tmp_path, pool, kept):
     """The training process constructs one to check its arguments; each worker has its own."""
     path = tmp_path / f"heavy_{pool}.py"
     path.write_text(HEAVY)
-    asked = programs(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
+    asked = rewards(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
     gc.collect()
     assert len(resolve(f"{path}:made")) == kept
     asked.check_columns(["difficulty"])
@@ -226,8 +226,8 @@ def test_an_instance_is_released_if_processes_call_it(programs, tmp_path, pool, 
         asked.check_columns(["level"])
 
 
-def test_columns_are_checked_before_anything_runs(programs, file):
-    asked = programs(["exact_match:1"], reward_args=["exact_match.reference=@gold"])
+def test_columns_are_checked_before_anything_runs(rewards, file):
+    asked = rewards(["exact_match:1"], reward_args=["exact_match.reference=@gold"])
     asked.check_columns(["gold", "more"])
     with pytest.raises(UserError, match="^reward_fns 'exact_match:1' needs the column gold") as e:
         asked.check_columns(["solution", "level"])
@@ -236,7 +236,7 @@ def test_columns_are_checked_before_anything_runs(programs, file):
 
 def test_a_single_function_is_refused():
     with pytest.raises(UserError, match=r"give a list: \[\.\.\.\]"):
-        RewardPrograms.of(RLHFConfig(), constant)
+        RewardFunctions.of(RLHFConfig(), constant)
 
 
 class Counts:
@@ -256,8 +256,8 @@ class Counts:
         self.seen = {"calls": state["calls"]}
 
 
-def test_a_functions_state_is_saved_and_restored(programs, samples, monkeypatch):
-    first, second = programs([Counts(), constant]), programs([Counts(), constant])
+def test_a_functions_state_is_saved_and_restored(rewards, samples, monkeypatch):
+    first, second = rewards([Counts(), constant]), rewards([Counts(), constant])
     for _ in range(3):
         first.score(samples(2), 60).result()
     state = first.state_dict()
@@ -279,8 +279,8 @@ def test_a_functions_state_is_saved_and_restored(programs, samples, monkeypatch)
         second.load_state_dict({"counts": [{}]})
 
 
-def test_states_and_errors_of_all_ranks_are_gathered(programs, monkeypatch):
-    asked = programs([Counts()])
+def test_states_and_errors_of_all_ranks_are_gathered(rewards, monkeypatch):
+    asked = rewards([Counts()])
     theirs = ({"counts": {"calls": 5}}, "")
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
     assert asked.state_dict() == {"counts": [{"calls": 0}, {"calls": 5}]}
@@ -300,14 +300,14 @@ class Network(torch.nn.Module):
         return [0.0] * len(answers)
 
 
-def test_a_state_that_cannot_be_saved_is_reported_at_the_start(programs, caplog):
+def test_a_state_that_cannot_be_saved_is_reported_at_the_start(rewards, caplog):
     with pytest.raises(UserError, match=r"unspeakable: state_dict\(\) raised TypeError: .* JSON"):
-        programs([Unspeakable()])
+        rewards([Unspeakable()])
     caplog.clear()
-    assert programs([Network()]).state_dict() == {}  # frozen weights
-    assert programs([f"{__file__}:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
+    assert rewards([Network()]).state_dict() == {}  # frozen weights
+    assert rewards([f"{__file__}:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
     assert not caplog.records
-    asked = programs([f"{__file__}:Counts"], reward_pool="process")
+    asked = rewards([f"{__file__}:Counts"], reward_pool="process")
     assert asked.state_dict() == {}
     assert re.search("checkpoints do not hold the state of .*:Counts'", caplog.text)
 
@@ -316,7 +316,7 @@ RANK = """
 import sys
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rewards.reward_functions import RewardError, RewardFunctions
 from dschat.rewards.samples import Samples
 from dschat.rewards.combine import RunningScale, combine
 import torch, logging
@@ -332,16 +332,16 @@ def samples(prompts):
     n = len(prompts)
     return Samples(prompts, [""] * n, [[1]] * n, [[1]] * n, ["stop"] * n)
 
-programs = RewardPrograms.of(RLHFConfig(), [fails])
+rewards = RewardFunctions.of(RLHFConfig(), [fails])
 for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
     try:
-        programs.score(samples(prompts), 60).result()
+        rewards.score(samples(prompts), 60).result()
         print("fine")
     except RewardError as error:
         print(error)
 config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
-programs, scale = RewardPrograms.of(config, [fails]), RunningScale()
-total, _ = combine(programs.score(samples(mine), 60).result(), config, scale)
+rewards, scale = RewardFunctions.of(config, [fails]), RunningScale()
+total, _ = combine(rewards.score(samples(mine), 60).result(), config, scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()

@@ -147,4 +147,4 @@ def test_without_teacher_and_rewards_there_is_nothing_to_learn(models_folder):
     trainer, _ = trainer_of(models_folder)
     trainer.engine.teacher = None
     with pytest.raises(UserError, match="nothing scores the answers"):
-        RolloutScorer(trainer.engine, trainer.args, trainer.programs)
+        RolloutScorer(trainer.engine, trainer.args, trainer.reward_functions)

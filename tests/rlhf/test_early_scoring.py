@@ -14,7 +14,7 @@ from step_rows import PROMPTS
 from dschat.config import RLHFConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rewards.reward_functions import RewardError, RewardFunctions
 from dschat.rlhf import rollout_collector
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.rollout_collector import RolloutCollector
@@ -74,8 +74,8 @@ def collector_of(*functions, **flags):
     tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
-    programs = RewardPrograms.of(args, functions)
-    return RolloutCollector(engine, RolloutScorer(engine, args, programs))
+    functions = RewardFunctions.of(args, functions)
+    return RolloutCollector(engine, RolloutScorer(engine, args, functions))
 
 
 def rollout_of(draw, count):
@@ -108,7 +108,7 @@ def test_scores_are_those_of_one_call(seed):
         pending = collector.answers_of(generator, prompts, sampling, 0)
         seen.append(plain(pending.sources(8)))
         assert (generator.answered is None) == (pool == "none")
-        collector._programs.close()
+        collector._functions.close()
     assert seen[0] == seen[1]
 
 
@@ -125,7 +125,7 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
     prompts = PromptTable([[i] for i in range(16)])
     generator = Scripted(rollout_of(random.Random(0), 16), order)
     collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._programs.close()
+    collector._functions.close()
     assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
     assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
     (largest,) = (call for call in calls if len(call) == 4 * N)
@@ -147,7 +147,7 @@ def test_functions_that_see_all_samples_still_do(flags):
     generator = Scripted(rollout_of(random.Random(0), 5), range(5))
     prompts = PromptTable([[i] for i in range(5)])
     sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._programs.close()
+    collector._functions.close()
     assert generator.answered is None
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
@@ -173,7 +173,7 @@ def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
         (source,) = pending.sources(8)
         failed = [math.isnan(x) for x in source.scores.tolist()]
         assert failed == [len(ids) > 6 for ids in rollout.token_ids]
-    collector._programs.close()
+    collector._functions.close()
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -193,7 +193,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
     options |= {"partial_rollout": partial}
     more = ([[i, j, 5] for i in range(4)] for j in range(9))
     trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score_part = InferenceEngine.steps, RewardPrograms.score_part
+    steps, score_part = InferenceEngine.steps, RewardFunctions.score_part
     asked, waits = [], []
 
     def noted(*args):
@@ -207,14 +207,14 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
             yield event
         generated.set()
 
-    monkeypatch.setattr(RewardPrograms, "score_part", noted)
+    monkeypatch.setattr(RewardFunctions, "score_part", noted)
     monkeypatch.setattr(InferenceEngine, "steps", watched)
     e = trainer.generate_experience(PROMPTS[:8])
     assert waits == [True]
     assert (overlaps[0][0] % 2, overlaps[0][1]) == (0, False)
     assert sum(size for size, _ in overlaps) == e.num_sequences == 16
     assert len(overlaps) > 1
-    trainer.programs.close()
+    trainer.reward_functions.close()
 
 
 def graded(prompt_ids, answer_ids):
@@ -234,6 +234,6 @@ def test_a_run_is_the_same_to_the_bit(options, models_folder):
             trainer.train_rlhf(e)
             timed = ("time/", "throughput/", "memory/")
             lines.append({k: v for k, v in trainer.metrics.items() if not k.startswith(timed)})
-        trainer.programs.close()
+        trainer.reward_functions.close()
     assert lines[:3] == lines[3:]
     assert lines[0]["objective/scores/neighbours"] > 200

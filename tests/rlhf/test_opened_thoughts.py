@@ -12,7 +12,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.answer_lines import AnswerLines
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Row
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.episode_collector import EpisodeCollector
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.retokenize import Retokenizer
@@ -45,7 +45,7 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
         return [0.0] * len(completions)
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
-    scorer = RolloutScorer(engine, args, RewardPrograms.of(args, [reward]))
+    scorer = RolloutScorer(engine, args, RewardFunctions.of(args, [reward]))
     rollout = answers_of(tokenizer, "hm</think>4", "5")
     generator = SimpleNamespace(generate=lambda *_, **__: rollout)
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])

@@ -18,7 +18,7 @@ from dschat.config import RLHFConfig
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf import rollout_collector
 from dschat.rlhf.partial_rollouts import PartialRollouts
 from dschat.rlhf.prompt_queue import PromptQueue
@@ -99,7 +99,7 @@ def soak(iterations, seed):
     made = tight_engine(module)
     stub, fresh = stub_of(made), iter(range(10**6))
     args = RLHFConfig(reward_pool="thread", reward_workers=2)
-    programs = RewardPrograms.of(args, [sums])
+    functions = RewardFunctions.of(args, [sums])
 
     def prompt():
         """Unlike all others, so that answers are known by it."""
@@ -116,7 +116,7 @@ def soak(iterations, seed):
             yield batch
 
     def source(state=None):
-        scorer = RolloutScorer(stub, args, programs)
+        scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
         rollouts = PartialRollouts(stub, RolloutCollector(stub, scorer), 0.5, STALENESS, queue)
         if state is not None:
@@ -164,7 +164,7 @@ def soak(iterations, seed):
         if i % 40 == 39:
             state = rollouts.state_dict() | {"left": vars(rollouts._more._left)}
             rollouts = source(json.loads(json.dumps(state)))
-    programs.close()
+    functions.close()
     lost = asked - answered
     assert answered <= asked  # each prompt once
     waiting = [*rollouts._open, *rollouts._more._left.ids]

@@ -11,7 +11,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
-from dschat.rewards.reward_functions import RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import RewardFunctions, SourceScores
 from dschat.rlhf.dynamic_sampling import DynamicSampler
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.prompt_queue import PromptQueue
@@ -28,7 +28,7 @@ def rule(answers):
 def scorer_of(*functions, reward_model=False, **knobs):
     engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None)
     args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardPrograms.of(args, functions))
+    return RolloutScorer(engine, args, RewardFunctions.of(args, functions))
 
 
 def sampler_of(*functions, reward_model=False, more=None, generate=None):
@@ -172,7 +172,9 @@ def test_every_iteration_samples_with_its_own_seed():
     knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
     args = RLHFConfig(**knobs)
     trainer = DeepSpeedPPOTrainer(
-        SimpleNamespace(reward=None, teacher=None), args, programs=RewardPrograms.of(args, [rule])
+        SimpleNamespace(reward=None, teacher=None),
+        args,
+        reward_functions=RewardFunctions.of(args, [rule]),
     )
     asked = []
     for trainer.iteration in range(3):
@@ -185,9 +187,9 @@ def test_every_iteration_samples_with_its_own_seed():
 
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
-    programs = RewardPrograms.of(args, [rule])
+    functions = RewardFunctions.of(args, [rule])
     engine = SimpleNamespace(reward=None, teacher=None)
-    trainer = DeepSpeedPPOTrainer(engine, args, programs=programs)
-    assert trainer.programs is programs
-    with pytest.raises(UserError, match="give reward_fns to RewardPrograms.of"):
-        DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], programs=programs)
+    trainer = DeepSpeedPPOTrainer(engine, args, reward_functions=functions)
+    assert trainer.reward_functions is functions
+    with pytest.raises(UserError, match="give reward_fns to RewardFunctions.of"):
+        DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], reward_functions=functions)
