@@ -96,7 +96,8 @@ def main() -> None:
         for text in dict.fromkeys(questions)
     ]
     trainers = {side: DeepSpeedPPOTrainer(engine, config) for side in ("after", "early")}
-    trainers["after"].reward_functions.takes_parts = False
+    for source in trainers["after"].reward_functions._sources:
+        source.takes_parts = False
     times: dict[str, list[float]] = {side: [] for side in trainers}
     scored: dict[str, list[float]] = {side: [] for side in trainers}
     generated: dict[str, list[float]] = {side: [] for side in trainers}

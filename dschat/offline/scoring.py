@@ -21,8 +21,9 @@ from dschat.offline.flags import PromptsConfig
 from dschat.offline.model import Model
 from dschat.offline.rows import Row
 from dschat.rewards.combine import any_applies, combine
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_reward
 from dschat.rlhf.retokenize import Retokenizer
 

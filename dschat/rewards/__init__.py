@@ -10,7 +10,8 @@
     endpoint          the source that posts samples to --reward_url, with retries
     library           the ready-made functions: exact_match, math_equal, ...
     math_answers      compares two answers as mathematics
-    reward_functions  `RewardFunctions`: starts all sources on samples, collects their scores
+    reward_functions  `RewardFunctions`: the sources of a run, and their state
+    scoring           `Scoring`: the answers of a rollout being scored by all sources
     combine           the weighted sum of all sources, each normalized on request
 
 No models, tokenizers or training here. Errors of a user's function become `RewardError`, the same

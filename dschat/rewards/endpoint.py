@@ -6,13 +6,13 @@ number, a list of one number per token of the answer, or null.
 """
 
 import json
+from concurrent.futures import Future
 from typing import Any
 
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Fault, Values, values_of
 from dschat.rewards.http_post import post
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import Parts
 from dschat.rewards.threads import Pool
 
 ENDPOINT = "http"  # the name of the source
@@ -34,11 +34,11 @@ class Endpoint:
         self._threads = Pool(config.reward_workers)
         self.close = self._threads.close
 
-    def score(self, samples: Samples, timeout_s: float) -> Parts:
+    def score(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
         """One request per batch; no attempt at it takes longer than ``timeout_s``."""
         starts = range(0, len(samples), self._batch_size)
         parts = [samples.part(start, start + self._batch_size) for start in starts]
-        return Parts([self._threads.submit(self._batch, part, timeout_s) for part in parts])
+        return [self._threads.submit(self._batch, part, timeout_s) for part in parts]
 
     score_part = score
 

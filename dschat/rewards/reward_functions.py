@@ -1,98 +1,35 @@
-"""Runs all reward functions and the endpoint: starts them on samples, collects the scores later.
-
-A failure is a `RewardError` with the same message on every rank.
-"""
+"""Holds the reward functions and the endpoint of a run: where their calls run, and their state."""
 
 import functools
 import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Fault, MissingColumn, Values, raised, shortened
+from dschat.rewards.call import raised
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions, portable
 from dschat.rewards.processes import Processes
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import FunctionSource, Parts, RewardSource, Scattered
+from dschat.rewards.scoring import RewardError, Scoring
+from dschat.rewards.sources import FunctionSource, RewardSource
 from dschat.rewards.threads import Loop, Pool, at_once, background, in_thread
 
 logger = logging.getLogger("dschat")
 
 REWARD_MODEL = "reward_model"  # reserved source name
-_PROMPT_SHOWN = 80  # characters
-_SKIP = ", or pass --on_reward_error skip"
-# Rows of samples that are being scored, and the calls, by source.
-Begun = tuple[list[int], dict[str, Parts]]
 _NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
-
-
-class RewardError(UserError):
-    """A reward function or the endpoint failed. Every rank raises the first rank's message."""
-
-
-@dataclass
-class SourceScores:
-    """One source's scores of this rank's samples."""
-
-    name: str
-    weight: float
-    scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
-    token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
-    applies: Tensor | None = None  # (S,) bool, False where the source returned None (scores 0)
-
-
-@dataclass
-class Pending:
-    """Samples being scored by all sources of a run."""
-
-    samples: Samples
-    calls: list[tuple[RewardSource, Parts | Scattered]]
-    timeout_s: float
-    skips: bool
-
-    def result(self) -> list[SourceScores]:
-        """Collective. Wait for the scores: one entry per source, in their order.
-
-        Raises:
-            RewardError: a source failed on any rank and ``on_reward_error`` is error.
-        """
-        values = [scoring.result() for _, scoring in self.calls]
-        scores = [
-            _scores(source, row, self.samples)
-            for (source, _), row in zip(self.calls, values, strict=True)
-        ]
-        if not self.calls:
-            return scores
-        complaints = [_complaint(row, self.samples, self.timeout_s) for row in values]
-        num_failed = [int(source.scores.isnan().sum()) for source in scores]
-        ranks = dist.gather_objects((complaints, num_failed, len(self.samples)))
-        for number, (source, _) in enumerate(self.calls):
-            line = next((lines[number] for lines, _, _ in ranks if lines[number]), None)
-            if line is None:
-                continue
-            if not self.skips:
-                raise RewardError(f"{source.label} {line}")
-            lost = sum(counts[number] for _, counts, _ in ranks)
-            total = sum(size for _, _, size in ranks)
-            line = line.removesuffix(_SKIP)
-            logger.warning("%d of %d samples have no score: %s %s", lost, total, source.label, line)
-        return scores
 
 
 class RewardFunctions:
     """The reward functions and the endpoint of a run.
 
-    ``overlaps``: at least one source scores in the background after `score` returns.
-    ``takes_parts``: at least one does so in `score_part`. ``num_workers``: calls at a time.
+    ``overlaps``: at least one source scores in the background.
     """
 
     def __init__(self, config: RewardSourcesConfig, functions: Sequence[RewardFunction]) -> None:
@@ -108,8 +45,6 @@ class RewardFunctions:
         self.weights = {source.name: source.weight for source in self._sources}
         self.names = list(self.weights)
         self.overlaps = any(source.overlaps for source in self._sources)
-        self.takes_parts = any(source.takes_parts for source in self._sources)
-        self.num_workers = config.reward_workers
 
     @classmethod
     def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardFunctions":
@@ -132,34 +67,27 @@ class RewardFunctions:
             except UserError as error:
                 raise UserError(f"{reward.label} {error}") from None
 
-    def score(self, samples: Samples, timeout_s: float, begun: Sequence[Begun] = ()) -> Pending:
-        """Start scoring. With ``reward_pool`` none, functions run before this returns.
-
-        ``begun``: what `score_part` has begun, with its rows of ``samples``.
+    def scoring(
+        self, timeout_s: float, prompts: Sequence[Sequence[int]] = (), num_certain: int = 0
+    ) -> Scoring:
+        """Scores the answers of a rollout to ``prompts`` (their ids); see `Scoring`.
 
         Raises:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
-        # Background sources first: a source that runs in this thread blocks the loop.
-        started: dict[str, Parts | Scattered] = {}
-        for source in sorted(self._sources, key=lambda source: not source.overlaps):
-            if begun and source.takes_parts:
-                calls = [(rows, parts[source.name]) for rows, parts in begun]
-                done = {row for rows, _ in begun for row in rows}
-                rest = [row for row in range(len(samples)) if row not in done]
-                for rows in samples.apart(rest):
-                    calls.append((rows, source.score(samples.pick(rows), timeout_s)))
-                started[source.name] = Scattered(calls)
-            else:
-                started[source.name] = source.score(samples, timeout_s)
-        of_sources = [(source, started[source.name]) for source in self._sources]
-        return Pending(samples, of_sources, timeout_s, self._config.on_reward_error == "skip")
+        config = self._config
+        skips = config.on_reward_error == "skip"
+        return Scoring(self._sources, timeout_s, skips, config.reward_workers, prompts, num_certain)
 
-    def score_part(self, samples: Samples, timeout_s: float) -> dict[str, Parts]:
-        """Start scoring whole prompts of a rollout, by the sources that take them; by name."""
-        chosen = [source for source in self._sources if source.takes_parts]
-        return {source.name: source.score_part(samples, timeout_s) for source in chosen}
+    def score(self, samples: Samples, timeout_s: float) -> Scoring:
+        """Start scoring samples of any number of prompts, all at once; raises as `scoring` does.
+        With ``reward_pool`` none, functions run before this returns.
+        """
+        scoring = self.scoring(timeout_s)
+        scoring.add(0, samples)
+        scoring.start()
+        return scoring
 
     def close(self) -> None:
         """Stop threads and processes."""
@@ -275,43 +203,3 @@ def _on_own_device(function: Callable) -> Callable:
         return function(**kwargs)
 
     return on_own_device
-
-
-def _complaint(values: Values, samples: Samples, timeout_s: float) -> str | None:
-    """One line for the faults in ``values``, with a prompt and the remedy; None without faults.
-
-    The fault of one sample takes precedence over that of a call with several.
-    """
-    faults = [(row, value) for row, value in enumerate(values) if isinstance(value, Fault)]
-    if not faults:
-        return None
-    sizes = Counter(fault for _, fault in faults)
-    row, fault = next(((r, f) for r, f in faults if sizes[f] == 1), faults[0])
-    if isinstance(fault, MissingColumn):
-        return fault.problem
-    several = f"{sizes[fault]} samples, the first on " if sizes[fault] > 1 else ""
-    prompt = shortened(" ".join(samples.prompts[row].split()), _PROMPT_SHOWN)
-    remedy = f"raise --reward_timeout_s {timeout_s:g} or fix it" if fault.timed_out else "fix it"
-    return f"{fault.problem} on {several}the prompt {prompt!r}; {remedy}{_SKIP}"
-
-
-def _scores(source: RewardSource, values: Values, samples: Samples) -> SourceScores:
-    """Values as tensors; NaN for a fault, 0 for None."""
-    by_token = any(isinstance(value, list) for value in values)
-    scores, tokens = [], []
-    for value, ids in zip(values, samples.answer_ids, strict=True):
-        if isinstance(value, Fault):
-            value = float("nan")
-        if isinstance(value, list):
-            scores.append(sum(value))
-            tokens.append(value)
-        else:  # one score for the whole answer goes to its last token
-            scores.append(value or 0.0)
-            tokens.append([0.0] * (len(ids) - 1) + [value or 0.0] if ids else [])
-    return SourceScores(
-        source.name,
-        source.weight,
-        torch.tensor(scores, dtype=torch.float32),
-        tokens if by_token else None,
-        torch.tensor([value is not None for value in values], dtype=torch.bool),
-    )

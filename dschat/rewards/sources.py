@@ -11,7 +11,6 @@ from dschat.rewards.call import (
     LONGEST_CALL_S,
     Fault,
     MissingColumn,
-    Value,
     Values,
     arguments,
 )
@@ -20,36 +19,11 @@ from dschat.rewards.samples import Samples
 from dschat.rewards.threads import at_once
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Samples being scored, in parts that follow each other."""
-
-    futures: "list[Future[Values]]"
-
-    def result(self) -> Values:
-        """Waits for the value of each sample, or the fault in its place."""
-        return [value for future in self.futures for value in future.result()]
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """Samples being scored, each in one of several calls."""
-
-    calls: list[tuple[list[int], Parts]]  # with the rows of their samples
-
-    def result(self) -> Values:
-        """As `Parts.result`, in the order of rows."""
-        values: dict[int, Value | Fault] = {}
-        for rows, parts in self.calls:
-            values |= zip(rows, parts.result(), strict=True)
-        return [values[row] for row in range(len(values))]
-
-
 class RewardSource(Protocol):
-    """Scores samples. ``label`` names it in messages.
+    """Scores samples in calls that follow each other. ``label`` names it in messages.
 
     ``overlaps``: it scores in the background after `score` returns. ``takes_parts``: it may get the
-    prompts of a rollout one by one, in `score_part`.
+    prompts of a rollout a few at a time, in `score_part`.
     """
 
     name: str
@@ -58,10 +32,10 @@ class RewardSource(Protocol):
     overlaps: bool
     takes_parts: bool
 
-    def score(self, samples: Samples, timeout_s: float) -> Parts:
+    def score(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
         """Start scoring, with a limit for each call or request."""
 
-    def score_part(self, samples: Samples, timeout_s: float) -> Parts:
+    def score_part(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
         """Start scoring a few prompts; a function in one call."""
 
 
@@ -82,13 +56,13 @@ class FunctionSource:
         self.overlaps = self.submit is not at_once
         self.takes_parts = self.num_parts > 1
 
-    def score(self, samples: Samples, timeout_s: float) -> Parts:
+    def score(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
         """One call per part of the samples, each within ``timeout_s``."""
         parts = [samples.part(*cut) for cut in samples.cuts(self.num_parts)]
-        return Parts([self.submit(self._values, part, timeout_s) for part in parts])
+        return [self.submit(self._values, part, timeout_s) for part in parts]
 
-    def score_part(self, samples: Samples, timeout_s: float) -> Parts:
-        return Parts([self.submit(self._values, samples, timeout_s)])
+    def score_part(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
+        return [self.submit(self._values, samples, timeout_s)]
 
     def _values(self, samples: Samples, limit_s: float) -> Values:
         try:

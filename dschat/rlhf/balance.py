@@ -11,7 +11,7 @@ import torch
 import dschat.distributed as dist
 from dschat.data.micro_batches import RowTokens, shares_of_ranks
 from dschat.rewards.combine import joined_scores
-from dschat.rewards.reward_functions import SourceScores
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import Experience, joined
 
 

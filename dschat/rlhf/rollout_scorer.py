@@ -4,12 +4,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rewards.scoring import Scoring, SourceScores
+from dschat.rlhf.balance import Moves, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.scoring import reward_model_scores
@@ -62,7 +65,7 @@ class RolloutScorer:
         self.functions.load_state_dict(state.get("programs", {}))
 
     def reward_model(self, e: Experience, size: int) -> list[SourceScores]:
-        """Collective. The reward model's scores, if there is one; see `PendingRollout.sources`."""
+        """Collective. The reward model's scores, if there is one; see `Collected.sources`."""
         if self._engine.reward is None:
             return []
         scores = reward_model_scores(self._engine, e, size)
@@ -102,3 +105,63 @@ class RolloutScorer:
         if num_failed:
             e = e.pick((~failed).nonzero().flatten().tolist())
         return e, metrics
+
+
+class Collected:
+    """Answers whose reward functions may still run. Score them once, with `score` or `sources`.
+
+    Attributes:
+        experience: this rank's answers; `score` fills in their scores.
+        num_prompts: over all ranks.
+        metrics: of the generation; after `score`, of the scores too.
+    """
+
+    def __init__(
+        self,
+        experience: Experience,
+        num_prompts: int,
+        metrics: dict[str, float],
+        scorer: RolloutScorer | None = None,
+        scoring: Scoring | None = None,
+        others: Sequence[SourceScores] = (),
+    ) -> None:
+        """``scorer``: None if the experience has its scores. ``scoring``: by reward functions.
+        ``others``: scores that the answers came with.
+        """
+        self.experience, self.num_prompts, self.metrics = experience, num_prompts, metrics
+        self._scorer, self._scoring, self._others = scorer, scoring, others
+        self._moves: Moves | None = None  # of the answers, after their scoring had begun
+
+    def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
+        """Collective. Move answers between ranks; see `plan_moves`."""
+        self._moves = plan_moves(self.experience, mini_batch, samples, budget)
+        self.experience = self._moves.experience(self.experience)
+
+    def score(self) -> Experience:
+        """Collective. Wait for reward functions and fill in the scores, not clipped.
+
+        A sequence that a weighted reward function failed on is dropped. A sequence that every
+        weighted source declined (None) stays, but is not ``scored``. A NaN of the reward model
+        stays, for the trainer to detect.
+
+        Raises ``RewardError`` on all ranks where a reward function failed on one of them.
+        """
+        if (scorer := self._scorer) is not None:
+            sources = self.sources(scorer.args.per_device_training_batch_size)
+            self.experience, metrics = scorer.combined(self.experience, sources)
+            self.metrics |= metrics
+        return self.experience
+
+    def sources(self, size: int) -> list[SourceScores]:
+        """Collective. Every source's scores, after waiting for reward functions.
+
+        ``size``: sequences per forward of the reward model, unless there is a token budget.
+        """
+        assert self._scorer is not None, "already scored"
+        scorer, self._scorer = self._scorer, None
+        of_model = scorer.reward_model(self.experience, size)
+        others = [] if self._scoring is None else self._scoring.result()
+        others += self._others
+        if self._moves is not None:
+            others = self._moves.scores(others)
+        return of_model + others

@@ -25,6 +25,7 @@ from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
     experience_metrics,
@@ -34,7 +35,6 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptBatch, PromptTable
-from dschat.rlhf.rollout_source import environment_of, rollout_collector, rollout_source
 from dschat.rlhf.scoring import (
     action_values,
     fill_in,
@@ -101,9 +101,8 @@ class DeepSpeedPPOTrainer:
         self.metrics: dict[str, float] = {}
         self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
         source = environment_of(self.args, environment, tools)
-        self.collector = rollout_collector(engine, self.args, self.reward_functions, source)
-        self._more = PromptQueue(more_prompts)
-        self._source = rollout_source(engine, self.collector, self.args, self._more)
+        more = PromptQueue(more_prompts)
+        self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
@@ -119,9 +118,6 @@ class DeepSpeedPPOTrainer:
         """
         engine = self.engine
         engines = {"actor": engine.actor, "critic": engine.critic}
-        state: dict[str, Any] = {}
-        for part in (self.collector.scorer, self._source, self._more):
-            state |= part.state_dict()
         values = {
             "iteration": self.iteration,
             "version": engine.version,
@@ -130,7 +126,7 @@ class DeepSpeedPPOTrainer:
             "updates": self.args.ppo_epochs * self.args.num_mini_batches,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
-            "rollouts": state,
+            "rollouts": self.collector.state_dict(),
         }
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
@@ -157,8 +153,7 @@ class DeepSpeedPPOTrainer:
                 schedule.last_epoch = round(schedule.last_epoch * now / then) - 1
                 schedule.step()
         seek(self._unsupervised, values["unsupervised"])
-        for part in (self.collector.scorer, self._source, self._more):
-            part.load_state_dict(values["rollouts"])
+        self.collector.load_state_dict(values["rollouts"])
 
     @property
     def _is_on_policy(self) -> bool:
@@ -192,7 +187,7 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
-        rollout = self._source.generate(PromptTable.of(prompt_batch), self.sampling())
+        rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt

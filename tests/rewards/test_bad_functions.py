@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dschat.config import UserError
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 FILE = Path(__file__).with_name("bad_functions.py")
 P2 = "on the prompt 'p2'"

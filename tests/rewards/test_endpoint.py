@@ -12,7 +12,7 @@ import pytest
 
 from dschat.rewards import http_post
 from dschat.rewards.call import Fault
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 
 def wait_until(holds):

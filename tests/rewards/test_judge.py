@@ -15,7 +15,7 @@ from dschat.rewards import http_post
 from dschat.rewards.call import Fault
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference, read_rating, read_verdict
 from dschat.rewards.loader import load_reward_functions
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 
 class Model:

@@ -19,8 +19,9 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.loader import resolve
-from dschat.rewards.reward_functions import RewardError, RewardFunctions, SourceScores
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import RewardError, SourceScores
 
 HERE = Path(__file__).parent
 SCORES = '''
@@ -316,7 +317,8 @@ RANK = """
 import sys
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.rewards.reward_functions import RewardError, RewardFunctions
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.scoring import RewardError
 from dschat.rewards.samples import Samples
 from dschat.rewards.combine import RunningScale, combine
 import torch, logging

@@ -14,10 +14,12 @@ from step_rows import PROMPTS
 from dschat.config import RLHFConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.reward_functions import RewardError, RewardFunctions
-from dschat.rlhf import rollout_collector
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.scoring import RewardError
+from dschat.rewards.sources import FunctionSource
+from dschat.rlhf import collector as collecting
+from dschat.rlhf.collector import Collector
 from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3
@@ -48,14 +50,14 @@ async def whole(answers):
 
 
 class Scripted:
-    """A generator that reports some of its prompts, in any order."""
+    """A generator whose prompts complete in a given order; those not in it at the end."""
 
-    def __init__(self, rollout, reported):
-        self.rollout, self.reported, self.answered = rollout, reported, None
+    def __init__(self, rollout, order):
+        self.rollout, self.order = rollout, list(order)
 
     def generate(self, prompts, sampling, indices, *, answered=None):
-        self.answered = answered
-        for row in self.reported if answered is not None else ():
+        rest = [row for row in range(len(prompts)) if row not in self.order]
+        for row in self.order + rest:
             answered(row, self.rollout.part(row * sampling.n, (row + 1) * sampling.n))
         return self.rollout
 
@@ -64,7 +66,7 @@ class Scripted:
 def texts_of_ids(monkeypatch):
     """The text of an answer is its ids, whatever the tokenizer."""
     monkeypatch.setattr(
-        rollout_collector,
+        collecting,
         "whole_texts",
         lambda tokenizer, prompts, rows: [" ".join(map(str, ids)) for ids in rows],
     )
@@ -75,7 +77,7 @@ def collector_of(*functions, **flags):
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
     functions = RewardFunctions.of(args, functions)
-    return RolloutCollector(engine, RolloutScorer(engine, args, functions))
+    return Collector(engine, RolloutScorer(engine, args, functions))
 
 
 def rollout_of(draw, count):
@@ -93,7 +95,7 @@ def plain(sources):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_scores_are_those_of_one_call(seed):
-    """Prompts complete in any order, may not be reported, and some stand twice."""
+    """Prompts complete in any order, and some stand twice."""
     draw = random.Random(seed)
     count = draw.choice([1, 2, 7, 16])
     ids = [[draw.randrange(1, 1 + count)] for _ in range(count)]
@@ -107,7 +109,6 @@ def test_scores_are_those_of_one_call(seed):
         sampling = SamplingParams(n=N)
         pending = collector.answers_of(generator, prompts, sampling, 0)
         seen.append(plain(pending.sources(8)))
-        assert (generator.answered is None) == (pool == "none")
         collector._functions.close()
     assert seen[0] == seen[1]
 
@@ -136,7 +137,6 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
     "flags", [{}, {"reward_pool": "thread", "reward_workers": 1}], ids=["none", "one worker"]
 )
 def test_functions_that_see_all_samples_still_do(flags):
-    """And where nothing could begin early, the generator reports nothing."""
     sizes = []
 
     def noted(answers):
@@ -148,7 +148,6 @@ def test_functions_that_see_all_samples_still_do(flags):
     prompts = PromptTable([[i] for i in range(5)])
     sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
     collector._functions.close()
-    assert generator.answered is None
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
 
@@ -193,7 +192,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
     options |= {"partial_rollout": partial}
     more = ([[i, j, 5] for i in range(4)] for j in range(9))
     trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score_part = InferenceEngine.steps, RewardFunctions.score_part
+    steps, score_part = InferenceEngine.steps, FunctionSource.score_part
     asked, waits = [], []
 
     def noted(*args):
@@ -207,7 +206,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
             yield event
         generated.set()
 
-    monkeypatch.setattr(RewardFunctions, "score_part", noted)
+    monkeypatch.setattr(FunctionSource, "score_part", noted)
     monkeypatch.setattr(InferenceEngine, "steps", watched)
     e = trainer.generate_experience(PROMPTS[:8])
     assert waits == [True]

@@ -9,7 +9,7 @@ import torch
 
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
-from dschat.rewards.reward_functions import SourceScores
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf import evaluation
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout

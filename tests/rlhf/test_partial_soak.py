@@ -19,11 +19,11 @@ from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf import rollout_collector
-from dschat.rlhf.partial_rollouts import PartialRollouts
+from dschat.rlhf import collector as collecting
+from dschat.rlhf.collector import Collector
+from dschat.rlhf.policies import PartialRollouts
 from dschat.rlhf.prompt_queue import PromptQueue
 from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N, LIMIT, STALENESS, MOST_REMEMBERED = 3, 24, 2, 300
@@ -41,7 +41,7 @@ def tight_engine(module):
 @pytest.fixture(autouse=True)
 def texts_of_ids(monkeypatch):
     texts = lambda _, prompts, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
-    monkeypatch.setattr(rollout_collector, "whole_texts", texts)
+    monkeypatch.setattr(collecting, "whole_texts", texts)
 
 
 def stub_of(made):
@@ -118,15 +118,15 @@ def soak(iterations, seed):
     def source(state=None):
         scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
-        rollouts = PartialRollouts(stub, RolloutCollector(stub, scorer), 0.5, STALENESS, queue)
+        rollouts = PartialRollouts(0.5, STALENESS, queue)
         if state is not None:
             left = state.pop("left")
             rollouts.load_state_dict(state)
             queue._left = PromptTable(**left)
-        return rollouts
+        return rollouts, Collector(stub, scorer, rollouts, queue)
 
     drawn = batches()
-    rollouts = source()
+    rollouts, collector = source()
     for i in range(iterations):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -136,7 +136,7 @@ def soak(iterations, seed):
         prompts = [prompt() for _ in range(wanted)]
         asked.update(map(tuple, prompts))
         sampling = SamplingParams(LIMIT, n=N, seed=i, stop_token_ids=(1, 2))
-        pending = rollouts.generate(PromptTable(prompts), sampling)
+        pending = collector.collect(PromptTable(prompts), sampling)
         check_pages(made)
         stats = made.stats
         for name in ("accepted_tokens", "preemptions", "cached_tokens"):
@@ -163,7 +163,7 @@ def soak(iterations, seed):
             check_history(made.speculation.history)
         if i % 40 == 39:
             state = rollouts.state_dict() | {"left": vars(rollouts._more._left)}
-            rollouts = source(json.loads(json.dumps(state)))
+            rollouts, collector = source(json.loads(json.dumps(state)))
     functions.close()
     lost = asked - answered
     assert answered <= asked  # each prompt once

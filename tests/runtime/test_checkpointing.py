@@ -17,7 +17,7 @@ from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.prompt_table import PromptTable
 from dschat.rlhf.reporter import Reporter
