@@ -35,7 +35,8 @@ def main() -> None:
     from dschat.rlhf.episodes import ENVIRONMENT, environment_of
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
-    from dschat.rlhf.reporter import Reporter, unsupervised_steps
+    from dschat.rlhf.ptx import unsupervised_steps
+    from dschat.rlhf.reporter import Reporter
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of

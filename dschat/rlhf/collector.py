@@ -17,8 +17,7 @@ from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.metrics import generation_metrics
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
 

@@ -23,8 +23,7 @@ from dschat.rewards.scoring import RewardError, SourceScores
 from dschat.rlhf.collector import Collector, Group, Policy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.policies import policy_of
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 ENVIRONMENT = "environment"  # the name of its rewards

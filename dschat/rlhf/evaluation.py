@@ -26,11 +26,12 @@ from dschat.models.training_engine import ModelOrEngine
 from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.batching import pieces
 from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.scoring import action_logprobs, pieces
+from dschat.rlhf.prompts import PromptTable
+from dschat.rlhf.scoring import action_logprobs
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")

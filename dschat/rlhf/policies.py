@@ -15,8 +15,7 @@ from dschat.inference.protocol import Answered, Generator, Rollout, SamplingPara
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.collector import Policy
 from dschat.rlhf.experience import Experience, joined
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
 logger = logging.getLogger("dschat")
@@ -179,8 +178,24 @@ class PartialRollouts(Policy):
             raise UserError(
                 "--partial_rollout needs the hybrid engine, which does not run this model"
             )
+        self._engine = generator
+        return self
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
+    ) -> Rollout:
+        """Continue the prompts until enough are complete on every rank, and all that are due; only
+        what is complete is reported, to ``answered``.
+        """
+        numbers, wanted = indices or [], self.num_wanted or 0
         num_due = sum(age >= self._max_staleness for age in self._ages)
-        return _Continued(generator, self._open, self.num_wanted or 0, num_due)
+        advance(self._engine, self._open, sampling, numbers, wanted, num_due, answered)
+        return Rollout()
 
     def keep(self, answered: Collected) -> None:
         """The oldest complete prompts are in the rollout; the others grow older."""
@@ -214,28 +229,3 @@ class PartialRollouts(Policy):
         self._table = self._table.pick(rows)
         self._open = [self._open[i] for i in rows]
         self._ages = [self._ages[i] for i in rows]
-
-
-class _Continued:
-    """Continues the answers of ``opened`` until ``wanted`` prompts are complete on every rank, and
-    the first ``num_due`` are. Reports complete prompts, which are all it answers.
-    """
-
-    def __init__(
-        self, engine: InferenceEngine, opened: list[OpenPrompt], wanted: int, num_due: int
-    ) -> None:
-        self._engine, self._opened = engine, opened
-        self._wanted, self._num_due = wanted, num_due
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingParams,
-        indices: list[int] | None = None,
-        *,
-        answered: Answered | None = None,
-    ) -> Rollout:
-        numbers = list(range(len(prompts))) if indices is None else indices
-        wanted, num_due = self._wanted, self._num_due
-        advance(self._engine, self._opened, sampling, numbers, wanted, num_due, answered)
-        return Rollout()

@@ -12,7 +12,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.scoring import Scoring, SourceScores
-from dschat.rlhf.balance import Moves, plan_moves
+from dschat.rlhf.batching import Moves, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.scoring import reward_model_scores

@@ -1,20 +1,14 @@
-"""Computes an experience's log-probs, entropies, values and reward-model scores.
-
-Sequences go through the models in micro-batches; every rank runs the same number of forwards.
-"""
-
-from collections.abc import Iterator
+"""Computes an experience's log-probs, entropies, values and reward-model scores."""
 
 import torch
 from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.eval_mode import evaluating
-from dschat.models.packing.model import packs
 from dschat.models.training_engine import ModelOrEngine
 from dschat.models.vocabulary import num_ids
+from dschat.rlhf.batching import micro_batches, pieces
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
@@ -196,32 +190,3 @@ def not_finite(e: Experience) -> str:
     totals = zip(_MUST_BE_FINITE.values(), dist.sum_floats(counts), strict=True)
     named = [f"{count:.0f} {words}" for words, count in totals if count]
     return f"{', '.join(named)} not finite" if named else ""
-
-
-def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
-    """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
-    models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
-    pads = any(model is not None and not packs(model) for model in models)
-    return MicroBatchSize(rows, engine.token_budget, pads)
-
-
-def micro_batches(
-    engine: DeepSpeedRLHFEngine, e: Experience, rows: list[int], size: int
-) -> list[list[int]]:
-    """Collective. ``rows`` of ``e`` in micro-batches of ``size`` or, if set, within the engine's
-    token budget; equally many on every rank.
-    """
-    parts = micro_batch_size(engine, size).split(e.tokens_of(rows))
-    return [[rows[i] for i in part] for part in parts]
-
-
-def pieces(
-    engine: DeepSpeedRLHFEngine, e: Experience, size: int, rows: list[int] | None = None
-) -> Iterator[tuple[list[int], Experience]]:
-    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
-
-    ``rows``: of ``e``; default: all.
-    """
-    rows = list(range(e.num_sequences)) if rows is None else rows
-    for part in micro_batches(engine, e, rows, size):
-        yield part, e.take(part, dist.device())

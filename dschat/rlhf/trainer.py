@@ -17,32 +17,32 @@ import dschat.distributed as dist
 from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
-from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import AdaptiveKL, aggregation_count, value_loss
-from dschat.models.packing import PackedRows, pack
+from dschat.losses import (
+    POLICY_LOSSES,
+    AdaptiveKL,
+    aggregation_count,
+    aggregation_weights,
+    kl_penalty,
+    top_k_reverse_kl,
+    value_loss,
+)
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
+from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
     experience_metrics,
+    mismatch_sums,
     throughput,
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptBatch, PromptTable
-from dschat.rlhf.scoring import (
-    action_values,
-    fill_in,
-    micro_batch_size,
-    micro_batches,
-    not_finite,
-)
-from dschat.rlhf.token_budget import settle_token_budget
+from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
+from dschat.rlhf.ptx import add_text_loss, text_micro_batches
+from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,
@@ -298,14 +298,14 @@ class DeepSpeedPPOTrainer:
                 "iteration %d: a step without a scored answer is left out", self.iteration
             )
             train_actor = False
-        text = self._text_micro_batches() if train_actor else []
+        text = text_micro_batches(self.engine, self._unsupervised, size) if train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
             num_batches = len(batches) + len(text)
             step = steps["actor"] = OptimizerStep(self.engine.actor, num_batches, all_policy)
             parts += [self._actor_micro_batch(step, batch) for batch in batches]
             self._measures_gap = False  # the step changes the actor
-            parts += self._ptx_micro_batches(step, text, all_policy)
+            parts += add_text_loss(self.engine, step, text, self.args.unsup_coef, all_policy)
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
@@ -321,13 +321,46 @@ class DeepSpeedPPOTrainer:
         return sums
 
     def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
-        """Backward of the actor's loss; sums of metrics."""
-        kl_coef = self.kl.value if self.args.kl_is_in_loss and self.engine.has_reference else None
-        loss, named = actor_loss(
-            self.engine.actor, batch, self.args, kl_coef, self._is_on_policy, self._measures_gap
+        """Backward of the actor's loss: policy, KLs to reference and teacher, entropy, each summed
+        over actions with the weights of the aggregation. Returns sums of metrics.
+        """
+        args, mask = self.args, batch.loss_mask
+        logprobs, entropy = action_logprobs(
+            self.engine.actor, batch, args.temperature, args.entropy_coef > 0
         )
+        of_candidates = batch.teacher_candidates
+        if logprobs.dim() == 3:  # with those of the teacher's candidates
+            logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
+        weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
+        loss, metrics = POLICY_LOSSES[args.policy_loss](
+            logprobs,
+            logprobs.detach() if self._is_on_policy else batch.logprobs,
+            batch.advantages,
+            mask,
+            args.cliprange_sides,
+            weights=weights * batch.weights,
+            **({} if args.dual_clip is None else {"dual_clip": args.dual_clip}),
+        )
+        sums = {f"policy_{name}": value for name, value in metrics.items()}
+        sums["policy_loss"] = loss.detach()
+        if args.kl_is_in_loss and self.engine.has_reference:
+            kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
+            kl = (weights * kl).sum()
+            loss = loss + self.kl.value * kl
+            sums["kl_loss"] = kl.detach()
+        if args.distill_top_k:
+            kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
+            kl = (weights * kl).sum()
+            loss = loss + args.distill_coef * kl
+            sums["distill_loss"] = kl.detach()
+        if entropy is not None:
+            bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
+            loss = loss - args.entropy_coef * bonus
+            sums["entropy"] = bonus.detach()
+        if self._measures_gap:
+            sums |= mismatch_sums(logprobs.detach(), batch)
         step.backward(loss)
-        return named
+        return sums
 
     def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
         """Backward of the value loss; sums of metrics."""
@@ -338,34 +371,6 @@ class DeepSpeedPPOTrainer:
         )
         step.backward(loss)
         return {"value_clipped": metrics["value_clipped"], "value_loss": loss.detach()}
-
-    def _text_micro_batches(self) -> list[PackedRows]:
-        """Collective. The next step's text of the pretraining loss; empty without that loss."""
-        if self._unsupervised is None:
-            return []
-        ids = [row["input_ids"] for row in next(self._unsupervised)]
-        size = micro_batch_size(self.engine, self.args.per_device_training_batch_size)
-        parts = size.split([row_tokens({"input_ids": row}) for row in ids])
-        texts = [[ids[i] for i in part] for part in parts]
-        packed = (pack(rows, [range(len(row) - 1) for row in rows]) for rows in texts)
-        return [rows.to(self._device) for rows in packed]
-
-    def _ptx_micro_batches(
-        self, step: OptimizerStep, batches: list[PackedRows], denominator: float
-    ) -> list[DeviceSums]:
-        """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
-        if not batches:
-            return []
-        (num_tokens,) = dist.sum_floats([float(sum(len(batch.targets) for batch in batches))])
-        # `step` divides by the action tokens; this factor replaces that by the text's tokens.
-        weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)
-        parts = []
-        for batch in batches:
-            logprobs, _ = self.engine.actor(batch)
-            loss, num_targets = -logprobs.sum(), torch.ones_like(logprobs).sum()
-            step.backward(weight * loss)
-            parts.append({"ptx_loss": loss.detach(), "ptx_tokens": num_targets})
-        return parts
 
     def _record(self, step: OptimizerStep, name: str) -> dict[str, float]:
         """Update version and average after an applied step, or count a skipped one."""

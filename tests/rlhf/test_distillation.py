@@ -12,7 +12,7 @@ from dschat.inference.protocol import SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.runtime.gold_eval import EVAL_SEED
 

@@ -19,7 +19,7 @@ from dschat.rewards.scoring import RewardError
 from dschat.rewards.sources import FunctionSource
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3

@@ -13,7 +13,7 @@ from dschat.rewards.scoring import SourceScores
 from dschat.rlhf import evaluation
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from dschat.offline.rows import Row
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.collector import Collector, Group
 from dschat.rlhf.episodes import EpisodeCollector
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rollout_scorer import RolloutScorer
 

@@ -15,8 +15,7 @@ from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.policies import DynamicSampling
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 

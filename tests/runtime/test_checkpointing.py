@@ -19,7 +19,7 @@ from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup
