@@ -148,7 +148,7 @@ class AnswerScorer:
             sources.append(SourceScores(REWARD_MODEL, weight, self._model.score(rows, answers)))
         if self._functions.names:
             samples = self._samples(rows, answers)
-            sources += self._functions.score(samples, self._config.reward_timeout_s).result()
+            sources += self._functions.score(samples).result()
         total, _ = combine(sources, RewardTrainingConfig(), None)
         scored = any_applies(sources) & total.isfinite()
         return [

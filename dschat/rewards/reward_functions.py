@@ -67,24 +67,20 @@ class RewardFunctions:
             except UserError as error:
                 raise UserError(f"{reward.label} {error}") from None
 
-    def scoring(
-        self, timeout_s: float, prompts: Sequence[Sequence[int]] = (), num_certain: int = 0
-    ) -> Scoring:
+    def scoring(self, prompts: Sequence[Sequence[int]] = (), num_certain: int = 0) -> Scoring:
         """Scores the answers of a rollout to ``prompts`` (their ids); see `Scoring`.
 
         Raises:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
-        config = self._config
-        skips = config.on_reward_error == "skip"
-        return Scoring(self._sources, timeout_s, skips, config.reward_workers, prompts, num_certain)
+        return Scoring(self._sources, self._config, prompts, num_certain)
 
-    def score(self, samples: Samples, timeout_s: float) -> Scoring:
+    def score(self, samples: Samples) -> Scoring:
         """Start scoring samples of any number of prompts, all at once; raises as `scoring` does.
         With ``reward_pool`` none, functions run before this returns.
         """
-        scoring = self.scoring(timeout_s)
+        scoring = self.scoring()
         scoring.add(0, samples)
         scoring.start()
         return scoring
@@ -150,7 +146,11 @@ class RewardFunctions:
 
     def _make_sources(self) -> list[RewardSource]:
         config, pool = self._config, self._config.reward_pool
-        source = functools.partial(FunctionSource, retries=config.on_reward_error == "skip")
+        source = functools.partial(
+            FunctionSource,
+            timeout_s=config.reward_timeout_s,
+            retries=config.on_reward_error == "skip",
+        )
         plain = [reward for reward in self._functions if not reward.is_async]
         num_parts = 1 if pool == "none" else config.reward_workers
         submit = at_once
@@ -163,17 +163,23 @@ class RewardFunctions:
             if reward.is_async:
                 loop = self._closed_later(Loop())
                 run = functools.partial(loop.call, _on_own_device(reward.function))
-                sources.append(source(reward, run, background))
+                sources.append(source(reward, run, submit=background))
             elif pool == "process":
                 run = functools.partial(processes.call, plain.index(reward))
                 sources.append(
-                    source(reward, run, background, num_parts, prepare=processes.prepare)
+                    source(
+                        reward,
+                        run,
+                        submit=background,
+                        num_parts=num_parts,
+                        prepare=processes.prepare,
+                    )
                 )
                 if reward.recipe[0] == "spec":  # a function that they unpickle is kept
                     reward.function = None
             else:
                 run = functools.partial(in_thread, _on_own_device(reward.function))
-                sources.append(source(reward, run, submit, num_parts))
+                sources.append(source(reward, run, submit=submit, num_parts=num_parts))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Fault, MissingColumn, Value, Values, shortened
 from dschat.rewards.samples import Samples
 from dschat.rewards.sources import RewardSource
@@ -53,10 +54,6 @@ class Scoring:
     and Kuck 1987).
 
     Args:
-        sources: what scores.
-        timeout_s: limit of each call or request.
-        skips: drop samples that fail; else they are an error.
-        num_workers: calls at a time.
         prompts: ids of each prompt that may be added.
         num_certain: as many of the first prompts will be part of the rollout; the others may be.
     """
@@ -64,15 +61,12 @@ class Scoring:
     def __init__(
         self,
         sources: Sequence[RewardSource],
-        timeout_s: float,
-        skips: bool,
-        num_workers: int = 1,
+        config: RewardSourcesConfig,
         prompts: Sequence[Sequence[int]] = (),
         num_certain: int = 0,
     ) -> None:
-        self._sources, self._timeout_s, self._skips = sources, timeout_s, skips
+        self._sources, self._config, self._prompts = sources, config, prompts
         self._early = [source for source in sources if source.takes_parts]
-        self._num_workers, self._prompts = num_workers, prompts
         self._num_certain = self._num_left = num_certain
         # Functions tell the answers to two prompts apart by their ids: equal ones wait for `start`.
         self._uses = Counter(map(tuple, prompts))
@@ -88,12 +82,12 @@ class Scoring:
         if not self._early or row >= self._num_certain or self._uses[tuple(self._prompts[row])] > 1:
             return
         self._waiting.append(row)
-        if 2 * self._num_workers * len(self._waiting) >= self._num_left:
+        if 2 * self._config.reward_workers * len(self._waiting) >= self._num_left:
             rows, self._waiting = sorted(self._waiting), []
             self._num_left -= len(rows)
             part = Samples.joined([self._samples[row] for row in rows])
             for source in self._early:
-                futures = source.score_part(part, self._timeout_s)
+                futures = source.score(part, in_one_call=True)
                 self._calls[source.name].append((self._numbered(rows), futures))
 
     def start(self, rows: Sequence[int] | None = None) -> None:
@@ -112,7 +106,7 @@ class Scoring:
             begun = {sample for call, _ in calls for sample in call}
             left = [place for place, sample in enumerate(numbered) if sample not in begun]
             for places in samples.apart(left):
-                futures = source.score(samples.pick(places), self._timeout_s)
+                futures = source.score(samples.pick(places))
                 calls.append(([numbered[place] for place in places], futures))
 
     def result(self) -> list[SourceScores]:
@@ -128,14 +122,14 @@ class Scoring:
         scores = [
             _scores(source, row, samples) for source, row in zip(self._sources, values, strict=True)
         ]
-        complaints = [_complaint(row, samples, self._timeout_s) for row in values]
+        complaints = [_complaint(row, samples, self._config.reward_timeout_s) for row in values]
         num_failed = [int(source.scores.isnan().sum()) for source in scores]
         ranks = dist.gather_objects((complaints, num_failed, len(samples)))
         for number, source in enumerate(self._sources):
             line = next((lines[number] for lines, _, _ in ranks if lines[number]), None)
             if line is None:
                 continue
-            if not self._skips:
+            if self._config.on_reward_error == "error":
                 raise RewardError(f"{source.label} {line}")
             lost = sum(counts[number] for _, counts, _ in ranks)
             total = sum(size for _, _, size in ranks)

@@ -23,7 +23,7 @@ class RewardSource(Protocol):
     """Scores samples in calls that follow each other. ``label`` names it in messages.
 
     ``overlaps``: it scores in the background after `score` returns. ``takes_parts``: it may get the
-    prompts of a rollout a few at a time, in `score_part`.
+    prompts of a rollout a few at a time.
     """
 
     name: str
@@ -32,11 +32,8 @@ class RewardSource(Protocol):
     overlaps: bool
     takes_parts: bool
 
-    def score(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
-        """Start scoring, with a limit for each call or request."""
-
-    def score_part(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
-        """Start scoring a few prompts; a function in one call."""
+    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
+        """Start scoring. ``in_one_call``: of a function, however many workers there are."""
 
 
 @dataclass
@@ -45,6 +42,7 @@ class FunctionSource:
 
     reward: RewardFunction
     run: Callable[[dict[str, Any], list[int], float], Values]  # (arguments, lengths, limit_s)
+    timeout_s: float  # of a call
     submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
     num_parts: int = 1
     retries: bool = False  # after a failed call, call again sample by sample
@@ -56,33 +54,29 @@ class FunctionSource:
         self.overlaps = self.submit is not at_once
         self.takes_parts = self.num_parts > 1
 
-    def score(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
-        """One call per part of the samples, each within ``timeout_s``."""
-        parts = [samples.part(*cut) for cut in samples.cuts(self.num_parts)]
-        return [self.submit(self._values, part, timeout_s) for part in parts]
+    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
+        cuts = samples.cuts(1 if in_one_call else self.num_parts)
+        return [self.submit(self._values, samples.part(*cut)) for cut in cuts]
 
-    def score_part(self, samples: Samples, timeout_s: float) -> "list[Future[Values]]":
-        return [self.submit(self._values, samples, timeout_s)]
-
-    def _values(self, samples: Samples, limit_s: float) -> Values:
+    def _values(self, samples: Samples) -> Values:
         try:
-            return self.call(samples, limit_s)
+            return self.call(samples, self.timeout_s)
         except Fault as fault:
             if not self.retries or isinstance(fault, MissingColumn) or len(samples) == 1:
                 return [fault] * len(samples)
-            return self._one_by_one(samples, limit_s, fault)
+            return self._one_by_one(samples, fault)
 
-    def _one_by_one(self, samples: Samples, limit_s: float, fault: Fault) -> Values:
+    def _one_by_one(self, samples: Samples, fault: Fault) -> Values:
         """The values of calls with one sample each, all within the time limit of one call."""
         values: Values = [fault] * len(samples)
-        left_s = limit_s
+        left_s = self.timeout_s
         for row in range(len(samples)):
             self.prepare()
             started = time.monotonic()
             try:
                 (values[row],) = self.call(samples.part(row, row + 1), left_s)
             except Fault as retried:
-                if retried.timed_out and left_s < limit_s / 2:
+                if retried.timed_out and left_s < self.timeout_s / 2:
                     break  # too little time left to tell whether this sample hangs
                 if retried.timed_out and fault.timed_out:
                     retried = Fault(fault.problem, timed_out=True)  # it names the whole limit

@@ -159,7 +159,7 @@ class Collector:
         """
         num_asked, groups, metrics = len(prompts.ids), list[Group](), dict[str, float]()
         wanted = num_asked if wanted is None else wanted
-        scoring = self._functions.scoring(self.scorer.args.reward_timeout_s, prompts.ids, wanted)
+        scoring = self._functions.scoring(prompts.ids, wanted)
 
         def add(group: Group) -> None:
             groups.append(group)

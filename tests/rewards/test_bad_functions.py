@@ -62,8 +62,9 @@ OVERRUN = {"hangs", "is_slow", "keeps_the_interpreter", "waits_for_ever", "block
 
 def ask(rewards, samples, name, pool, **flags):
     workers = 1 if pool == "process" else 2  # 2 cut the samples in two
+    flags |= {"reward_timeout_s": 1.0} if name in OVERRUN else {}
     asked = rewards(reward_fn=[f"{FILE}:{name}"], reward_pool=pool, reward_workers=workers, **flags)
-    return asked.score(samples(8), 1.0 if name in OVERRUN else 60.0).result()
+    return asked.score(samples(8)).result()
 
 
 SLOW = [  # they wait for a timeout, as others do
@@ -163,7 +164,7 @@ def test_a_function_that_changes_its_arguments_affects_no_other(rewards, samples
 
     given = samples(4, reference=["a0", "a1", "", "a3"])
     asked = rewards([vandal, honest])
-    scores = asked.score(given, 60).result()[1].scores
+    scores = asked.score(given).result()[1].scores
     assert scores.tolist() == [2, 3, 3, 2]
     assert given.answer_ids == samples(4).answer_ids
 
@@ -179,7 +180,7 @@ def test_keyboard_interrupt_passes_through(rewards, samples):
     asked = rewards([interrupted])
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        asked.score(samples(2), 60)
+        asked.score(samples(2))
     over.set()
     assert time.monotonic() - started < 30
 

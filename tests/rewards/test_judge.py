@@ -273,8 +273,8 @@ def test_a_run_stops_with_one_line_or_drops_what_fails(model, rewards, samples, 
     args = [f"judge.url={model.url}/", "judge.model=m", f"judge.cache={tmp_path}"]
     flags = {"reward_fn": ["judge:0.5"], "reward_args": args}
     with pytest.raises(RewardError, match="--reward_fn judge:0.5 got no reply: .* answered 400"):
-        rewards(**flags).score(samples(4), 60).result()
-    (source,) = rewards(on_reward_error="skip", **flags).score(samples(4), 60).result()
+        rewards(**flags).score(samples(4)).result()
+    (source,) = rewards(on_reward_error="skip", **flags).score(samples(4)).result()
     assert source.scores.isnan().tolist() == [False, True, False, False]
     answers = [parts(r["messages"][1]["content"])["answer"] for r in model.requests]
     assert [answers.count(answer) for answer in ("a0", "a2", "a3")] == [1, 1, 1]

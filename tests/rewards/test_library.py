@@ -153,7 +153,7 @@ def test_slow_and_deadly_answers_score_zero(rewards, samples, mathematician):
     given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
     for pool in ("none", "thread"):
         asked = rewards(["math_equal"], reward_pool=pool, **limits)
-        (source,) = asked.score(given, 60).result()
+        (source,) = asked.score(given).result()
         assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
@@ -224,7 +224,7 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        FunctionSource(reward, carry_out).call(given, 60.0)
+        FunctionSource(reward, carry_out, 60.0).call(given, 60.0)
     assert limits == [123, 246, 1800]
 
 

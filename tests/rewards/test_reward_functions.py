@@ -74,7 +74,7 @@ def plain(source: SourceScores) -> tuple:
 def test_scores_are_the_same_wherever_they_are_computed(rewards, samples, file, pool):
     asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
     assert asked.names == ["number", "rank_in_group", "by_token", "later"]
-    pending = [asked.score(samples(9), 60), asked.score(samples(1), 60)]  # two rounds at a time
+    pending = [asked.score(samples(9)), asked.score(samples(1))]  # two rounds at a time
     scores, few = (one.result() for one in pending)
     ids = [[float(j) for j in range(i % 3 + 1)] for i in range(9)]
     assert [plain(source) for source in scores] == [
@@ -89,7 +89,7 @@ def test_scores_are_the_same_wherever_they_are_computed(rewards, samples, file, 
 
 def test_worker_processes_are_reused(rewards, samples, file):
     asked = rewards(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
-    first, second = (set(asked.score(samples(8), 60).result()[0].scores.tolist()) for _ in "ab")
+    first, second = (set(asked.score(samples(8)).result()[0].scores.tolist()) for _ in "ab")
     assert len(first) == 2
     assert first == second
     assert float(os.getpid()) not in first
@@ -97,7 +97,7 @@ def test_worker_processes_are_reused(rewards, samples, file):
 
 def test_a_rank_without_samples(rewards, samples, file):
     asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
-    for source in asked.score(samples(0), 60).result():
+    for source in asked.score(samples(0)).result():
         assert source.scores.shape == (0,)
         assert source.token_scores is None
 
@@ -105,7 +105,7 @@ def test_a_rank_without_samples(rewards, samples, file):
 def test_no_sources(rewards, samples):
     asked = rewards()
     assert (asked.names, asked.overlaps) == ([], False)
-    assert asked.score(samples(3), 60).result() == []
+    assert asked.score(samples(3)).result() == []
 
 
 def constant(answers):
@@ -131,7 +131,7 @@ def test_slow_functions_leave_time_for_others(rewards, samples, is_async, pool, 
 
     # The constant runs in this thread, but the others start before it.
     asked = rewards([constant, slow_one if is_async else slow], reward_pool=pool)
-    pending = asked.score(samples(16), 60)
+    pending = asked.score(samples(16))
     later.set()
     for source in pending.result():
         assert source.scores.tolist() == [1] * 16
@@ -146,7 +146,7 @@ def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(rewards, samples):
         return [1.0] * len(answers)
 
     asked = rewards([meets], reward_pool="thread", reward_workers=4)
-    assert asked.score(samples(16), 60).result()[0].scores.tolist() == [1] * 16
+    assert asked.score(samples(16)).result()[0].scores.tolist() == [1] * 16
 
 
 def test_an_event_loop_is_reused_and_closed(rewards, samples):
@@ -160,7 +160,7 @@ def test_an_event_loop_is_reused_and_closed(rewards, samples):
 
     asked = rewards([remembers])
     for _ in range(2):
-        asked.score(samples(2), 60).result()
+        asked.score(samples(2)).result()
     assert loops[0] is loops[1]
     asked.close()
     threads[0].join(60)
@@ -177,8 +177,8 @@ def test_a_function_that_blocks_its_loop_delays_no_other(rewards, samples):
         time.sleep(3)
         return [1.0] * len(answers)
 
-    asked = rewards([innocent, blocks], on_reward_error="skip")
-    scores = [source.scores.isnan().all() for source in asked.score(samples(1), 1.0).result()]
+    asked = rewards([innocent, blocks], on_reward_error="skip", reward_timeout_s=1.0)
+    scores = [source.scores.isnan().all() for source in asked.score(samples(1)).result()]
     assert scores == [False, True]
 
 
@@ -196,7 +196,7 @@ def test_functions_run_on_the_device_of_their_rank(rewards, samples, monkeypatch
         return here(answers)
 
     asked = rewards([here, later], reward_pool=pool)
-    for source in asked.score(samples(2), 60).result():
+    for source in asked.score(samples(2)).result():
         assert source.scores.tolist() == [3, 3]
 
 
@@ -260,20 +260,20 @@ class Counts:
 def test_a_functions_state_is_saved_and_restored(rewards, samples, monkeypatch):
     first, second = rewards([Counts(), constant]), rewards([Counts(), constant])
     for _ in range(3):
-        first.score(samples(2), 60).result()
+        first.score(samples(2)).result()
     state = first.state_dict()
     assert state == {"counts": [{"calls": 3}]}
-    first.score(samples(2), 60).result()
+    first.score(samples(2)).result()
     assert state == {"counts": [{"calls": 3}]}  # a copy
     second.load_state_dict(json.loads(json.dumps(state)))
-    assert second.score(samples(2), 60).result()[0].scores.tolist() == [4, 4]
+    assert second.score(samples(2)).result()[0].scores.tolist() == [4, 4]
     second.load_state_dict({})  # from a checkpoint without this function: a fresh state
     assert second.state_dict() == {"counts": [{"calls": 4}]}
     of_ranks = {"counts": [{"calls": 7}, {"calls": 9}]}
     for rank, score in ((0, 8), (1, 10), (2, 8)):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
         second.load_state_dict(of_ranks)
-        assert second.score(samples(1), 60).result()[0].scores.tolist() == [score]
+        assert second.score(samples(1)).result()[0].scores.tolist() == [score]
     with pytest.raises(
         UserError, match=r"counts: load_state_dict\(\) raised KeyError: 'calls'; fix"
     ):
@@ -288,7 +288,7 @@ def test_states_and_errors_of_all_ranks_are_gathered(rewards, monkeypatch):
     theirs = ({}, "counts: no")
     asked.state_dict()  # with the last good one, for a checkpoint; then the run stops
     with pytest.raises(RewardError, match="counts: no"):
-        asked.score(Samples([], [], [], [], []), 1.0)
+        asked.score(Samples([], [], [], [], []))
 
 
 class Unspeakable(Counts):
@@ -337,13 +337,13 @@ def samples(prompts):
 rewards = RewardFunctions.of(RLHFConfig(), [fails])
 for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
     try:
-        rewards.score(samples(prompts), 60).result()
+        rewards.score(samples(prompts)).result()
         print("fine")
     except RewardError as error:
         print(error)
 config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
 rewards, scale = RewardFunctions.of(config, [fails]), RunningScale()
-total, _ = combine(rewards.score(samples(mine), 60).result(), config, scale)
+total, _ = combine(rewards.score(samples(mine)).result(), config, scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()

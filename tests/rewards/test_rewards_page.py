@@ -41,7 +41,7 @@ def test_its_functions_score(rewards, samples, tmp_path, monkeypatch):
     given.answers = ["3", "x" * 80, "4"]
     asked = rewards(**flags)
     asked.check_columns(["answer"])
-    scores = asked.score(given, 60).result()
+    scores = asked.score(given).result()
     assert [(s.name, s.weight, s.scores.tolist()) for s in scores] == [
         ("is_short", pytest.approx(0.1), [1, 0, 1]),
         ("near", 1, [1, 0, 1]),

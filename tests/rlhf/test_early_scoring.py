@@ -192,11 +192,11 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
     options |= {"partial_rollout": partial}
     more = ([[i, j, 5] for i in range(4)] for j in range(9))
     trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score_part = InferenceEngine.steps, FunctionSource.score_part
+    steps, score = InferenceEngine.steps, FunctionSource.score
     asked, waits = [], []
 
-    def noted(*args):
-        asked.append(score_part(*args))
+    def noted(*args, **kwargs):
+        asked.append(score(*args, **kwargs))
         return asked[-1]
 
     def watched(self, *args, **kwargs):
@@ -206,7 +206,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
             yield event
         generated.set()
 
-    monkeypatch.setattr(FunctionSource, "score_part", noted)
+    monkeypatch.setattr(FunctionSource, "score", noted)
     monkeypatch.setattr(InferenceEngine, "steps", watched)
     e = trainer.generate_experience(PROMPTS[:8])
     assert waits == [True]
