@@ -6,7 +6,6 @@
     call              calls a function on samples: one value per sample, or a one-line fault
     threads           runs calls in threads and event loops, each with a time limit
     processes         runs calls in processes that can be killed
-    sources           `RewardSource.score`, and the reward functions behind it
     endpoint          the source that posts samples to --reward_url, with retries
     library           the ready-made functions: exact_match, math_equal, ...
     math_answers      compares two answers as mathematics

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Fault, MissingColumn, Value, Values, shortened
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import RewardSource
 
 logger = logging.getLogger("dschat")
 
@@ -40,6 +40,23 @@ class SourceScores:
     scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
     token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
     applies: Tensor | None = None  # (S,) bool, False where the source returned None (scores 0)
+
+
+class RewardSource(Protocol):
+    """Scores samples in calls that follow each other. ``label`` names it in messages.
+
+    ``overlaps``: it scores in the background after `score` returns. ``takes_parts``: it may get the
+    prompts of a rollout a few at a time.
+    """
+
+    name: str
+    label: str
+    weight: float
+    overlaps: bool
+    takes_parts: bool
+
+    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
+        """Start scoring. ``in_one_call``: of a function, however many workers there are."""
 
 
 class Scoring:

@@ -13,8 +13,8 @@ from dschat.config import UserError
 from dschat.rewards import library, math_answers, processes
 from dschat.rewards.call import LONGEST_CALL_S, Fault
 from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.reward_functions import FunctionSource
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import FunctionSource
 
 
 def one(function, answer, *reference):

@@ -14,9 +14,8 @@ from step_rows import PROMPTS
 from dschat.config import RLHFConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
 from dschat.rewards.scoring import RewardError
-from dschat.rewards.sources import FunctionSource
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
 from dschat.rlhf.prompts import PromptTable
