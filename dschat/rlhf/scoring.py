@@ -44,41 +44,47 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
         form computed none, or those of a few answers to compare (``recomputed``).
     """
     e.logprobs = e.rollout_logprobs.clone()
-    rows = list(range(e.num_sequences))
-    checked = [] if args.old_logprobs == "rollout" else rows
-    if args.old_logprobs == "auto" and not _needs_all(args):
-        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
     with evaluating(engine.actor, engine.critic):
-        if args.old_logprobs != "rollout":
-            _recompute(engine, e, args, checked)
-        is_rollouts = args.old_logprobs == "rollout" or _rollout_serves(engine, e, args)
-        if not is_rollouts:
-            _recompute(engine, e, args, [i for i in rows if not e.recomputed[i]])
+        are_rollouts = _fill_in_from_actor(engine, e, args)
         if engine.has_reference or engine.teacher is not None or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
         if args.distill_top_k:
             _fill_in_candidates(engine, e, args)
-    return is_rollouts
+    return are_rollouts
 
 
-def _needs_all(args: RLHFConfig) -> bool:
-    """Whether the rollout's log-probs are known to be other ones than the training form's, or are
-    compared with them token by token.
+def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
+    """Collective. Log-probs and entropies as far as ``old_logprobs`` wants them recomputed; whether
+    the log-probs remain the generator's.
     """
-    return args.rollout_is != "off" or args.partial_rollout
+    if args.old_logprobs == "rollout":
+        return True
+    rows = list(range(e.num_sequences))
+    # Importance weights compare both log-probs of every token; older policies drew other ones.
+    needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
+    if not needs_all:
+        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
+        _recompute(engine, e, args, checked)
+        if not _reads_old_logprobs(engine, args) or _agree(e):
+            return True
+        rows = [i for i in rows if not e.recomputed[i]]
+    _recompute(engine, e, args, rows)
+    return False
 
 
-def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
-    """Collective. Whether the generator's log-probs do for the answers that are not recomputed."""
-    if _needs_all(args):
-        return False
+def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> bool:
+    """Whether a reward, an advantage or a ratio is computed from the old log-probs."""
+    in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
+    return in_reward or engine.teacher is not None or not args.takes_one_step
+
+
+def _agree(e: Experience) -> bool:
+    """Collective. Whether the generator's log-probs of recomputed answers differ by rounding."""
     mask = e.answer_mask & e.recomputed.unsqueeze(1)
     gap = float((e.rollout_logprobs - e.logprobs)[mask].abs().double().sum())
     gap, count = dist.sum_floats([gap, float(mask.sum())])
-    is_in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
-    is_read = is_in_reward or engine.teacher is not None or not args.takes_one_step
     # NOTE: False for NaN, and where no answer was compared: dynamic sampling leaves numbers out.
-    return not is_read or (count > 0 and gap <= _AGREES * count)
+    return count > 0 and gap <= _AGREES * count
 
 
 def _recompute(
