@@ -96,7 +96,7 @@ def main() -> None:
         for text in dict.fromkeys(questions)
     ]
     trainers = {side: DeepSpeedPPOTrainer(engine, config) for side in ("after", "early")}
-    for source in trainers["after"].reward_functions._sources:
+    for source in trainers["after"].reward_functions.sources:
         source.takes_parts = False
     times: dict[str, list[float]] = {side: [] for side in trainers}
     scored: dict[str, list[float]] = {side: [] for side in trainers}

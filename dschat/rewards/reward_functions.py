@@ -50,10 +50,10 @@ class RewardFunctions:
         self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
-        self._sources = self._make_sources()
-        self.weights = {source.name: source.weight for source in self._sources}
+        self.sources = self._make_sources()
+        self.weights = {source.name: source.weight for source in self.sources}
         self.names = list(self.weights)
-        self.overlaps = any(source.overlaps for source in self._sources)
+        self.overlaps = any(source.overlaps for source in self.sources)
 
     @classmethod
     def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardFunctions":
@@ -83,7 +83,7 @@ class RewardFunctions:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
-        return Scoring(self._sources, self._config, prompts, num_certain)
+        return Scoring(self.sources, self._config, prompts, num_certain)
 
     def score(self, samples: Samples) -> Scoring:
         """Start scoring samples of any number of prompts, all at once; raises as `scoring` does.

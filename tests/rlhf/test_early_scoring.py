@@ -108,7 +108,7 @@ def test_scores_are_those_of_one_call(seed):
         sampling = SamplingParams(n=N)
         pending = collector.answers_of(generator, prompts, sampling, 0)
         seen.append(plain(pending.sources(8)))
-        collector._functions.close()
+        collector.scorer.functions.close()
     assert seen[0] == seen[1]
 
 
@@ -125,7 +125,7 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
     prompts = PromptTable([[i] for i in range(16)])
     generator = Scripted(rollout_of(random.Random(0), 16), order)
     collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._functions.close()
+    collector.scorer.functions.close()
     assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
     assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
     (largest,) = (call for call in calls if len(call) == 4 * N)
@@ -146,7 +146,7 @@ def test_functions_that_see_all_samples_still_do(flags):
     generator = Scripted(rollout_of(random.Random(0), 5), range(5))
     prompts = PromptTable([[i] for i in range(5)])
     sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._functions.close()
+    collector.scorer.functions.close()
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
 
@@ -171,7 +171,7 @@ def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
         (source,) = pending.sources(8)
         failed = [math.isnan(x) for x in source.scores.tolist()]
         assert failed == [len(ids) > 6 for ids in rollout.token_ids]
-    collector._functions.close()
+    collector.scorer.functions.close()
 
 
 @pytest.mark.parametrize("partial", [False, True])

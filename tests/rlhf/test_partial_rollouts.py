@@ -94,11 +94,11 @@ def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):
     """
     trainer = trainer_of(models_folder, rollout_is="tis", rollout_is_max=1e6, kl_coef=0.0)
     trainer.train_rlhf(trainer.generate_experience(prompts_of(0, trainer)))
-    under_way = trainer.collector.policy._open
+    (under_way,) = trainer.collector.policy.state_dict()["under_way"]
     begun = {
-        (tuple(p.ids), i): (tokens, logprobs)
-        for p in under_way
-        for i, (tokens, logprobs) in enumerate(zip(p.token_ids, p.logprobs, strict=True))
+        (tuple(p["ids"]), i): (tokens, logprobs)
+        for p in under_way["open"]
+        for i, (tokens, logprobs) in enumerate(zip(p["token_ids"], p["logprobs"], strict=True))
     }
     begun = {key: (list(tokens), list(lps)) for key, (tokens, lps) in begun.items()}
     assert sum(len(tokens) for tokens, _ in begun.values()) > 0
@@ -140,7 +140,8 @@ def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     opened = [prompt | {"staleness": 1} for prompt in part["open"]]
     older = part | {"ages": [age + 1 for age in part["ages"]], "open": opened}
     trainer.collector.policy.load_state_dict(state | {"under_way": [part, older]})
-    assert trainer.collector.policy._ages == [2] * 4 + [1] * 4
+    (taken,) = trainer.collector.policy.state_dict()["under_way"]
+    assert taken["ages"] == [2] * 4 + [1] * 4
     trainer.generate_experience(prompts_of(1, trainer))
     assert trainer.metrics["rollout/staleness_max"] == 2
 

@@ -92,6 +92,11 @@ def check_answers(e, sampling):
         assert e.scores[row] == sum(answer)
 
 
+def under_way(collector):
+    (part,) = collector.policy.state_dict()["under_way"]
+    return part["open"]
+
+
 def soak(iterations, seed):
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     module = build("llama")
@@ -117,15 +122,13 @@ def soak(iterations, seed):
     def source(state=None):
         scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
-        rollouts = PartialRollouts(0.5, STALENESS, queue)
+        made = Collector(stub, scorer, PartialRollouts(0.5, STALENESS, queue), queue)
         if state is not None:
-            left = state.pop("left")
-            rollouts.load_state_dict(state)
-            queue._left = PromptTable(**left)
-        return rollouts, Collector(stub, scorer, rollouts, queue)
+            made.load_state_dict(state)
+        return made
 
     drawn = batches()
-    rollouts, collector = source()
+    collector = source()
     for i in range(iterations):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -141,7 +144,7 @@ def soak(iterations, seed):
         for name in ("accepted_tokens", "preemptions", "cached_tokens"):
             totals[name] += getattr(stats, name)
         e, metrics = pending.score(), pending.metrics
-        ages = [p.staleness for p in rollouts._open]
+        ages = [prompt["staleness"] for prompt in under_way(collector)]
         assert metrics["rollout/staleness_max"] <= STALENESS
         assert max(ages, default=0) <= STALENESS
         assert metrics["rollout/carried_prompts"] == len(ages) <= 3
@@ -161,12 +164,11 @@ def soak(iterations, seed):
             check_pages(made)
             check_history(made.speculation.history)
         if i % 40 == 39:
-            state = rollouts.state_dict() | {"left": vars(rollouts._more._left)}
-            rollouts, collector = source(json.loads(json.dumps(state)))
+            collector = source(json.loads(json.dumps(collector.state_dict())))
     functions.close()
     lost = asked - answered
     assert answered <= asked  # each prompt once
-    waiting = [*rollouts._open, *rollouts._more._left.ids]
+    waiting = [*under_way(collector), *collector.state_dict()["left"]["ids"]]
     assert lost.total() == len(waiting)
     for name in ("accepted_tokens", "preemptions", "cached_tokens"):
         assert totals[name] > iterations // 4, name
