@@ -64,7 +64,7 @@ def find_checkpoints(
     trust = args.trust_remote_code
     named = args.reward_model_name_or_path
     separate = bool(named) and named != args.critic_model_name_or_path
-    scores = bool(named) or (bool(critic) and not args.has_reward_programs)
+    scores = bool(named) or (bool(critic) and not args.has_reward_functions)
     checkpoints = InitialCheckpoints(resolve_model(actor))
     actor_config = load_config(checkpoints.actor, ACTOR, trust)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
