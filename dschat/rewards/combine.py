@@ -1,7 +1,6 @@
 """Combines the scores of all sources, reward model included, into one weighted sum per sample."""
 
 import math
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -57,24 +56,6 @@ def any_applies(sources: list[SourceScores]) -> Tensor:
     for source in weighted:
         applies |= True if source.applies is None else source.applies
     return applies
-
-
-def joined_scores(parts: list[list[SourceScores]]) -> list[SourceScores]:
-    """Concatenates the scores of several generation batches, source by source."""
-    joined = []
-    for batches in zip(*parts, strict=True):  # one source's scores in each batch
-        by_token = None
-        if any(source.token_scores is not None for source in batches):
-            by_token = [
-                row
-                for source in batches
-                for row in (source.token_scores or [[] for _ in source.scores])
-            ]
-        scores = torch.cat([source.scores for source in batches])
-        masks = [source.applies for source in batches if source.applies is not None]
-        applies = torch.cat(masks) if masks else None
-        joined.append(replace(batches[0], scores=scores, token_scores=by_token, applies=applies))
-    return joined
 
 
 def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:

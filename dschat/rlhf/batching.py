@@ -7,6 +7,7 @@ on it; their scores follow.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from dschat.config.fields import AUTO
 from dschat.data.micro_batches import MicroBatchSize, RowTokens, shares_of_ranks
 from dschat.models.packing import PackedRows, pack
 from dschat.models.packing.model import packs
-from dschat.rewards.combine import joined_scores
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, joined
@@ -95,11 +95,23 @@ class Moves:
         """Collective. The rows of ``e`` that this rank receives, in the order of their numbers."""
         return joined(dist.exchange_objects([e.pick(rows) for rows in self.sent])).pick(self.order)
 
-    def scores(self, sources: list[SourceScores]) -> list[SourceScores]:
+    def scores(self, source: SourceScores) -> SourceScores:
         """Collective. The scores of the answers that this rank receives."""
-        parts = [[_picked(source, rows) for source in sources] for rows in self.sent]
-        received = joined_scores(dist.exchange_objects(parts))
-        return [_picked(source, self.order) for source in received]
+        count = len(source.scores)
+        applies = [True] * count if source.applies is None else source.applies.tolist()
+        by_token: list[Any] = source.token_scores or []
+        by_token = by_token or [None] * count
+        rows = list(zip(source.scores.tolist(), applies, by_token, strict=True))
+        parts = dist.exchange_objects([[rows[i] for i in sent] for sent in self.sent])
+        received = [row for part in parts for row in part]
+        scores, applies, by_token = ([received[i][k] for i in self.order] for k in range(3))
+        has_tokens = any(tokens is not None for tokens in by_token)
+        return replace(
+            source,
+            scores=torch.tensor(scores, dtype=torch.float32),
+            applies=torch.tensor(applies, dtype=torch.bool),
+            token_scores=[tokens or [] for tokens in by_token] if has_tokens else None,
+        )
 
 
 def plan_moves(e: Experience, mini_batch: np.ndarray, samples: int, budget: int) -> Moves:
@@ -131,14 +143,3 @@ def plan_moves(e: Experience, mini_batch: np.ndarray, samples: int, budget: int)
         sent[taker[number]].append(row)
     here = [row[1] for of_rank in by_rank for row in of_rank if taker[row[1]] == dist.rank()]
     return Moves(sent, sorted(range(len(here)), key=here.__getitem__))
-
-
-def _picked(source: SourceScores, rows: list[int]) -> SourceScores:
-    index = torch.tensor(rows, dtype=torch.int64)
-    by_token = source.token_scores
-    return replace(
-        source,
-        scores=source.scores[index],
-        token_scores=None if by_token is None else [by_token[row] for row in rows],
-        applies=None if source.applies is None else source.applies[index],
-    )

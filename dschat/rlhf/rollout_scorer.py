@@ -163,5 +163,5 @@ class Collected:
         others = [] if self._scoring is None else self._scoring.result()
         others += self._others
         if self._moves is not None:
-            others = self._moves.scores(others)
+            others = [self._moves.scores(source) for source in others]
         return of_model + others

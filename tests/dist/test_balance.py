@@ -4,13 +4,15 @@ them.
 
 import numpy as np
 import pytest
+import torch
 from step_cases import Case
 from test_packing import flat
 from test_same_losses import BUDGET, by_name, reference, slow
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Rollout
-from dschat.rlhf.batching import plan_moves
+from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.batching import Moves, plan_moves
 from dschat.rlhf.experience import from_rollout
 
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
@@ -59,6 +61,18 @@ def test_answers_to_a_prompt_stay_together(monkeypatch):
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
     moves = plan_moves(e, np.zeros(4, dtype=np.int64), samples=2, budget=100)
     assert sorted(moves.sent) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("applies", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize("by_token", [None, [[0.25], [], [1.5, 1.5]]])
+def test_scores_follow_their_answers(by_token, applies):
+    source = SourceScores("rule", 0.5, torch.tensor([0.1, float("nan"), 3.0]), by_token, applies)
+    moved = Moves(sent=[[2, 0]], order=[1, 0]).scores(source)  # the second is lost
+    assert torch.equal(moved.scores, torch.tensor([0.1, 3.0]))
+    assert moved.token_scores == (by_token and [[0.25], [1.5, 1.5]])
+    assert moved.applies.tolist() == [True, True]
+    assert (moved.name, moved.weight) == ("rule", 0.5)
+    assert Moves(sent=[[]], order=[]).scores(source).scores.tolist() == []
 
 
 def packed(rows) -> int:
