@@ -31,7 +31,7 @@ from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
 from dschat.distributed.disk_space import is_full, needed_and_free
-from dschat.models.config_files import CONFIG, read_json
+from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.model_kind import IS_MADE
 from dschat.models.row_length import restore_rotary
 from dschat.models.text_part import FIELD, Rest
@@ -215,7 +215,7 @@ def _write_companions(
 def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfig) -> None:
     """Put the saved text model's configuration into that of the whole model it is a part of."""
     rest: Rest = getattr(model, "rest", None) or Rest()
-    raw = read_json(rest.source, CONFIG, "the base model") if rest.source else None
+    raw = CheckpointFiles(rest.source, "the base model").json(CONFIG) if rest.source else None
     if raw is None or FIELD not in raw or hasattr(saved, FIELD):
         return
     text = json.loads((staging / CONFIG).read_text("utf-8"))
