@@ -165,6 +165,7 @@ class Checkpoint(CheckpointFiles):
                 f" stores {len(integers)} weights as integers, such as {integers[0]}; name the "
                 "floating-point checkpoint that it was made from"
             )
+        self.check_checksums()
         if kind == "lm":
             _ = self.generation_config
         if getattr(self.config, "auto_map", None):

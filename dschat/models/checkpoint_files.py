@@ -23,9 +23,12 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
+from dschat.startup.files import sha256_of
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+CHECKSUMS = "SHA256SUMS"  # of the weight files, as the program sha256sum writes them
+_MAX_HASHED = 2 * 2**30  # bytes of weights whose checksums are checked before each start
 WEIGHT_FILES = (  # in the order of transformers' from_pretrained
     "model.safetensors",
     "model.safetensors.index.json",
@@ -193,6 +196,21 @@ class CheckpointFiles:
                     # F32, BF16, F8_E4M3 are floats; I8, BOOL are not.
                     entries[key] = Stored(tuple(part.get_shape()), "F" in part.get_dtype())
         return entries
+
+    def check_checksums(self) -> None:
+        """Raise ``UserError`` where a weight file is not what its `CHECKSUMS` say; only of small
+        models, where that takes a second or two.
+        """
+        file, files = Path(self.name) / CHECKSUMS, {path.name: path for path in self.weight_files}
+        if not file.is_file() or sum(f.stat().st_size for f in files.values()) > _MAX_HASHED:
+            return
+        for line in file.read_text("utf-8", "replace").splitlines():
+            digest, _, name = line.partition("  ")
+            if name in files and sha256_of(files[name]) != digest:
+                raise self.error(
+                    f": its {name} has another checksum than {CHECKSUMS} says; copy it again, or "
+                    f"remove {CHECKSUMS} if you changed the weights"
+                )
 
     @property
     def integer_weights(self) -> list[str]:
